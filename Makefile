@@ -1,0 +1,42 @@
+# Everything is set up in .venv, on a machine that has Python >= 3.11 and pip; `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint demo bench gpu-check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP) ## make .venv with everything the tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("ringattn needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+test: lint ## ruff, mypy and the tests on CPU
+	$(BIN)/python -m pytest -q --durations=10
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy .
+
+demo: $(STAMP) ## the tour: several ranks on this machine, exact against one dense attention
+	$(BIN)/python -m ringattn.launch.demo
+
+bench: $(STAMP) ## the benchmarks, each behind its correctness gate
+	$(BIN)/python -m ringattn.bench
+
+# On a GPU machine: its own Python, torch and driver, no .venv and no network. Exit code 5 of pytest: nothing collected.
+gpu-check: ## the checks that need a CUDA device, with the system's Python and torch
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
+	@PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests; code=$$?; \
+	if [ $$code -eq 5 ]; then echo "no GPU checks exist yet"; else exit $$code; fi
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) build dist outputs multirun .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

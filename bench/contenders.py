@@ -1,0 +1,99 @@
+"""What the speed benchmark lets run against each other, all on torch's own CPU flash block.
+
+`OurRing` is this package. `OneProcess` is the whole problem in one call on rank 0, while the others sleep.
+`Independent` is the ceiling: every rank attends to its share of the heads of the whole problem and never
+communicates, so what it loses against a perfect split is the machine's loss, not a ring's.
+Does not know: clocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.bench.gate import Inputs
+from ringattn.ring import Ring
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ALL = slice(None)
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+class OurRing:
+    """Causal `Ring.attention`. `name` is its schedule's."""
+
+    def __init__(self, ring: Ring, layout: str = "zigzag", schedule: str = "ring", backward: bool = True) -> None:
+        """`backward=False`: no gradient is asked for, so nothing is kept for one."""
+        self.ring, self.layout, self.schedule = ring, layout, schedule
+        self.name = f"ringattn {schedule}"
+        self.heads = self.kv_heads = ALL
+        self._with_backward = backward
+
+    def load(self, inputs: Inputs) -> None:
+        """Keep this rank's shards."""
+        self._seq = self.ring.sequence(inputs.q.shape[1], layout=self.layout)
+        self.positions = self._seq.positions()
+        q, k, v, self._dout = (self._seq.shard(x) for x in inputs)
+        self._qkv = tuple(x.requires_grad_(self._with_backward) for x in (q, k, v))
+
+    def forward(self) -> Tensor:
+        """Attend; keeps the output with its history."""
+        out: Any = self.ring.attention(*self._qkv, self._seq, causal=True, schedule=self.schedule)
+        self._out = out
+        return out.detach()
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of the last forward."""
+        if not self._with_backward:
+            return None
+        dq, dk, dv = torch.autograd.grad(self._out, self._qkv, self._dout)
+        return dq, dk, dv
+
+
+class Flash:
+    """Some heads of the whole problem in one call of the block; `heads` empty: idle."""
+
+    def __init__(self, name: str, heads: slice, kv_heads: slice) -> None:
+        """`heads`, `kv_heads`: this rank's query and K/V heads."""
+        self.name, self.heads, self.kv_heads = name, heads, kv_heads
+
+    def load(self, inputs: Inputs) -> None:
+        """Keep this rank's heads as (batch, heads, tokens, dim) views."""
+        idle = self.heads == slice(0, 0)
+        self.positions = NO_TOKENS if idle else torch.arange(inputs.q.shape[1])
+        (q, k, v, dout), empty = inputs, inputs.q[:, :0, :0]
+        mine = (q[:, :, self.heads], k[:, :, self.kv_heads], v[:, :, self.kv_heads], dout[:, :, self.heads])
+        self._idle, self._empty = idle, empty
+        self._q, self._k, self._v, self._dout = (x.transpose(1, 2) for x in mine)
+
+    def forward(self) -> Tensor:
+        """One call, or none."""
+        if self._idle:
+            return self._empty
+        self._out, self._lse = flash(self._q, self._k, self._v, 0.0, True)
+        return self._out.transpose(1, 2)
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """One call, or none."""
+        if self._idle:
+            return self._empty, self._empty, self._empty
+        grads = flash_backward(self._dout, self._q, self._k, self._v, self._out, self._lse, 0.0, True)
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+
+def one_process(rank: int) -> Flash:
+    """The whole problem on rank 0."""
+    return Flash("one process", ALL, ALL) if rank == 0 else Flash("one process", slice(0, 0), slice(0, 0))
+
+
+def independent(rank: int, ranks: int, heads: int, kv_heads: int) -> Flash | None:
+    """An equal share of the heads; None where the heads do not divide."""
+    if kv_heads % ranks:
+        return None
+    mine, mine_kv = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in (heads, kv_heads))
+    return Flash("no exchange", mine, mine_kv)

@@ -1,0 +1,234 @@
+"""How much memory a rank needs: this ring, the all-gather, and two known mistakes; predicted and measured.
+
+`python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
+processes: growth of the greater rank's peak resident size from before its inputs exist to the end, beside the sum of
+the tensors' sizes and of the plan's arena. The second table is the pool's high water at fixed tokens per rank.
+Does not know: time.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn.bench.contenders import OurRing
+from ringattn.bench.gate import Contender, Inputs, open_gate, random_inputs
+from ringattn.bench.mistakes import FullQueryRing, GatheredScores
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
+from ringattn.layout import make_layout
+from ringattn.mask import make_mask
+from ringattn.planner.choose import plan_of
+from ringattn.problem import Problem
+from ringattn.ring import Ring
+from ringattn.schedule.routes import route_named
+from ringattn.testing import run_ranks
+
+WITH_BACKWARD = " with backward"
+METHODS = ("ring", "ring with backward", "all_gather", "all_gather with backward",
+           "gathered scores", "full-Q fused", "full-Q scores")  # fmt: skip
+PROGRAM = "ringattn.bench.memory:on_rank"
+GATE_TOKENS_PER_RANK = 64
+ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` are of the second table."""
+
+    length_tokens: tuple[int, ...] = (4096, 8192, 16_384)
+    methods: tuple[str, ...] = METHODS
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    ranks: int = 2
+    pool_tokens_per_rank: int = 512
+    pool_ranks: tuple[int, ...] = (2, 4, 8, 16)
+    results: str = RESULTS
+
+
+def contender(ring: Ring, method: str) -> Contender:
+    """The method called `method`, on this rank."""
+    if method == GatheredScores.name:
+        return GatheredScores(ring)
+    if method.startswith("full-Q"):
+        return FullQueryRing(ring, fused="fused" in method)
+    return OurRing(ring, "zigzag", method.removesuffix(WITH_BACKWARD), backward=method.endswith(WITH_BACKWARD))
+
+
+def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
+    """One rank's growth in bytes, by two meters, of one method at one length; the gate first."""
+    one = contender(ring, method)
+    heads, kv_heads, head_dim = shape
+    open_gate([one], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32))
+    small = random_inputs(1, heads, kv_heads, head_dim, torch.float32)
+    # One token seen many times: the whole problem takes no memory, so only what the method keeps is weighed.
+    inputs = Inputs(*(x.expand(-1, length_tokens, -1, -1) for x in small))
+    ring.barrier()
+    gc.collect()
+    reset_peak()
+    resident, most = _status("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    one.load(inputs)
+    kept = one.forward(), one.backward()
+    ring.barrier()
+    del kept
+    return {
+        "peak_growth_bytes": _status("VmHWM") - resident,
+        "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - most,
+    }
+
+
+def reset_peak() -> None:
+    """Let this process's peak resident size start from its present one."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _status(key: str) -> int:
+    """A line of the kernel's account of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def predicted(method: str, length: int, options: Options) -> dict[str, int]:
+    """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, scores or block."""
+    ranks, dim = options.ranks, options.head_dim
+    own = -(-length // ranks)
+    query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
+    if method.startswith("full-Q"):
+        block = length * query if "fused" in method else _scores_bytes(length, own, options)
+        return {"kept": 2 * length * query + 2 * own * key, "travelling": 4 * own * key, "working": block}
+    if method == GatheredScores.name:
+        gathered = 2 * (2 * length - own) * key  # the parts, and their concatenation
+        repeated = 2 * length * (query - key)  # K and V for every query head
+        return {"kept": 2 * own * (query + key), "travelling": gathered + repeated,
+                "working": _scores_bytes(own, length, options)}  # fmt: skip
+    problem, backward = _problem(length, options, ranks), method.endswith(WITH_BACKWARD)
+    arena = max(_greatest_arena(problem, method.removesuffix(WITH_BACKWARD), back) for back in {False, backward})
+    kept = own * (2 * query + 2 * key)
+    if backward:
+        kept += own * (2 * query + 2 * key)  # dout and the gradients
+    # The largest rectangle: two chunks of queries by one of keys, or the reverse.
+    block = own * query + (own // 2 * 2 * key if backward else 0)
+    return {"kept": kept, "travelling": arena, "working": block}
+
+
+def _greatest_arena(problem: Problem, schedule: str, backward: bool) -> int:
+    """Bytes of the rank whose plan needs most."""
+    route = route_named(schedule)
+    return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
+
+
+def _scores_bytes(queries: int, keys: int, options: Options) -> int:
+    """The matrix of scores, a second one while it is made, and its mask."""
+    return queries * keys * (2 * options.heads * ITEM_BYTES + 1)
+
+
+def _problem(length: int, options: Options, ranks: int) -> Problem:
+    layout = make_layout("zigzag", length, ranks)
+    sizes = 1, options.heads, options.kv_heads, options.head_dim, options.head_dim
+    return Problem(layout, layout, make_mask(length, length, causal=True), *sizes, "float32")
+
+
+def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
+    """One record for each length and method."""
+    records = []
+    for length in options.length_tokens:
+        for method in options.methods:
+            say(f"{length} tokens: {method}")
+            spec = {"method": method, "length_tokens": length,
+                    "shape": [options.heads, options.kv_heads, options.head_dim]}  # fmt: skip
+            by_rank = run_in_processes(options.ranks, PROGRAM, spec, say)
+            greatest = {key: max(found[key] for found in by_rank) for key in by_rank[0]}
+            records.append(
+                {"length_tokens": length, "method": method, "predicted": predicted(method, length, options), **greatest}
+            )
+    return records
+
+
+def pool_high_water(options: Options, say: Say) -> list[dict[str, int]]:
+    """The pool of the greatest rank at fixed tokens per rank, for each number of ranks: planned and run; bytes."""
+    records = []
+    for ranks in options.pool_ranks:
+        say(f"pool at {ranks} ranks of {options.pool_tokens_per_rank} tokens")
+        length = ranks * options.pool_tokens_per_rank
+        problem = _problem(length, options, ranks)
+        plans = {
+            f"{schedule} {name}": _greatest_arena(problem, schedule, name == "backward")
+            for schedule in ("all_gather", "ring")
+            for name in ("forward", "backward")
+        }
+        records.append({"ranks": ranks, "length_tokens": length,
+                        **plans,
+                        "measured": max(run_ranks(ranks, _pool_pass(length, options)))})  # fmt: skip
+    return records
+
+
+def _pool_pass(length: int, options: Options) -> Callable[[Ring], int]:
+    """What each thread does: the gate, then forward and backward of `length` tokens; its pool's high water in bytes."""
+    shape = options.heads, options.kv_heads, options.head_dim, torch.float32
+
+    def run(ring: Ring) -> int:
+        one = OurRing(ring)
+        open_gate([one], random_inputs(4 * ring.world_size, *shape))
+        ring.reset_counters()
+        one.load(random_inputs(length, *shape))
+        one.forward()
+        one.backward()
+        return ring.memory_info()["pool_high_water_bytes"]
+
+    return run
+
+
+def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
+    """Both tables."""
+    one = Table(
+        f"Peak growth of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
+        f"{options.head_dim}, float32, causal",
+        ("tokens", "method", "kept", "travelling", "working", "predicted", "measured", "by ru_maxrss"),
+        notes=["- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block."],
+    )
+    for record in weights:
+        parts = record["predicted"].values()
+        measured = record["peak_growth_bytes"], record["ru_maxrss_growth_bytes"]
+        cells = map(mib, (*parts, sum(parts), *measured))
+        one.rows.append((str(record["length_tokens"]), record["method"], *cells))
+    two = Table(
+        f"High water of the ring's pool at {options.pool_tokens_per_rank} tokens per rank, MiB",
+        (
+            "ranks",
+            "tokens",
+            "all_gather forward",
+            "all_gather backward",
+            "ring forward",
+            "ring backward",
+            "ring, measured",
+        ),
+        notes=[
+            "- measured: the pool's own high water after a forward and a backward on threads; the others are plans."
+        ],
+    )
+    for pool in pools:
+        ranks, length, *sizes = pool.values()
+        two.rows.append((str(ranks), str(length), *(f"{nbytes / 2**20:.3f}" for nbytes in sizes)))
+    return [one, two]
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Run, print, keep; returns what is kept."""
+    options = parse(Options(), words)
+    with progress("memory") as say:
+        data = {"weights": weigh(options, say), "pools": pool_high_water(options, say)}
+    finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""What a benchmark shows and keeps: progress while it runs, tables at its end, a JSON and a Markdown file.
+
+Promises: results name the class of hardware and the date, and no machine, user or path.
+Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+
+RESULTS = "bench/results/cpu"
+
+Say = Callable[[str], None]
+"""Shows one line of progress."""
+
+
+@dataclass
+class Table:
+    """Rows of text under a title, with notes below."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table as Markdown, columns aligned so that it reads as plain text too."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[n]) for line in lines) for n in range(len(self.columns))]
+        rule = ["-" * width for width in widths]
+        body = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in (self.columns, rule, *self.rows)]
+        return "\n".join([f"### {self.title}", "", *body, *([""] if self.notes else []), *self.notes])
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Say]:
+    """Shows lines of progress: one line that changes on a terminal, plain lines elsewhere."""
+    console = Console()
+    if console.is_terminal:
+        with console.status(title) as status:
+            yield lambda line: status.update(f"{title}: {line}")
+    else:
+        yield lambda line: print(f"{title}: {line}", flush=True)
+
+
+def hardware() -> str:
+    """The class of the machine: cores, architecture, processor family."""
+    family = ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        pass  # not Linux: the architecture must do
+    return f"{os.cpu_count()} cores, {platform.machine()} {family}".strip()
+
+
+def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str) -> None:
+    """Print the tables; keep them and `data` as `name`.md and `name`.json in `folder`, unless it is empty."""
+    facts = {
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+        "options": {key: value for key, value in asdict(options).items() if key != "results"},
+    }
+    chosen = " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, (tuple, list)) else v}"
+                      for k, v in facts["options"].items())  # fmt: skip
+    head = [
+        f"# {name}",
+        f"{facts['hardware']}; torch {facts['torch']}; {facts['date']}",
+        f"`python -m ringattn.bench.{name} {chosen}`",
+    ]
+    page = "\n\n".join([*head, *(table.markdown() for table in tables)]) + "\n"
+    print("\n" + page, end="", flush=True)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{name}.json").write_text(json.dumps({**facts, **data}, indent=1) + "\n", encoding="utf-8")
+        Path(folder, f"{name}.md").write_text(page, encoding="utf-8")
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Least / median / greatest."""
+    return " / ".join(f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))
+
+
+def mib(nbytes: float) -> str:
+    """Bytes as MiB."""
+    return f"{nbytes / 2**20:.1f}"

@@ -1,0 +1,168 @@
+"""How fast two ranks are: against one process on the same whole problem, and against torch's own internal ring.
+
+`python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All contenders run in the same processes, one thread
+each, in turns whose order rotates; a time is from barrier to barrier, so the slowest rank's. Ratios are of medians of
+the rounds that other programs disturbed least, with the spread of all rounds' own ratios beside them.
+Does not know: how a contender works.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ringattn.bench.clock import Lap, Sample, cpu, kept, lap, samples, wall
+from ringattn.bench.contenders import OurRing, independent, one_process
+from ringattn.bench.gate import Contender, open_gate, random_inputs
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import RESULTS, Table, finish, progress, spread
+from ringattn.bench.rival import TorchRing
+from ringattn.bench.stages import stages
+from ringattn.ring import Ring
+
+PROGRAM = "ringattn.bench.speed:on_rank"
+PASSES = ("forward", "backward")
+GATE_TOKENS_PER_RANK = 96
+BAR = 1.9
+"""What two processes must at least gain over one."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Causal attention of one whole problem; `rotate`: torch's ring by alltoall or allgather."""
+
+    length_tokens: int = 16_384
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    ranks: int = 2
+    layout: str = "zigzag"
+    schedule: str = "ring"
+    rotate: str = "alltoall"
+    repeats: int = 8
+    results: str = RESULTS
+
+
+def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
+    """One rank's part: the gate, the rounds, the stages. Laps of each contender by pass and round."""
+    options = Options(**spec)
+    say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
+    shape = options.heads, options.kv_heads, options.head_dim, torch.float32
+    ours = OurRing(ring, options.layout, options.schedule)
+    found = (
+        one_process(ring.rank),
+        ours,
+        TorchRing(ring, options.rotate),
+        independent(ring.rank, ring.world_size, options.heads, options.kv_heads),
+    )
+    contenders: list[Contender] = [one for one in found if one is not None]
+
+    say("gate: small problems against a dense float64 softmax")
+    errors = open_gate(contenders, random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, *shape))
+    open_gate([ours], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size + 5, *shape))
+    ring.barrier()
+    say("gate: green")
+
+    inputs = random_inputs(options.length_tokens, *shape)
+    for one in contenders:
+        one.load(inputs)
+    laps: dict[str, dict[str, list[Lap]]] = {one.name: {name: [] for name in PASSES} for one in contenders}
+    for turn in range(options.repeats):
+        at = turn % len(contenders)
+        for one in contenders[at:] + contenders[:at]:
+            say(f"round {turn + 1} of {options.repeats}: {one.name}")
+            for name in PASSES:
+                laps[one.name][name].append(lap(ring.barrier, getattr(one, name)))
+    say("where our time goes")
+    return {"laps": laps, "errors": errors, "stages": _staged(ring, ours)}
+
+
+def _staged(ring: Ring, ours: OurRing) -> dict[str, dict[str, float]]:
+    """Seconds of this rank by pass and stage, one more round; `all` is the pass's own time, before any barrier."""
+    found = {}
+    for name in PASSES:
+        ring.barrier()
+        with stages(ring) as by_stage:
+            start = time.perf_counter()
+            getattr(ours, name)()
+            whole = time.perf_counter() - start
+        found[name] = {**by_stage, "other": whole - sum(by_stage.values()), "all": whole}
+    return found
+
+
+Samples = dict[str, dict[str, list[Sample]]]
+"""By contender and pass."""
+
+
+def speed_table(options: Options, found: Samples) -> Table:
+    """Times and ratios; above 1 means that ours is faster."""
+    ours = next(name for name in found if name.startswith("ringattn"))
+    table = Table(
+        f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
+        f"causal, {options.ranks} ranks of one thread, {options.repeats} rounds",
+        ("pass", "contender", "seconds, all rounds", "kept", "foreign", "seconds, kept", f"over {ours}",
+         "by round", "by processor time"),
+        notes=[
+            "- a / b / c is least / median / greatest; ratios above 1 mean that ours is faster.",
+            "- foreign: processors that other programs took in the kept rounds, median; others are set aside.",
+            "- by processor time: of the busiest rank, without any waiting, so that other programs hardly count.",
+        ],
+    )  # fmt: skip
+    for name in PASSES:
+        mine = found[ours][name]
+        for contender, by_pass in found.items():
+            theirs = by_pass[name]
+            few = kept(theirs)
+            ratios = [a.wall_s / b.wall_s for a, b in zip(theirs, mine, strict=True)]
+            table.rows.append((
+                name, contender, spread([s.wall_s for s in theirs]), str(len(few)),
+                f"{median(s.foreign for s in few):.2f}", spread([s.wall_s for s in few]),
+                f"{wall(theirs) / wall(mine):.3f}", spread(ratios), f"{cpu(theirs) / cpu(mine):.3f}",
+            ))  # fmt: skip
+        gain = wall(found["one process"][name]) / wall(mine)
+        verdict = "met" if gain >= BAR else "MISSED"
+        table.notes.append(f"- {name}: {gain:.3f} times one process; the bar is {BAR}: {verdict}.")
+    return table
+
+
+def stage_table(by_rank: Sequence[dict[str, dict[str, float]]]) -> Table:
+    """Our stages: milliseconds of each rank, and the greatest share of a pass."""
+    ranks = range(len(by_rank))
+    table = Table("Where our pass goes", ("pass", "stage", *(f"rank {r}, ms" for r in ranks), "share, at most"))
+    for name in PASSES:
+        for stage in by_rank[0][name]:
+            spent = [found[name][stage] for found in by_rank]
+            share = max(found[name][stage] / found[name]["all"] for found in by_rank)
+            table.rows.append((name, stage, *(f"{1e3 * s:.1f}" for s in spent), f"{share:.1%}"))
+    return table
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Run, print, keep; returns what is kept."""
+    options = parse(Options(), words)
+    with progress("speed") as say:
+        by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
+    found: Samples = {
+        contender: {name: samples([rank["laps"][contender][name] for rank in by_rank]) for name in PASSES}
+        for contender in by_rank[0]["laps"]
+    }
+    data = {
+        "samples": found,
+        "sample_fields": Sample._fields,
+        "largest_error": {name: max(rank["errors"][name] for rank in by_rank) for name in found},
+        "stages_by_rank": [rank["stages"] for rank in by_rank],
+    }
+    tables = [speed_table(options, found), stage_table(data["stages_by_rank"])]
+    finish("speed", options, tables, data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Launching ranks, scaling sweeps and the demo; uses the public face only."""

@@ -1,0 +1,132 @@
+"""A small decoder-only transformer that does not know where its tokens are.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU. Two things come from outside: the *global* positions of
+the tokens it is given, and the function that attends. So the same code trains one process and one shard of many.
+Promises: the same seed gives the same weights in every process and, up to their rounding, in every dtype.
+Does not know: ranks, layouts, losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the model. The metadata of a field is its line in `ringattn train --help`."""
+
+    layers: int = field(default=2, metadata={"about": "transformer blocks", "least": 1})
+    dim: int = field(default=128, metadata={"about": "width of the residual stream", "least": 2})
+    heads: int = field(default=4, metadata={"about": "query heads", "least": 1})
+    kv_heads: int = field(default=2, metadata={"about": "key/value heads; divides heads", "least": 1})
+    hidden_dim: int = field(default=384, metadata={"about": "width inside the feed-forward block", "least": 1})
+    rope_base: float = field(default=10_000.0, metadata={"about": "base of the rotary frequencies", "least": 1.0})
+    tied: bool = field(default=True, metadata={"about": "the output layer shares the embedding's weights"})
+
+
+def head_dim(config: ModelConfig) -> int:
+    """Elements of one head."""
+    return config.dim // config.heads
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose weights take the dtype of its input, so that they may stay in float32."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs), dtype of x."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm, computed and learned in the dtype of its weight, returned in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), dtype of x."""
+        assert self.weight is not None
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+def rotation(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, each (tokens, 1, size / 2).
+
+    `size`: elements of one head. Angles are taken in float64: at a million tokens a float32 angle is off by 0.03.
+    """
+    inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size)
+    angles = positions.to(torch.float64)[:, None, None] * inverse
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head of x (batch, tokens, heads, head_dim) against each other; same dtype."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each on a normalized residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, head_dim(config)
+        self.attention_norm = RMSNorm(config.dim, eps=1e-6)
+        self.qkv = Linear(config.dim, (config.heads + 2 * config.kv_heads) * self.head_dim)
+        self.attention_out = Linear(config.heads * self.head_dim, config.dim)
+        self.hidden_norm = RMSNorm(config.dim, eps=1e-6)
+        self.hidden_in = Linear(config.dim, 2 * config.hidden_dim)
+        self.hidden_out = Linear(config.hidden_dim, config.dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """(batch, tokens, dim) -> the same."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        x = x + self.attention_out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(2))
+        gate, up = self.hidden_in(self.hidden_norm(x)).chunk(2, dim=-1)
+        return x + self.hidden_out(F.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """A language model over `vocabulary` tokens.
+
+    Weights are float32, or float64 where `dtype` is; activations are `dtype`. On the CPU; move it with `.to(device)`.
+    """
+
+    def __init__(self, config: ModelConfig, vocabulary: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embedding = nn.Embedding(vocabulary, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, eps=1e-6)
+        self.unembedding = Linear(config.dim, vocabulary)
+        if config.tied:
+            self.unembedding.weight = self.embedding.weight
+        self._draw_weights(seed)
+        if dtype == torch.float64:
+            self.double()
+
+    def _draw_weights(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # The layers that write to the residual stream start smaller, so that depth does not make it louder.
+                shrink = math.sqrt(2 * self.config.layers) if name.endswith("_out.weight") else 1.0
+                nn.init.normal_(weight, std=0.02 / shrink, generator=generator)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits (batch, tokens, vocabulary) in `dtype`, of tokens (batch, tokens) at global `positions` (tokens,)."""
+        x = self.embedding(tokens).to(self.dtype)
+        cos, sin = rotation(positions, head_dim(self.config), self.config.rope_base, self.embedding.weight.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin, attend)
+        return self.unembedding(self.norm(x))

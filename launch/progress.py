@@ -1,0 +1,50 @@
+"""Progress of a training run: a live bar on a terminal, about ten plain lines anywhere else.
+
+Does not know: ranks; whoever should be silent makes none.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainingProgress:
+    """A context manager around the steps of one run, `title` in front of each line."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self.title, self.steps = title, steps
+        console = Console()
+        self._bar = (
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            if console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.steps, figures="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def done(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Step number `step` (from 0) has ended with this loss and speed."""
+        figures = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, figures=figures)
+        elif step in (0, self.steps - 1) or (step + 1) % max(1, self.steps // 10) == 0:
+            print(f"{self.title}  step {step + 1}/{self.steps}  {figures}", flush=True)

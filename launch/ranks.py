@@ -1,0 +1,149 @@
+"""Starts the ranks of one job as processes of this machine, and ends them whatever happens.
+
+Processes are started by torchrun, isolated from this one, each with its own share of the cores. Promises: results by
+rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C
+or SIGTERM.
+Does not know: what the ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from ringattn.errors import InputError, RingError
+
+GRACE_S = 10.0
+"""How long torchrun may take to end its processes before they are killed."""
+TRACEBACK_LINES = 20
+
+
+class RanksError(RingError):
+    """The processes of a job failed or did not end in time. The message names the rank and shows its traceback."""
+
+
+class Place(NamedTuple):
+    """Where this process stands among the processes that torchrun started."""
+
+    rank: int
+    world_size: int
+
+
+def place_in_torchrun() -> Place | None:
+    """This process's place if it was started by torchrun (`RANK` and `WORLD_SIZE` are set), else None."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return None
+
+
+def agreed_ranks(asked: int | None) -> int:
+    """How many ranks there will be: torchrun's world size, else `asked`, else 1.
+
+    Raises `InputError` if torchrun started another number of ranks than was asked for.
+    """
+    place = place_in_torchrun()
+    if place is None:
+        return asked or 1
+    if asked is not None and asked != place.world_size:
+        raise InputError(f"ranks={asked}: torchrun started {place.world_size}; leave ranks out, or start it without")
+    return place.world_size
+
+
+def threads_for(ranks: int) -> int:
+    """Intra-op threads of one rank: an equal share of the cores this process may use, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def run_ranks_in_processes(
+    entry: str, spec: Mapping[str, Any], ranks: int, timeout_s: float, threads_per_rank: int | None = None
+) -> list[dict[str, Any]]:
+    """Call `entry` ("module:function") with `spec` in each of `ranks` new processes; return their answers by rank.
+
+    `spec` and the answers are JSON. The processes have torchrun's environment, so `ringattn.Ring()` there joins them;
+    rank 0 prints to this process's standard output. `threads_per_rank`: see `threads_for` for None.
+    Raises `RanksError` if a rank fails or `timeout_s` pass; nothing of the job runs on after that.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
+        with (folder / "torchrun.txt").open("wb") as log, _terminated_like_interrupted():
+            agent = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+                    *("-m", "ringattn.launch.worker", str(folder / "job.json")),
+                ],
+                env=_environment(threads_per_rank or threads_for(ranks)),
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                code = agent.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise RanksError(f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended") from None
+            finally:
+                _end(agent, folder)
+        if code:
+            raise RanksError(_root_cause(folder, code))
+        sys.stderr.write((folder / "errors-0.txt").read_text(encoding="utf-8", errors="replace"))
+        return [json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """This process's environment for the ranks: they find the same packages, and share the cores."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what Ctrl-C cleans up is cleaned up then too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(agent: subprocess.Popen[bytes], folder: Path) -> None:
+    """End torchrun and its ranks. It ends them itself when asked to; each rank leads a session of its own, so what is
+    left after `GRACE_S` is found by the process ids that the ranks wrote down."""
+    if agent.poll() is not None:
+        return
+    agent.terminate()
+    try:
+        agent.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        agent.wait()
+    for file in folder.glob("pid-*"):
+        with suppress(ProcessLookupError, ValueError):
+            os.killpg(int(file.read_text()), signal.SIGKILL)
+
+
+def _root_cause(folder: Path, code: int) -> str:
+    """The first failure as a message; ranks that only lost a peer are not the cause."""
+    failures = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
+    if not failures:
+        log = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"the ranks failed without a Python error (exit code {code}):\n" + "\n".join(log[-TRACEBACK_LINES:])
+    followers = ("PeerLostError", "DeadlineError", "TransportError", "ClosedError")
+    first = min(failures, key=lambda failure: (failure["kind"] in followers, failure["time_s"]))
+    tail = "\n".join(first["traceback"].splitlines()[-TRACEBACK_LINES:])
+    return f"rank {first['rank']} failed first: {first['kind']}: {first['message']}\n{tail}"

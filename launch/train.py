@@ -1,0 +1,87 @@
+"""`ringattn train`: train a small language model on sequences that are shared by several ranks.
+
+Starts the ranks as processes, or takes part in place if torchrun has started them, and writes one result.json.
+Does not know: how a rank trains.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ringattn.errors import RingError
+from ringattn.launch.config import help_text
+from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.text import load_text, windows
+from ringattn.launch.train_config import TrainConfig, check_sizes, load_train
+
+PURPOSE = """\
+Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
+of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
+Example: ringattn train ranks=4 length_tokens=2048 steps=60 layout=zigzag model.layers=2"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the overrides `argv` (key=value) say. Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_text("train", PURPOSE, TrainConfig))
+        return 0
+    place = place_in_torchrun()
+    try:
+        config = load_train(argv)
+        config = replace(config, ranks=agreed_ranks(config.ranks))
+        check_sizes(config)
+        # One batch here, so that a missing file or a short text is reported before any rank starts.
+        windows(load_text(config.text), 0, 1, config.length_tokens, config.seed)
+    except RingError as error:
+        print(f"ringattn train: {error}", file=sys.stderr)
+        return 2
+    try:
+        result = _run(config)
+    except RingError as error:
+        print(f"ringattn train: {error}", file=sys.stderr)
+        return 1
+    if place is None or place.rank == 0:
+        path = write_json(Path(config.out_dir) / "result.json", result)
+        print(summary(result))
+        print(f"wrote {path}")
+    return 0
+
+
+def _run(config: TrainConfig) -> dict[str, Any]:
+    assert config.ranks is not None
+    spec = {"runs": [asdict(config)]}
+    if place_in_torchrun() is not None or config.ranks == 1:
+        # Alone, importing the model's room here costs less than a new process.
+        from ringattn.launch.loop import train_rank
+
+        return dict(train_rank(spec)["runs"][0])
+    answers = run_ranks_in_processes(
+        "ringattn.launch.loop:train_rank", spec, config.ranks, config.timeout_s, config.threads_per_rank
+    )
+    return dict(answers[0]["runs"][0])
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What a run came to, in three lines."""
+    memory = " ".join(f"{size / 2**20:.1f}" for size in result["memory_growth_bytes"])
+    losses = result["losses"]
+    return "\n".join(
+        [
+            f"{result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps",
+            f"{result['tokens_per_s']:,.0f} tokens/s (median step)",
+            f"memory by rank, MiB: {memory} ({result['memory_method']})",
+        ]
+    )
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Write `content` to `path`, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,63 @@
+"""What a training run can be told.
+
+Does not know: how it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringattn.errors import InputError
+from ringattn.launch.config import load, option
+from ringattn.launch.model import ModelConfig
+
+
+@dataclass
+class TrainConfig:
+    """One training run. Sizes count the whole sequence, not one rank's share of it."""
+
+    ranks: int | None = option(None, "processes that share each sequence; torchrun's, else 1", least=1)
+    length_tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
+    batch: int = option(1, "sequences of one step", least=1)
+    steps: int = option(60, "optimizer steps", least=1)
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", "contiguous", "zigzag", "striped"))
+    schedule: str = option("auto", "how keys and values travel")
+    engine: str = option("auto", "which kernels attend")
+    transport: str = option("auto", "what carries the messages")
+    dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
+    learning_rate: float = option(3e-3, "AdamW's, after the warm-up", least=0.0)
+    warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
+    weight_decay: float = option(0.01, "AdamW's", least=0.0)
+    clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
+    seed: int = option(0, "of the weights and of the batches", least=0)
+    text: str = option("", "file to learn, byte by byte; empty: Python's language reference")
+    prompt_tokens: int = option(0, "tokens at the start of each sequence that are read, not learned", least=0)
+    threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / ranks if not set", least=1)
+    timeout_s: float = option(3600.0, "seconds after which the run is ended", above=0.0)
+    out_dir: str = option("outputs/train", "folder of result.json")
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+def load_train(overrides: Sequence[str], name: str = "train") -> TrainConfig:
+    """The run that `conf/<name>.yaml` and `overrides` describe. Raises `InputError`, with the key first."""
+    config = load(overrides, TrainConfig, name)
+    check_sizes(config)
+    return config
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Raise `InputError`, with the key first, if two sizes contradict each other."""
+    model = config.model
+    if config.ranks is not None and config.ranks > config.length_tokens:
+        raise InputError(f"ranks={config.ranks}: more ranks than tokens (length_tokens={config.length_tokens})")
+    if model.heads % model.kv_heads:
+        raise InputError(f"model.kv_heads={model.kv_heads}: does not divide model.heads={model.heads}")
+    if model.dim % (2 * model.heads):
+        raise InputError(f"model.dim={model.dim}: must be an even multiple of model.heads={model.heads}")
+
+
+def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that `dataclasses.asdict` turned into `spec`."""
+    return TrainConfig(**{**spec, "model": ModelConfig(**spec["model"])})

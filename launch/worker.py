@@ -1,0 +1,54 @@
+"""One rank's process, started by `ringattn.launch.ranks` through torchrun: `python -m ringattn.launch.worker JOB.json`.
+
+Calls the job's entry and leaves the answer, or the error, as a file; ranks other than 0 print into a file.
+Does not know: what the entry does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main(job: Path) -> int:
+    """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
+    rank, folder = int(os.environ["RANK"]), job.parent
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank != 0:
+        with (folder / f"output-{rank}.txt").open("wb") as output:
+            os.dup2(output.fileno(), 1)
+    with (folder / f"errors-{rank}.txt").open("wb") as errors:
+        os.dup2(errors.fileno(), 2)
+    described: dict[str, Any] = json.loads(job.read_text(encoding="utf-8"))
+    module, _, function = described["entry"].partition(":")
+    try:
+        answer = getattr(importlib.import_module(module), function)(described["spec"])
+    except Exception as error:
+        failure = {
+            "rank": rank,
+            "time_s": time.time(),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        _write(folder / f"failure-{rank}.json", failure)
+        return 1
+    _write(folder / f"answer-{rank}.json", answer)
+    return 0
+
+
+def _write(path: Path, content: Any) -> None:
+    """All of it or nothing: a rank that is killed while it writes leaves no half file."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,30 @@
+"""ringattn: exact attention over sequences that no single device can hold."""
+
+from ringattn.errors import (
+    ClosedError,
+    DeadlineError,
+    DisagreementError,
+    InputError,
+    PeerLostError,
+    PlanError,
+    RingError,
+    TransportError,
+    UnsupportedError,
+)
+from ringattn.ring import Ring, active_sequence
+from ringattn.sequence import Sequence
+
+__all__ = [
+    "ClosedError",
+    "DeadlineError",
+    "DisagreementError",
+    "InputError",
+    "PeerLostError",
+    "PlanError",
+    "Ring",
+    "RingError",
+    "Sequence",
+    "TransportError",
+    "UnsupportedError",
+    "active_sequence",
+]

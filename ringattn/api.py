@@ -1,0 +1,217 @@
+"""One attention call over a ring: the checks, the autograd function and its two passes.
+
+Does not know: how the ranks were started, where the schedule's steps lead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.errors import InputError
+from ringattn.mask import make_mask
+from ringattn.partial import absorb_sinks_, accumulator_dtype, identity
+from ringattn.planner.choose import choose_route
+from ringattn.problem import Problem
+from ringattn.records import Home
+from ringattn.schedule.routes import Route
+from ringattn.sequence import Sequence
+
+if TYPE_CHECKING:
+    from ringattn.ring import Ring
+
+Window = tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about a call but its tensors."""
+
+    problem: Problem
+    route: Route
+    softmax: Softmax
+    engine: Engine
+
+    def summary(self, *extra: object) -> str:
+        """What all ranks must have in common, readable."""
+        p, s = self.problem, self.softmax
+        branch = p.mask.branches[0]
+        documents = f"{len(branch.bounds) - 1} documents ending {branch.bounds[-4:]}"
+        kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
+        facts = (
+            f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
+            f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
+            f"band {branch.band}, {documents}, schedule {self.route.name}, "
+            f"scale {s.scale:g}, softcap {s.softcap}, dK/dV in {p.wire_dtype or p.accumulator_dtype}"
+        )
+        return f"{facts} {extra} [{p.digest.hex()[:16]}]"
+
+
+def attention(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Sequence,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    kv_seq: Sequence | None,
+    schedule: str,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `Ring.attention`."""
+    call, refusal = None, None
+    try:
+        _check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
+        sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        problem = make_problem(ring, seq, kv_seq, *sizes, str(q.dtype).removeprefix("torch."), causal, window)
+        softmax = Softmax(_scale(scale, q), problem.group, _softcap(softcap))
+        call = Call(problem, choose_route(problem, schedule), softmax, ring.engine_for(softcap, q.device))
+    except InputError as error:
+        refusal = error
+    ring.agree(call.summary("sinks" if sinks is not None else "no sinks") if call else "", refusal)
+    assert call is not None
+    out, lse = _Attention.apply(q, k, v, sinks, ring, call)
+    return (out, lse) if return_lse else out
+
+
+def make_problem(
+    ring: Ring,
+    seq: Sequence,
+    kv_seq: Sequence | None,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: str,
+    causal: bool,
+    window: Window,
+) -> Problem:
+    """The facts of a call. Raises `InputError` for options that contradict each other."""
+    other = kv_seq or seq
+    mask = make_mask(
+        seq.length,
+        other.length,
+        causal=causal,
+        window=window,
+        documents=seq.documents,
+        kv_documents=other.documents,
+    )
+    wire = ring.dkv_wire_dtype
+    return Problem(
+        seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, wire
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """(q, k, v, sinks) to (out, lse); every rank calls its own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
+        out, lse = identity(q.shape[1], q.shape[0], q.shape[2], v.shape[3], like=q)
+
+        def fold(kv: KV, _: KV | None, work: Any) -> None:
+            call.engine.attend(rows_q, kv, out, lse, work)
+
+        ring.run(call, fold, home)
+        if sinks is not None:
+            absorb_sinks_(out, lse, sinks.detach())
+        result = out.transpose(0, 1).to(q.dtype)
+        ctx.ring, ctx.call = ring, call
+        ctx.save_for_backward(q, k, v, sinks, result, lse)
+        ctx.set_materialize_grads(False)
+        return result, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        ring, call = ctx.ring, ctx.call
+        ring.agree(f"backward of {call.summary('lse used' if dlse is not None else '')}")
+        if dout is None:
+            dout = torch.zeros_like(out)
+        seed = _seed(dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+        dtype = accumulator_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+        rows_q, rows_dq = q.detach().transpose(0, 1), dq.transpose(0, 1)
+
+        def fold(kv: KV, dkv: KV | None, work: Any) -> None:
+            assert dkv is not None
+            call.engine.attend_grad(rows_q, kv, seed, rows_dq, dkv, work)
+
+        home = Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
+        ring.run(call, fold, home, Home(dk.transpose(0, 1), dv.transpose(0, 1)))
+        dsinks = None if sinks is None else _sinks_grad(sinks, seed)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+def _seed(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:
+    """What backward starts from; `dout` and `out` row-first."""
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
+    if dlse is not None:
+        dlse = torch.where(lse.isinf(), 0.0, dlse.to(lse.dtype))
+        delta = delta - dlse
+    return Seed(dout, out, lse, dlse, delta.contiguous())
+
+
+def _sinks_grad(sinks: Tensor, seed: Seed) -> Tensor:
+    """This rank's part of the gradient of the sinks, (heads,): minus the sink's weight times delta, summed."""
+    weight = torch.exp(sinks.detach().to(seed.lse.dtype)[None, :, None] - seed.lse)
+    return -(torch.where(seed.lse.isinf(), 0.0, weight) * seed.delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _check_tensors(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence, sinks: Tensor | None
+) -> None:
+    """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
+    where = f"rank {ring.rank}: "
+    for one in (seq, kv_seq):
+        if not isinstance(one, Sequence) or one.ring is not ring:
+            raise InputError(where + "seq must come from this ring's own ring.sequence(...)")
+    for name, x, owner in (("q", q, seq), ("k", k, kv_seq), ("v", v, kv_seq)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(where + f"{name} must be a (batch, tokens, heads, head_dim) tensor, got {got}")
+        if x.shape[1] != owner.counts[ring.rank]:
+            raise InputError(
+                where + f"{name} has {x.shape[1]} tokens, this rank owns {owner.counts[ring.rank]} of {owner.length}; "
+                "pass seq.shard(x), not the full tensor"
+            )
+        if x.dtype != q.dtype:
+            raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; all three must be alike")
+        if x.shape[0] != q.shape[0]:
+            raise InputError(where + f"{name} has batch {x.shape[0]} and q has {q.shape[0]}")
+        if x.device != q.device or (ring.world_size > 1 and x.device.type != ring.device.type):
+            raise InputError(where + f"{name} is on {x.device}, this ring works on {ring.device}")
+        if x.stride(3) != 1 and x.shape[3] > 1 and x.numel():
+            raise InputError(where + f"the last dimension of {name} must be contiguous; call {name}.contiguous()")
+    if k.shape[2] != v.shape[2]:
+        raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]}")
+    if q.shape[3] != k.shape[3]:
+        raise InputError(where + f"q has head_dim {q.shape[3]} and k has {k.shape[3]}")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
+        raise InputError(where + f"sinks must have shape ({q.shape[2]},), one per query head, got {tuple(sinks.shape)}")
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"softcap must be positive or None, got {softcap}")
+    return softcap

@@ -1,0 +1,55 @@
+"""The command `ringattn`: a word, then options as `key=value`.
+
+Does not know: what the commands do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from ringattn.errors import RingError
+
+COMMANDS = {
+    "check": ("ringattn.launch.check", "compare every schedule, layout and mask with a dense float64 truth"),
+    "explain": ("ringattn.launch.show", "print who sends what to whom, when, and what it costs"),
+    "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 good, 1 a check failed, 2 bad options or a failed run."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    if words[0] in ("--version", "version"):
+        print(_version())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
+        return 2
+    run: Callable[[Sequence[str]], int] = import_module(COMMANDS[words[0]][0]).main
+    try:
+        return run(words[1:])
+    except RingError as error:
+        print(f"ringattn {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _help() -> str:
+    lines = [f"  {name:<9}{about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
+    )
+
+
+def _version() -> str:
+    try:
+        return f"ringattn {version('ringattn')}"
+    except PackageNotFoundError:
+        return "ringattn (from a checkout)"

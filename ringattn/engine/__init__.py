@@ -1,0 +1,4 @@
+"""The engines: `base` is what one promises, `select` chooses one, `plain` and `aten` compute.
+
+Imports nothing, so that `rectangles` can be read without torch.
+"""

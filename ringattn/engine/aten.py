@@ -1,0 +1,235 @@
+"""The engine on torch's own fused attention kernels.
+
+Promises no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
+one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
+float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), and a reversed
+rectangle. The ops recompute the weights from the merged lse, and delta from dout and out.
+Bits repeat on the CPU. The fused CUDA kernels round their partials and gradients to the input dtype, and their backward
+repeats bit for bit only under `torch.use_deterministic_algorithms`. float32 and float64 on CUDA, half dtypes on a GPU
+without the units for them and heads too wide for a fused kernel are computed by the plain engine.
+Does not know: ranks, schedules, softcap (refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringattn.engine.base import KV, Seed, Softmax
+from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
+from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, rectangles
+from ringattn.errors import UnsupportedError
+from ringattn.geometry import Run, Tile
+from ringattn.partial import accumulator_dtype, by_row, merge_
+
+ops = torch.ops.aten
+
+
+class BlockOp(NamedTuple):
+    """One fused kernel. Operands are (batch, heads, rows, dim) with fewer K/V heads allowed, lse (batch, heads, rows).
+
+    `forward(q, k, v, causal, scale)` gives (out, lse); `backward(dout, q, k, v, out, lse, causal, scale)` gives
+    (dq, dk, dv) in the operands' dtype. Where not `square_causal_only`, causal is aligned to the top left corner. Head
+    dimensions are multiples of `dim_step` up to `max_dim`, the same for k and v. `keeps_half`: computes half operands
+    as such; otherwise they come in the accumulator dtype.
+    """
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    square_causal_only: bool
+    keeps_half: bool
+    dim_step: int
+    max_dim: int
+    min_keys: int = 1
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
+        *_no_dropout(q, torch.uint64, 2), scale=scale,
+    )  # fmt: skip
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *_no_dropout(q, torch.int64), None, None, None,
+        q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
+
+
+def _no_dropout(like: Tensor, dtype: torch.dtype, *seed_shape: int) -> tuple[Tensor, Tensor]:
+    """The random state that the CUDA backwards ask for and, without dropout, do not read."""
+    return like.new_zeros(seed_shape, dtype=dtype), like.new_zeros((), dtype=dtype)
+
+
+CPU = BlockOp("cpu-flash", _cpu_forward, _cpu_backward, False, False, 1, 1 << 30)
+FLASH = BlockOp("cuda-flash", _flash_forward, _flash_backward, True, True, 8, 256)
+CUDNN = BlockOp("cudnn", _cudnn_forward, _cudnn_backward, True, True, 8, 128, min_keys=2)
+OPS = {"cpu": (CPU,), "cuda": (CUDNN, FLASH)}
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def choose(device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
+    """The fastest block op for inputs of this dtype padded to `dim`; None where torch ships none."""
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda" or dtype not in HALF_DTYPES or _capability(device) < (8, 0) or dim > FLASH.max_dim:
+        return None
+    # Older cuDNN is wrong for lengths that are not multiples of 128; other architectures run its slower kernels.
+    trusted = (torch.backends.cudnn.version() or 0) > 91500 and _capability(device)[0] in (9, 10)
+    return CUDNN if trusted and dim <= CUDNN.max_dim else FLASH
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+class AtenWork(NamedTuple):
+    """The rectangles of one step with their heads, and the same tiles for the plain engine."""
+
+    rectangles: tuple[tuple[Rectangle, HeadGroup], ...]
+    softmax: Softmax
+    plain: PlainWork
+
+
+class AtenEngine:
+    """Attention by the fused kernels that torch ships for `device`."""
+
+    name = "aten"
+
+    def __init__(self, device: torch.device) -> None:
+        self._square_causal_only = any(op.square_causal_only for op in OPS.get(device.type, ()))
+        self._plain = PlainEngine()
+
+    def prepare(self, tiles: Sequence[Tile], softmax: Softmax) -> AtenWork:
+        """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
+        if softmax.softcap is not None:
+            raise UnsupportedError(f"engine 'aten' does not support softcap={softmax.softcap}; use engine='plain'")
+        pieces = tuple(
+            (rectangle, heads)
+            for tile in tiles
+            for rectangle in rectangles(tile, self._square_causal_only)
+            for heads in head_groups(tile.heads, softmax.group)
+        )
+        return AtenWork(pieces, softmax, self._plain.prepare(tiles, softmax))
+
+    def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: AtenWork) -> None:
+        """Fold the tiles into the partial, in place."""
+        op, width = _op_and_width(q, kv, extra_columns=0)
+        if op is None:
+            self._plain.attend(q, kv, out, lse, work.plain)
+            return
+        for rectangle, heads in work.rectangles:
+            at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
+            call = op if rectangle.k_rows.count >= op.min_keys else FLASH
+            q_part, k, v = (_operand(x, width) for x in (at.queries(q), at.keys(kv.k), at.keys(kv.v)))
+            part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, work.softmax.scale)
+            part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
+            merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
+
+    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Tensor, dkv: KV, work: AtenWork) -> None:
+        """Add the tiles' gradients to `dq` and `dkv`, in place."""
+        op, width = _op_and_width(q, kv, extra_columns=0 if seed.dlse is None else 1)
+        if op is None:
+            self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain)
+            return
+        for rectangle, heads in work.rectangles:
+            at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
+            call = op if rectangle.k_rows.count >= op.min_keys else FLASH
+            dout, v = at.queries(seed.dout), at.keys(kv.v)
+            if seed.dlse is not None:
+                # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
+                # is the wanted p (dout.v + dlse - dout.out).
+                dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
+            dout, q_part, k, v, out = (
+                _operand(x, width) for x in (dout, at.queries(q), at.keys(kv.k), v, at.queries(seed.out))
+            )
+            grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, work.softmax.scale)
+            at.view(dq).add_(at.restored(grads[0], q.shape[-1]))
+            at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
+            at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
+
+
+class _Place(NamedTuple):
+    """Where a rectangle lies in row-first tensors: reads its strips and maps results back."""
+
+    rectangle: Rectangle
+    heads: HeadGroup
+    first_kv_head: int
+    dtype: torch.dtype
+
+    def view(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (rows, batch, query heads, dim) tensor."""
+        return x[as_slice(self.rectangle.q_rows), :, as_slice(self.heads.q_heads)]
+
+    def view_keys(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
+        held = Run(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
+        return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
+
+    def view_rows(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (batch, query heads, rows) tensor."""
+        return x[:, as_slice(self.heads.q_heads), as_slice(self.rectangle.q_rows)]
+
+    def queries(self, x: Tensor) -> Tensor:
+        """`view` as the op wants it: its dtype and its order of rows."""
+        return self._ordered(self.view(x).to(self.dtype), 0)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """`view_keys` as the op wants it."""
+        return self._ordered(self.view_keys(x).to(self.dtype), 0)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`view_rows` in the op's order of rows."""
+        return self._ordered(self.view_rows(x), -1)
+
+    def restored(self, x: Tensor, dim: int) -> Tensor:
+        """A result (batch, heads, rows, padded dim) as row-first, in the buffer's order, without the padding."""
+        return self._ordered(x.permute(2, 0, 1, 3)[..., :dim], 0)
+
+    def _ordered(self, x: Tensor, axis: int) -> Tensor:
+        return x.flip(axis) if self.rectangle.reversed else x
+
+
+def _op_and_width(q: Tensor, kv: KV, extra_columns: int) -> tuple[BlockOp | None, int]:
+    """The block op and the head dimension that it is called with: unpadded where it can be."""
+    dims = (kv.k.shape[-1], kv.v.shape[-1] + extra_columns)
+    width, step = max(dims), max((op.dim_step for op in OPS.get(q.device.type, ())), default=1)
+    if width != min(dims) or width % step:
+        width = -(-width // 8) * 8  # The CPU op needs no multiple of 8 but is faster with one.
+    return choose(q.device, q.dtype, width), width
+
+
+def _operand(x: Tensor, width: int) -> Tensor:
+    """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of the strip."""
+    return (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).permute(1, 2, 0, 3)

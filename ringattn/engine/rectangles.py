@@ -1,0 +1,138 @@
+"""Tiles cut into rectangles, for kernels that know only "every key" and "causal from the top left corner".
+
+Promises that the rectangles of a tile hold each of its pairs exactly once and no other pair, that every row of a
+rectangle sees at least one of its keys, and that there are few of them: a full tile and a causal square are one
+rectangle each, a window is two for every stretch of rows as long as the window is wide.
+Does not know: torch, kernels, K/V tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ringattn.geometry import Band, Run, Tile
+
+
+class Rectangle(NamedTuple):
+    """Rows of both buffers that meet, for the query heads `heads`.
+
+    `causal`: the i-th query sees the keys up to the i-th (there are never more keys than queries); else every key.
+    `reversed`: both sides are taken in descending order first; only set together with `causal`.
+    """
+
+    q_rows: Run
+    k_rows: Run
+    causal: bool
+    reversed: bool
+    heads: Run
+
+
+class HeadGroup(NamedTuple):
+    """Query heads of which each K/V head serves the same number of consecutive ones."""
+
+    q_heads: Run
+    kv_heads: Run
+
+
+class _Block(NamedTuple):
+    """A rectangle in indices of the tile's strips."""
+
+    rows: Run
+    cols: Run
+    causal: bool = False
+    reversed: bool = False
+
+
+def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectangle]:
+    """The rectangles of a tile. `square_causal_only`: no causal one has more queries than keys."""
+    for part in tile.aligned():
+        for block in _blocks(part.q.positions.count, part.k.positions.count, part.index_band()):
+            for piece in _squares(block) if square_causal_only else (block,):
+                q_rows, k_rows = part.q.rows.pick(piece.rows), part.k.rows.pick(piece.cols)
+                yield Rectangle(q_rows, k_rows, piece.causal, piece.reversed, tile.heads)
+
+
+def head_groups(heads: Run, group: int) -> Iterator[HeadGroup]:
+    """A run of query heads cut so that each part can go to a kernel that understands grouped heads.
+
+    `group`: query heads per K/V head. A run that starts or ends inside a group gives up to three parts.
+    """
+    start, shape = 0, (0, 0)  # Of the part being grown: its first index, heads per K/V head and K/V stride.
+    parts: list[HeadGroup] = []
+    while start < heads.count:
+        kv_head = (heads.start + start * heads.stride) // group
+        served = heads.between(kv_head * group, kv_head * group + group - 1).count
+        grown = parts[-1] if parts else None
+        step = kv_head - grown.kv_heads.last if grown else 0
+        if grown and shape[0] == served and shape[1] in (0, step):
+            shape = (served, step)
+            q_heads = Run(grown.q_heads.start, grown.q_heads.count + served, heads.stride)
+            parts[-1] = HeadGroup(q_heads, Run(grown.kv_heads.start, grown.kv_heads.count + 1, step))
+        else:
+            shape = (served, 0)
+            q_heads = heads.pick(Run(start, served))
+            parts.append(HeadGroup(q_heads, Run(kv_head, 1)))
+        start += served
+    yield from parts
+
+
+def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
+    """The pairs lo <= i - j <= hi with 0 <= i < q_count, 0 <= j < k_count."""
+    lo, hi = band
+    first, end = max(0, lo), min(q_count, k_count + hi)  # Rows outside see no key.
+    if first >= end or lo > hi:
+        return
+    # Row i sees the keys i - hi .. i - lo. Up to row `hi` the lower end lies at or before the first key, and from row
+    # `saturated` on the upper end lies at or after the last key. Rows where neither matters join a piece beside them.
+    saturated = k_count - 1 + lo
+    upper_end = max(first, min(hi + 1, end)) if first < saturated else first
+    lower_start = min(end, max(saturated + 1, upper_end)) if first < saturated else first
+    if first < upper_end:
+        rows, corner = _span(first, upper_end), first - lo
+        yield from _beside_edge(rows, _span(0, corner), _span(corner, min(k_count, upper_end - lo)), False)
+    yield from _band_interior(upper_end, lower_start, band)
+    if lower_start < end:
+        rows, corner = _span(lower_start, end), max(0, end - hi)
+        yield from _beside_edge(rows, _span(corner, k_count), _span(max(0, lower_start - hi), corner), True)
+
+
+def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
+    """Rows of which both ends of the band lie inside the keys: stretches of at most the band's width.
+
+    A stretch is a causal square at the band's upper end, a reversed one with a row less at its lower end, and between
+    them full columns, of which a stretch as long as the band is wide has none.
+    """
+    lo, hi = band
+    width = hi - lo + 1
+    for first in range(start, end, width):
+        stop = min(first + width, end)
+        full, edge = _span(stop - 1 - hi, first - lo), _span(first - lo, stop - lo)
+        yield from _beside_edge(_span(first, stop), full, edge, False)
+        yield from _beside_edge(_span(first, stop - 1), _span(0, 0), _span(first - hi, stop - 1 - hi), True)
+
+
+def _beside_edge(rows: Run, full: Run, edge: Run, reversed_: bool) -> Iterator[_Block]:
+    """The columns `full`, seen by all rows, beside the causal columns `edge`; one causal column is a full one."""
+    if edge.count == 1:
+        start = min(full.start, edge.start) if full.count else edge.start
+        full, edge = Run(start, full.count + 1), Run(0, 0)
+    if rows.count and full.count:
+        yield _Block(rows, full)
+    if rows.count and edge.count:
+        yield _Block(rows, edge, True, reversed_)
+
+
+def _squares(block: _Block) -> Iterator[_Block]:
+    """A causal block with rows below its square, as the square and a full block."""
+    spare = block.rows.count - block.cols.count
+    if not block.causal or spare == 0:
+        yield block
+        return
+    square, rest = (spare, 0) if block.reversed else (0, block.cols.count)
+    yield block._replace(rows=block.rows.pick(Run(square, block.cols.count)))
+    yield _Block(block.rows.pick(Run(rest, spare)), block.cols)
+
+
+def _span(first: int, end: int) -> Run:
+    return Run(first, max(0, end - first))

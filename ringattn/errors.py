@@ -1,0 +1,43 @@
+"""The errors a user can meet, and nothing else.
+
+Every message says what was wrong, on which rank, and what to do about it.
+Does not know: torch, schedules, transports.
+"""
+
+from __future__ import annotations
+
+
+class RingError(RuntimeError):
+    """Base of every error that ringattn raises on purpose."""
+
+
+class InputError(RingError, ValueError):
+    """An argument is wrong: a shape, a dtype, a length, an option."""
+
+
+class UnsupportedError(InputError, NotImplementedError):
+    """The request is meaningful, and this version refuses it by name instead of computing something else."""
+
+
+class DisagreementError(InputError):
+    """The ranks of one call do not ask for the same thing (length, dtype, mask, options)."""
+
+
+class PlanError(RingError):
+    """A schedule or a placement breaks one of its own rules; always a defect, never bad input."""
+
+
+class TransportError(RingError):
+    """A message could not be exchanged. Names rank, peer, what was exchanged and its bytes."""
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class PeerLostError(TransportError):
+    """A peer left, failed or dropped its connections in the middle of a pass."""
+
+
+class ClosedError(RingError):
+    """The ring was closed or aborted; open a new one."""

@@ -1,0 +1,176 @@
+"""Before anything runs: who sends what to whom, when; bytes, pairs, memory, balance, predicted time.
+
+Everything is read from the plans that would run.
+Does not know: tensors' contents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringattn import api
+from ringattn.errors import InputError
+from ringattn.layout import LAYOUTS, make_layout
+from ringattn.plan import Plan
+from ringattn.planner.choose import choose_route, plan_of, schedule_of
+from ringattn.planner.simulate import REFERENCE, Cluster, simulate
+from ringattn.problem import Problem
+from ringattn.schedule.ops import Schedule
+from ringattn.schedule.text import grid
+from ringattn.sequence import Sequence
+from ringattn.sweep import tiles_of
+
+if TYPE_CHECKING:
+    from ringattn.ring import Ring
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward."""
+
+    problem: Problem
+    forward: Schedule
+    backward: Schedule | None
+    plans: tuple[tuple[Plan, ...], ...]
+    bytes_sent: tuple[int, ...]
+    messages: tuple[int, ...]
+    pairs: tuple[int, ...]
+    peak_bytes: int
+    predicted_us: float
+    cluster: Cluster
+    engine: str
+    better_layout: str | None
+
+    @property
+    def balance(self) -> float:
+        """Greatest over mean (q, k) pairs of a rank: 1.0 is perfect, world_size is one rank doing everything."""
+        total = sum(self.pairs)
+        return max(self.pairs) * len(self.pairs) / total if total else 1.0
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [
+            f"{self.forward.name} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
+            f"{p.world_size} ranks, {p.q_heads} query and {p.kv_heads} K/V heads of {p.head_dim}, {p.dtype}, "
+            f"{self.engine} engine",
+            "",
+            "forward: what each rank attends | what it sends meanwhile",
+            grid(self.forward),
+        ]
+        if self.backward is not None:
+            lines += ["", "backward: gradients of what, +merged sums | what it sends meanwhile", grid(self.backward)]
+        lines += ["", *_table(self)]
+        lines.append(
+            f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
+            f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
+        )
+        if self.better_layout:
+            lines.append(f"layout={self.better_layout!r} would balance this mask better")
+        return "\n".join(lines)
+
+
+def explain(
+    ring: Ring,
+    seq: Sequence,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    batch: int = 1,
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    backward: bool = True,
+    causal: bool = False,
+    window: api.Window = None,
+    softcap: float | None = None,
+    kv_seq: Sequence | None = None,
+    schedule: str = "auto",
+    cluster: Cluster = REFERENCE,
+) -> Explanation:
+    """What `ring.attention` with the same arguments would do; sizes come from `q`, `k`, `v` or the four numbers.
+
+    Local: the other ranks need not call it. Raises `InputError` where neither is given.
+    """
+    if q is not None:
+        batch, _, q_heads, head_dim = q.shape
+        dtype = q.dtype
+    if q_heads is None or head_dim is None:
+        raise InputError("explain needs q=, or q_heads= and head_dim=")
+    kv_heads = k.shape[2] if k is not None else kv_heads or q_heads
+    value_dim = v.shape[3] if v is not None else head_dim
+    name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, causal, window)
+    route = choose_route(problem, schedule)
+    passes = (False, True) if backward else (False,)
+    ranks = range(problem.world_size)
+    plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
+    pairs = _pairs(problem)
+    return Explanation(
+        problem=problem,
+        forward=schedule_of(problem, route, backward=False),
+        backward=schedule_of(problem, route, backward=True) if backward else None,
+        plans=plans,
+        bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
+        messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
+        pairs=pairs,
+        peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
+        predicted_us=sum(simulate(one, cluster).total_us for one in plans),
+        cluster=cluster,
+        engine=ring.engine_for(softcap, ring.device if q is None else q.device).name,
+        better_layout=_better_layout(ring, seq, kv_seq, problem, pairs),
+    )
+
+
+def _pairs(problem: Problem) -> tuple[int, ...]:
+    """(q, k) pairs times heads of each rank."""
+    return tuple(
+        sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size)
+    )
+
+
+def _better_layout(
+    ring: Ring, seq: Sequence, kv_seq: Sequence | None, problem: Problem, pairs: tuple[int, ...]
+) -> str | None:
+    """A layout with a clearly lower greatest share of pairs (one part in twenty), or None."""
+    if kv_seq is not None or problem.world_size == 1:
+        return None
+    best, least = None, 0.95 * max(pairs)
+    for name in LAYOUTS:
+        if name == seq.layout.name or (name == "per_document" and seq.documents is None):
+            continue
+        layout = make_layout(name, seq.length, ring.world_size, seq.documents)
+        other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})
+        greatest = max(_pairs(other))
+        if greatest < least:
+            best, least = name, greatest
+    return best
+
+
+def _fields(problem: Problem) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+
+
+def _table(e: Explanation) -> list[str]:
+    """One line a rank: tokens, pairs, messages, bytes, slots."""
+    rows = [["rank", "tokens", "pairs", "messages", "sends", "slots"]]
+    for rank, tokens in enumerate(e.problem.q_layout.counts):
+        slots = max(plans[rank].arena_bytes for plans in e.plans)
+        sends = _si(e.bytes_sent[rank]) + "B"
+        rows.append([str(rank), str(tokens), _si(e.pairs[rank]), str(e.messages[rank]), sends, _si(slots) + "B"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _si(number: float) -> str:
+    """1234567 as 1.23M; whole numbers below a thousand as they are."""
+    for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g}{letter}"
+    return f"{number:g}"
+

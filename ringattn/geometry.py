@@ -1,0 +1,181 @@
+"""Arithmetic runs, diagonal bands and the tiles they bound.
+
+*Positions* are global token indices, *rows* are indices into a buffer. Everything here is a small immutable tuple of
+integers: hashable, comparable, printable.
+Does not know: ranks, layouts, masks, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd, lcm
+from typing import NamedTuple
+
+UNBOUNDED = 1 << 60
+"""Stands for infinity in a `Band`; far above any token index, and sums of two stay inside int64."""
+
+
+class Run(NamedTuple):
+    """The integers start, start + stride, ... (`count` of them, ascending; `stride` >= 1)."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # the runs of this project count members, not occurrences
+    stride: int = 1
+
+    @property
+    def last(self) -> int:
+        """The greatest member; only meaningful for a run that is not empty."""
+        return self.start + (self.count - 1) * self.stride
+
+    @property
+    def stop(self) -> int:
+        """One past the greatest member of a run that is not empty; `start` of an empty one."""
+        return self.last + 1 if self.count else self.start
+
+    def members(self) -> range:
+        """The members, in order."""
+        return range(self.start, self.start + self.count * self.stride, self.stride)
+
+    def pick(self, indices: Run) -> Run:
+        """The run of the members at `indices`."""
+        return Run(self.start + indices.start * self.stride, indices.count, self.stride * indices.stride)
+
+    def between(self, lo: int, hi: int) -> Run:
+        """The *indices* of the members m with lo <= m <= hi, as a run."""
+        first = max(0, -((self.start - lo) // self.stride))
+        end = min(self.count, (hi - self.start) // self.stride + 1)
+        return Run(first, max(0, end - first))
+
+    def intersect(self, other: Run) -> Run:
+        """The members of both, as a run (Chinese remainder). An empty result is `Run(0, 0)`."""
+        step = gcd(self.stride, other.stride)
+        if not (self.count and other.count) or (other.start - self.start) % step:
+            return Run(0, 0)
+        stride = lcm(self.stride, other.stride)
+        modulus = other.stride // step
+        turns = (other.start - self.start) // step * pow(self.stride // step, -1, modulus) % modulus
+        meeting = self.start + turns * self.stride
+        floor = max(self.start, other.start)
+        start = meeting + -((meeting - floor) // stride) * stride
+        count = (min(self.last, other.last) - start) // stride + 1
+        return Run(start, count, stride) if count > 0 else Run(0, 0)
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"{self.start}"
+        tail = f":{self.stride}" if self.stride != 1 else ""
+        return f"{self.start}..{self.last}{tail}" if self.count else "none"
+
+
+class Band(NamedTuple):
+    """The pairs with lo <= q_position - k_position <= hi. Full by default; causal is (0, UNBOUNDED)."""
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+
+    def shifted(self, by: int) -> Band:
+        """The band of the same pairs when every q position grows by `by`."""
+        lo = self.lo if self.lo == -UNBOUNDED else self.lo + by
+        hi = self.hi if self.hi == UNBOUNDED else self.hi + by
+        return Band(lo, hi)
+
+    def __str__(self) -> str:
+        lo = "-inf" if self.lo <= -UNBOUNDED else str(self.lo)
+        hi = "inf" if self.hi >= UNBOUNDED else str(self.hi)
+        return f"{lo}..{hi}"
+
+
+FULL = Band()
+CAUSAL = Band(0, UNBOUNDED)
+
+
+class Strip(NamedTuple):
+    """Which positions a tile covers on one side, and which rows of the held buffer hold them (equal counts)."""
+
+    positions: Run
+    rows: Run
+
+    def pick(self, indices: Run) -> Strip:
+        """The strip of the members at `indices`."""
+        return Strip(self.positions.pick(indices), self.rows.pick(indices))
+
+
+class Tile(NamedTuple):
+    """A rectangle of work: the pairs of two strips inside a band, for a run of query heads."""
+
+    q: Strip
+    k: Strip
+    band: Band
+    heads: Run
+
+    def area(self) -> int:
+        """Allowed (q, k) pairs times query heads: the unit of every cost and balance figure."""
+        return self.heads.count * count_pairs(self.q.positions, self.k.positions, self.band)
+
+    def index_band(self) -> Band:
+        """The band in terms of indices: lo <= i - j <= hi for the i-th query and the j-th key.
+
+        Needs a tile as `aligned` makes them: equal position strides, or full. Bounds are clipped to the tile, so they
+        are always finite.
+        """
+        q, k = self.q.positions, self.k.positions
+        if self.is_full():
+            return Band(1 - k.count, q.count - 1)
+        offset, stride = q.start - k.start, k.stride if k.count > 1 else q.stride
+        lo = -((offset - self.band.lo) // stride)
+        hi = (self.band.hi - offset) // stride
+        return Band(max(lo, 1 - k.count), min(hi, q.count - 1))
+
+    def aligned(self) -> Iterator[Tile]:
+        """This tile as tiles whose two sides have equal position strides, together the same pairs."""
+        q, k = self.q.positions, self.k.positions
+        if q.stride == k.stride or q.count == 1 or k.count == 1 or self.is_full():
+            yield self
+            return
+        stride = lcm(q.stride, k.stride)
+        for q_part in _residues(self.q, stride):
+            for k_part in _residues(self.k, stride):
+                tile = Tile(q_part, k_part, self.band, self.heads)
+                if count_pairs(q_part.positions, k_part.positions, self.band):
+                    yield tile
+
+    def is_full(self) -> bool:
+        """Whether the band allows every pair of the two strips."""
+        q, k = self.q.positions, self.k.positions
+        return q.start - k.last >= self.band.lo and q.last - k.start <= self.band.hi
+
+
+def count_pairs(q: Run, k: Run, band: Band) -> int:
+    """The number of pairs of q x k inside `band`, in O(log) steps whatever the strides."""
+    if not (q.count and k.count) or band.lo > band.hi:
+        return 0
+    return _pairs_at_least(q, k, band.lo) - _pairs_at_least(q, k, band.hi + 1)
+
+
+def _pairs_at_least(q: Run, k: Run, lo: int) -> int:
+    """Pairs with q - k >= lo: for each q the keys up to q - lo, summed in closed form."""
+    # Queries before `some` see no key, queries from `all_` on see every key.
+    some = min(q.count, max(0, -((q.start - lo - k.start) // q.stride)))
+    all_ = min(q.count, max(some, -((q.start - lo - k.last) // q.stride)))
+    between = _floor_sum(all_ - some, k.stride, q.stride, q.start + some * q.stride - lo - k.start) + (all_ - some)
+    return between + (q.count - all_) * k.count
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Sum of floor((a * i + b) / m) for i in range(n), by Euclid's algorithm."""
+    total = 0
+    while n > 0:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        if top < m:
+            break
+        n, b, m, a = top // m, top % m, a, m
+    return total
+
+
+def _residues(strip: Strip, stride: int) -> Iterator[Strip]:
+    """The strip cut into strips of the given position stride (a multiple of its own)."""
+    step = stride // strip.positions.stride
+    for first in range(min(step, strip.positions.count)):
+        yield strip.pick(Run(first, (strip.positions.count - first + step - 1) // step, step))

@@ -1,0 +1,230 @@
+"""One rank's schedule to a plan: which buffers exist, when each lives, and where it lies in the arena.
+
+Double buffering is not a mechanism here but a result: a buffer lives from the step that fills it to the last step that
+reads or sends it, both included, and buffers that live together lie apart.
+Does not know: routes, torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from ringattn.errors import PlanError
+from ringattn.plan import (
+    ALIGNMENT_BYTES,
+    HOME,
+    Add,
+    Buffer,
+    Fold,
+    Pack,
+    Plan,
+    PlanStep,
+    Recv,
+    Send,
+    buffer_bytes,
+    record_elements,
+)
+from ringattn.problem import Problem
+from ringattn.schedule.content import Content, piece_of, size, union
+from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
+from ringattn.sweep import TileTable
+
+
+def project(schedule: Schedule, rank: int) -> Plan:
+    """The plan of `rank`: its steps of the schedule, with every buffer placed."""
+    return _Projection(schedule.problem, schedule.restricted_to(rank), rank).plan()
+
+
+class _Projection:
+    """Walks one rank's steps once and collects buffers and their lifetimes."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
+        self.problem, self.schedule, self.rank = problem, schedule, rank
+        self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
+        self.backward = any(isinstance(item, AttendGrad) for _, step in self.steps for item in step.work) or any(
+            copy.block.kind is Kind.DKV for _, step in self.steps for copy in step.copies
+        )
+        self.buffers: list[Buffer] = []
+        self.held: dict[Block, int] = {}
+        self.sums = {
+            copy.block: copy.content
+            for _, step in self.steps
+            for copy in step.copies
+            if copy.block.kind is Kind.DKV and copy.src == rank
+        }
+        self.own = self._own_block()
+
+    def plan(self) -> Plan:
+        """The finished plan."""
+        steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
+        buffers, arena_bytes = _lay_out(self.problem, self.buffers)
+        return Plan(self.problem, self.schedule.name, self.rank, self.backward, steps, buffers, arena_bytes)
+
+    def _step(self, now: int, index: int, step: Step) -> PlanStep:
+        packs: list[Pack] = []
+        sends = [self._send(copy, now, packs) for copy in step.copies if copy.src == self.rank]
+        recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
+        zeros: list[int] = []
+        work: list[Fold | Add] = []
+        for item in step.work:
+            if isinstance(item, Merge):
+                part = self._use(self.held[item.part], now)
+                work.append(Add(part, self._sum(item.into, now, zeros)))
+            else:
+                kv = HOME if item.kv.owner == self.rank else self._use(self.held[item.kv], now)
+                dkv = self._sum(item.dkv, now, zeros) if isinstance(item, AttendGrad) else HOME
+                work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
+        return PlanStep(index, tuple(packs), tuple(sends), tuple(recvs), tuple(zeros), tuple(work))
+
+    def _new(self, label: str, content: Content, dtype: str, now: int, last: int | None = None) -> int:
+        self.buffers.append(Buffer(label, content, dtype, now, now if last is None else last))
+        return len(self.buffers) - 1
+
+    def _use(self, buffer: int, now: int) -> int:
+        self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
+        return buffer
+
+    def _own_block(self) -> Content:
+        """What is packed once of the own K/V: all rows that are ever sent."""
+        return union(
+            copy.content
+            for _, step in self.steps
+            for copy in step.copies
+            if copy.src == self.rank and copy.block == Block(Kind.KV, self.rank)
+        )
+
+    def _send(self, copy: Copy, now: int, packs: list[Pack]) -> Send:
+        label = f"{copy.block} to rank {copy.dst}"
+        dtype = self.problem.dtype
+        if copy.block.kind is Kind.DKV:
+            source = self._use(self.held[copy.block], now)
+            dtype = self.problem.wire_dtype or self.problem.accumulator_dtype
+        elif copy.block.owner == self.rank:
+            source = self._packed_own(copy, now, packs)
+        else:
+            source = self.held[copy.block]
+        first = piece_of(self.buffers[source].content, copy.content) if source != HOME else None
+        if first is None or self.buffers[source].dtype != dtype:
+            packs.append(Pack(source, self._new(f"{copy.block} packed", copy.content, dtype, now)))
+            source, first = packs[-1].into, 0
+        self._use(source, now)
+        elements = record_elements(self.problem)
+        return Send(copy.dst, source, first * elements, size(copy.content) * elements, label)
+
+    def _packed_own(self, copy: Copy, now: int, packs: list[Pack]) -> int:
+        """The buffer with all own rows that travel, packed at its first use; HOME where this copy is no piece of it."""
+        if piece_of(self.own, copy.content) is None:
+            return HOME
+        block = Block(Kind.KV, self.rank)
+        if block not in self.held:
+            self.held[block] = self._new(f"{block} packed", self.own, self.problem.dtype, now)
+            packs.append(Pack(HOME, self.held[block]))
+        return self.held[block]
+
+    def _recv(self, copy: Copy, now: int) -> Recv:
+        dtype = self.problem.dtype
+        if copy.block.kind is Kind.DKV:
+            dtype = self.problem.wire_dtype or self.problem.accumulator_dtype
+        self.held[copy.block] = self._new(f"{copy.block} from rank {copy.src}", copy.content, dtype, now)
+        return Recv(copy.src, self.held[copy.block], f"{copy.block} from rank {copy.src}")
+
+    def _sum(self, block: Block, now: int, zeros: list[int]) -> int:
+        """The accumulator of a partial dK/dV sum, zeroed at its first use; HOME for the own block."""
+        if block.owner == self.rank:
+            return HOME
+        if block not in self.held:
+            self.held[block] = self._new(f"{block} sum", self.sums[block], self.problem.accumulator_dtype, now)
+            zeros.append(self.held[block])
+        return self._use(self.held[block], now)
+
+    def _folds(self, item: Attend | AttendGrad, tiles: PartTiles, kv: int, dkv: int) -> Iterable[Fold]:
+        """One fold for each distance between a key's row in `kv` and in `dkv`: one, but where contents differ."""
+        kv_rows = self._rows_in(kv, tiles)
+        if isinstance(item, Attend):
+            yield Fold(item.kv.owner, tiles.part, tiles.tiles.with_k_rows(kv_rows), kv)
+            return
+        shift = self._rows_in(dkv, tiles) - kv_rows
+        for distance in np.unique(shift).tolist():
+            at = shift == distance
+            base = int(kv_rows[at].min())
+            table = TileTable(tiles.tiles.columns[at]).with_k_rows(kv_rows[at] - base)
+            yield Fold(item.kv.owner, tiles.part, table, kv, base, dkv, base + distance)
+
+    def _rows_in(self, buffer: int, tiles: PartTiles) -> np.ndarray:
+        """The key rows of the tiles, as rows of a buffer's head part."""
+        if buffer == HOME:
+            return tiles.tiles.k_rows
+        heads = self.problem.parts[tiles.part].kv_heads
+        part = next(part for part in self.buffers[buffer].content if part.heads == heads)
+        return part.offsets(tiles.tiles.k_rows)
+
+
+def _lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
+    """Offsets by first fit in order of birth, and the arena's bytes."""
+    placed = list(buffers)
+    live: list[tuple[int, int, int]] = []  # (offset, end, last step)
+    peak = 0
+    for index in sorted(range(len(buffers)), key=lambda i: buffers[i].first):
+        buffer = buffers[index]
+        nbytes = -(-buffer_bytes(problem, buffer.content, buffer.dtype) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        live = sorted(entry for entry in live if entry[2] >= buffer.first)
+        offset = 0
+        for start, end, _ in live:
+            if offset + nbytes <= start:
+                break
+            offset = max(offset, end)
+        live.append((offset, offset + nbytes, buffer.last))
+        placed[index] = buffer._replace(offset_bytes=offset)
+        peak = max(peak, offset + nbytes)
+    return tuple(placed), peak
+
+
+def verify_placement(plan: Plan) -> None:
+    """Raise `PlanError` if a buffer is read before it is filled, or its bytes are overwritten while it lives.
+
+    Lifetimes are derived again, from the steps alone.
+    """
+    written: dict[int, int] = {}
+    used: dict[int, int] = defaultdict(int)
+
+    def write(buffer: int, now: int) -> None:
+        if buffer in written:
+            raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is filled twice")
+        written[buffer] = used[buffer] = now
+
+    def read(buffer: int, now: int, after: int = 0) -> None:
+        if buffer != HOME:
+            if written.get(buffer, now + 1) > now - after:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
+            used[buffer] = now
+
+    for now, step in enumerate(plan.steps):
+        received = {recv.buffer for recv in step.recvs}
+        for pack in step.packs:
+            read(pack.source, now)
+            write(pack.into, now)
+        for send in step.sends:
+            read(send.buffer, now, after=send.buffer in received)
+        for recv in step.recvs:
+            write(recv.buffer, now)
+        for zero in step.zeros:
+            write(zero, now)
+        for item in step.work:
+            sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
+            for source in sources:
+                read(source, now, after=source in received)
+    spans = [
+        (plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b].content, plan.buffers[b].dtype), b)
+        for b in written
+    ]
+    for n, (start, nbytes, one) in enumerate(spans):
+        if start < 0 or start + nbytes > plan.arena_bytes:
+            raise PlanError(f"rank {plan.rank}: {plan.buffers[one].label} lies outside the arena")
+        for other_start, other_bytes, other in spans[:n]:
+            together = written[one] <= used[other] and written[other] <= used[one]
+            if together and start < other_start + other_bytes and other_start < start + nbytes:
+                labels = f"{plan.buffers[one].label} and {plan.buffers[other].label}"
+                raise PlanError(f"rank {plan.rank}: {labels} live at the same time in the same bytes")

@@ -1,0 +1,92 @@
+"""The one piece of memory that a ring's passes work in.
+
+Promises: nothing is allocated inside a pass; one pass at a time; with `poison`, memory that nobody has written in this
+pass, or that was released, reads as NaN in every floating dtype, so that a test notices.
+Does not know: what the slots hold; the placement of a plan says where they are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringattn.errors import PlanError, RingError
+
+ALIGNMENT_BYTES = 256
+POISON = 0xFF
+
+
+class Pool:
+    """An arena that `allocate(nbytes)` gave, a flat uint8 tensor such as `Transport.allocate` returns."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], poison: bool = False) -> None:
+        self._allocate = allocate
+        self._poison = poison
+        self._running = threading.Lock()
+        self._arena = self._aligned(0)
+        self.high_water_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a pass can use without growth."""
+        return self._arena.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for `nbytes`. Growth makes all former views stale. Raises `RingError` while a pass is running."""
+        if self._running.locked():
+            raise RingError("the pool cannot grow while a pass is running")
+        self._grow(nbytes)
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The uint8 bytes [offset, offset + nbytes). Raises `PlanError` outside the arena or off the alignment."""
+        if offset % ALIGNMENT_BYTES or not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise PlanError(
+                f"no slot of {nbytes} bytes at {offset}: the arena has {self.nbytes}, slots align to {ALIGNMENT_BYTES}"
+            )
+        return self._arena[offset : offset + nbytes]
+
+    def slot(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of `shape` at `offset` bytes; its contents are whatever was written there."""
+        return self.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Say that these bytes are not read before they are written again."""
+        if self._poison:
+            self.view(offset, nbytes).fill_(POISON)
+
+    def begin_pass(self, nbytes: int) -> None:
+        """Start a pass that uses [0, nbytes), growing if need be. Raises `RingError` while another is running."""
+        if not self._running.acquire(blocking=False):
+            raise RingError("one pass at a time: another is still running on this ring")
+        try:
+            self._grow(nbytes)
+        except BaseException:
+            self._running.release()
+            raise
+        self.high_water_bytes = max(self.high_water_bytes, nbytes)
+        self.release(0, nbytes)
+
+    def end_pass(self) -> None:
+        """End the running pass, whether it succeeded or not. Raises `RingError` when none is running."""
+        if not self._running.locked():
+            raise RingError("no pass is running")
+        self.release(0, self.nbytes)
+        self._running.release()
+
+    def reset_high_water(self) -> None:
+        """Forget the largest pass so far."""
+        self.high_water_bytes = 0
+
+    def _grow(self, nbytes: int) -> None:
+        if nbytes > self.nbytes:
+            self._arena = self._arena[:0].clone()  # the old memory must be free before the new is taken
+            self._arena = self._aligned(nbytes)
+            self.release(0, nbytes)
+
+    def _aligned(self, nbytes: int) -> torch.Tensor:
+        memory = self._allocate(nbytes + ALIGNMENT_BYTES)
+        start = -memory.data_ptr() % ALIGNMENT_BYTES
+        return memory[start : start + nbytes]

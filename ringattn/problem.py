@@ -1,0 +1,71 @@
+"""The facts of one attention call, as one hashable value.
+
+Does not know: schedules, torch. Dtypes are their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.geometry import UNBOUNDED
+from ringattn.layout import Layout
+from ringattn.mask import HeadPart, Mask
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call on all ranks. `wire_dtype` is what dK and dV travel in; None: the accumulator dtype."""
+
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` where the facts contradict each other."""
+        if self.dtype not in ITEM_BYTES:
+            raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
+        if self.wire_dtype is not None and self.wire_dtype not in ITEM_BYTES:
+            raise InputError(f"dkv_wire_dtype {self.wire_dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
+        if self.kv_heads < 1 or self.q_heads % self.kv_heads:
+            raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
+        if self.q_layout != self.kv_layout and any(
+            branch.band.lo > -UNBOUNDED and branch.band.hi < UNBOUNDED for branch in self.mask.branches
+        ):
+            raise UnsupportedError("a window between two different sequences (kv_seq=) is not supported")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the ring."""
+        return self.q_layout.world_size
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def accumulator_dtype(self) -> str:
+        """The dtype of partials and gradient accumulators."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @cached_property
+    def parts(self) -> tuple[HeadPart, ...]:
+        """K/V heads that travel together (see `Mask.parts`)."""
+        return self.mask.parts(self.q_heads, self.kv_heads)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that differ where any fact differs."""
+        return sha256(repr(self).encode()).digest()

@@ -1,0 +1,143 @@
+"""The vocabulary of schedules: blocks, four operations, steps.
+
+A schedule is global: a send and its receive are one `Copy`, so they match by construction. Within a step copies and
+work run side by side: both see what earlier steps delivered, and what a step's copies deliver may be read from the
+next step on. A fifth operation needs a decision record.
+Does not know: memory, transports, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from ringattn.problem import Problem
+from ringattn.schedule.content import Content
+from ringattn.sweep import TileTable
+
+
+class Kind(StrEnum):
+    """What a block holds. K and V are one block, and so are dK and dV."""
+
+    Q = "Q"
+    KV = "KV"
+    OUT = "OUT"
+    SEED = "SEED"
+    DQ = "DQ"
+    DKV = "DKV"
+
+
+class Block(NamedTuple):
+    """Named data of one owner's shard. `origin` is the rank whose partial sum a gradient block is; None elsewhere."""
+
+    kind: Kind
+    owner: int
+    origin: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.owner}" + ("" if self.origin is None else f"@{self.origin}")
+
+
+class PartTiles(NamedTuple):
+    """Tiles that read one head part of a block. `part` indexes `Problem.parts`; key rows are the owner's."""
+
+    part: int
+    tiles: TileTable
+
+
+class Copy(NamedTuple):
+    """`content` of `block` goes from `src`, which keeps it, to `dst`."""
+
+    block: Block
+    src: int
+    dst: int
+    content: Content
+    lane: int = 0
+
+
+class Attend(NamedTuple):
+    """On `rank`, fold the tiles of `q` and `kv` into the partial `out`."""
+
+    rank: int
+    q: Block
+    kv: Block
+    out: Block
+    tiles: tuple[PartTiles, ...]
+
+
+class AttendGrad(NamedTuple):
+    """On `rank`, add the gradients of the same tiles to `dq` and `dkv`."""
+
+    rank: int
+    q: Block
+    kv: Block
+    seed: Block
+    dq: Block
+    dkv: Block
+    tiles: tuple[PartTiles, ...]
+
+
+class Merge(NamedTuple):
+    """On `rank`, add the arrived `part` into `into`, row by row."""
+
+    rank: int
+    into: Block
+    part: Block
+
+
+Work = Attend | AttendGrad | Merge
+
+
+class Step(NamedTuple):
+    """Copies and work that run side by side."""
+
+    copies: tuple[Copy, ...] = ()
+    work: tuple[Work, ...] = ()
+
+
+def ordered_step(copies: Iterable[Copy], work: Iterable[Work]) -> Step:
+    """A step in canonical order, so that equal schedules are equal values and two ranks list their messages alike."""
+    return Step(tuple(sorted(copies, key=_copy_order)), tuple(sorted(work, key=_work_order)))
+
+
+def _copy_order(copy: Copy) -> tuple[bool, int, int, int]:
+    return copy.block.kind is not Kind.KV, copy.block.owner, copy.src, copy.dst
+
+
+def _work_order(item: Work) -> tuple[int, int, int]:
+    if isinstance(item, Merge):
+        return item.rank, item.into.owner, -1 if item.part.origin is None else item.part.origin
+    return item.rank, item.kv.owner, -1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all ranks do, step by step. Steps may be empty: their numbers carry meaning across passes."""
+
+    problem: Problem
+    name: str
+    steps: tuple[Step, ...]
+
+    def restricted_to(self, rank: int) -> Schedule:
+        """Only what `rank` sends, receives and computes."""
+        steps = tuple(
+            Step(
+                tuple(copy for copy in step.copies if rank in (copy.src, copy.dst)),
+                tuple(work for work in step.work if work.rank == rank),
+            )
+            for step in self.steps
+        )
+        return Schedule(self.problem, self.name, steps)
+
+
+def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...]) -> Attend:
+    """`rank` attends its own queries to `owner`'s keys."""
+    return Attend(rank, Block(Kind.Q, rank), Block(Kind.KV, owner), Block(Kind.OUT, rank), tiles)
+
+
+def attend_grad(rank: int, owner: int, tiles: tuple[PartTiles, ...]) -> AttendGrad:
+    """The backward of `attend`."""
+    q, seed, dq = Block(Kind.Q, rank), Block(Kind.SEED, rank), Block(Kind.DQ, rank)
+    return AttendGrad(rank, q, Block(Kind.KV, owner), seed, dq, Block(Kind.DKV, owner, rank), tiles)

@@ -1,0 +1,144 @@
+"""Passes: pure functions from schedule to schedule, for any copy graph.
+
+`prune` cuts every payload down to the rows and heads that some remaining receiver reads; `transpose` turns a pruned
+forward schedule into its backward.
+Does not know: routes, memory, torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ringattn.geometry import Run
+from ringattn.problem import Problem
+from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
+from ringattn.schedule.ops import (
+    Attend,
+    AttendGrad,
+    Block,
+    Copy,
+    Kind,
+    Merge,
+    PartTiles,
+    Schedule,
+    Step,
+    Work,
+    attend_grad,
+    ordered_step,
+)
+
+Spot = tuple[int, Block]
+"""A rank and a block it may hold."""
+
+Delivery = tuple[int, Copy]
+"""A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
+
+
+def rows_read(problem: Problem, tiles: tuple[PartTiles, ...]) -> Content:
+    """The rows of the owner's shard that the tiles read."""
+    parts = (
+        Part(problem.parts[index].kv_heads, merge_runs(map(Run, table.k_rows.tolist(), table.columns[:, 7].tolist())))
+        for index, table in tiles
+    )
+    return tuple(part for part in parts if part.rows)
+
+
+def prune(schedule: Schedule) -> Schedule:
+    """Drop work without tiles, rows that no remaining receiver reads, and copies left empty.
+
+    One scan from the end: what a rank still wants of a block is what it will read and what it will hand on.
+    """
+    wanted: dict[Spot, Content] = defaultdict(tuple)
+    steps: list[Step] = []
+    for step in reversed(schedule.steps):
+        copies = []
+        for copy in step.copies:
+            if copy.block.kind is not Kind.KV:
+                copies.append(copy)
+            elif content := wanted.pop((copy.dst, copy.block), NOTHING):
+                copies.append(copy._replace(content=content))
+        work = tuple(item for item in step.work if isinstance(item, Merge) or item.tiles)
+        for copy in copies:
+            if copy.block.kind is Kind.KV:
+                spot = copy.src, copy.block
+                wanted[spot] = union((wanted[spot], copy.content))
+        for item in work:
+            if not isinstance(item, Merge):
+                spot = item.rank, item.kv
+                wanted[spot] = union((wanted[spot], rows_read(schedule.problem, item.tiles)))
+        steps.append(Step(tuple(copies), work))
+    return Schedule(schedule.problem, schedule.name, tuple(reversed(steps)))
+
+
+def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) -> Schedule:
+    """The backward of a pruned forward schedule.
+
+    Forward step s becomes a main step and a merge step; one opening step fetches what the first main step reads.
+    A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it. K/V is
+    delivered anew: by `deliveries`, or by `deliveries_of` where none are given.
+    """
+    last = len(schedule.steps) - 1
+    copies: list[list[Copy]] = [[] for _ in range(2 * last + 3)]
+    work: list[list[Work]] = [[] for _ in copies]
+    for s, step in enumerate(schedule.steps):
+        main = main_step(s, last)
+        for item in step.work:
+            assert isinstance(item, Attend)
+            work[main].append(attend_grad(item.rank, item.kv.owner, item.tiles))
+        for copy in step.copies:
+            part = Block(Kind.DKV, copy.block.owner, copy.dst)
+            copies[main].append(Copy(part, copy.dst, copy.src, copy.content))
+            work[main + 1].append(Merge(copy.src, Block(Kind.DKV, copy.block.owner, copy.src), part))
+    for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
+        copies[main_step(at, last) if at <= last else 0].append(copy)
+    return Schedule(schedule.problem, schedule.name, tuple(map(ordered_step, copies, work)))
+
+
+def main_step(forward_step: int, last: int) -> int:
+    """The backward step that undoes `forward_step`, where `last` is the last forward step."""
+    return 1 + 2 * (last - forward_step)
+
+
+def deliveries_of(schedule: Schedule) -> list[Delivery]:
+    """The K/V copies of the backward.
+
+    Where an owner's block was relayed, it goes from home to the last receiver and back along the reversed edges if
+    that sends no more than home sending to every reader, else home sends to every reader.
+    """
+    edges: dict[int, dict[int, tuple[int, Copy]]] = defaultdict(dict)  # owner: {src: (step, copy)}
+    reads: dict[int, list[tuple[int, int, Content]]] = defaultdict(list)  # owner: [(step, reader, rows)]
+    for s, step in enumerate(schedule.steps):
+        for copy in step.copies:
+            edges[copy.block.owner][copy.src] = s, copy
+        for item in step.work:
+            if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
+                reads[item.kv.owner].append((s, item.rank, rows_read(schedule.problem, item.tiles)))
+    found: list[Delivery] = []
+    for owner, readers in reads.items():
+        block = Block(Kind.KV, owner)
+        direct = [(s + 1, Copy(block, owner, reader, rows)) for s, reader, rows in readers]
+        back = _relay_back(block, edges[owner], {reader: rows for _, reader, rows in readers})
+        found += back if back and _cost(back) <= _cost(direct) else direct
+    return found
+
+
+def _relay_back(block: Block, edges: dict[int, tuple[int, Copy]], rows: dict[int, Content]) -> list[Delivery]:
+    """Home to the last receiver of a chain and back towards home; nothing where the block was not relayed."""
+    chain, at = [], block.owner
+    while at in edges:
+        step, copy = edges[at]
+        chain.append((step, copy.dst))
+        at = copy.dst
+    if len(chain) < 2:
+        return []
+    copies, nearer = [], NOTHING
+    for index, (step, rank) in enumerate(chain):
+        nearer = union((nearer, rows.get(rank, NOTHING)))
+        source = chain[index + 1][1] if index + 1 < len(chain) else block.owner
+        copies.append((step + 2, Copy(block, source, rank, nearer)))
+    return [(at, copy) for at, copy in copies if copy.content]
+
+
+def _cost(copies: list[Delivery]) -> int:
+    return sum(size(copy.content) for _, copy in copies)

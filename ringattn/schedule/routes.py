@@ -1,0 +1,125 @@
+"""How K/V blocks travel: a route is a pure function of (turn, rank), and a schedule is a route unrolled.
+
+In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) hands on what it
+holds; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
+Does not know: masks, memory, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ringattn.errors import InputError
+from ringattn.problem import Problem
+from ringattn.schedule.content import whole
+from ringattn.schedule.needs import needs_of
+from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
+from ringattn.schedule.passes import Delivery, transpose
+from ringattn.sweep import tiles_of
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way for blocks to travel."""
+
+    name: str
+    relay: bool = False
+    at_once: bool = False
+
+    def source(self, owner: int, reader: int, ranks: int) -> int:
+        """The rank that hands `owner`'s block to `reader`."""
+        return (reader - 1) % ranks if self.relay else owner
+
+    def read_step(self, turn: int) -> int:
+        """The step in which the block of `turn` is attended; it is sent in the step before."""
+        return min(turn, 1) if self.at_once else turn
+
+    def steps(self, ranks: int) -> int:
+        """Steps of a forward pass."""
+        return self.read_step(ranks - 1) + 1
+
+
+RING = Route("ring", relay=True)
+DIRECT = Route("direct")
+ALL_GATHER = Route("all_gather", at_once=True)
+ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT)}
+
+
+def route_named(name: str) -> Route:
+    """The route called `name`. Raises `InputError` for others."""
+    if name not in ROUTES:
+        raise InputError(f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}")
+    return ROUTES[name]
+
+
+def forward(problem: Problem, route: Route) -> Schedule:
+    """The forward schedule before any pass: whole shards travel, every rank attends to all of them."""
+    ranks = problem.world_size
+    heads = [part.kv_heads for part in problem.parts]
+    tiles = [work_of(problem, rank) for rank in range(ranks)]
+    copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
+    work: list[list[Work]] = [[] for _ in copies]
+    for turn in range(ranks):
+        step = route.read_step(turn)
+        for rank in range(ranks):
+            owner = (rank - turn) % ranks
+            if turn:
+                content = whole(problem.kv_layout.counts[owner], heads)
+                copies[step - 1].append(
+                    Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content)
+                )
+            work[step].append(attend(rank, owner, tiles[rank].get(owner, ())))
+    return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
+
+
+def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
+    """The tiles of `rank`'s queries by owner of the keys."""
+    found: dict[int, tuple[PartTiles, ...]] = {}
+    for (owner, part), table in tiles_of(problem, rank).items():
+        found[owner] = (*found.get(owner, ()), PartTiles(part, table))
+    return found
+
+
+def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
+    """What `rank` does in the pruned forward schedule, found from the readers' needs alone."""
+    ranks, needs = problem.world_size, needs_of(problem)
+    copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
+    work: list[list[Work]] = [[] for _ in copies]
+    for owner, tiles in work_of(problem, rank).items():
+        work[route.read_step((rank - owner) % ranks)].append(attend(rank, owner, tiles))
+    for turn in range(1, ranks):
+        next_reader = (rank + 1 if route.relay else rank + turn) % ranks
+        for reader in (rank, next_reader):
+            owner = (reader - turn) % ranks
+            content = needs.beyond(owner, turn) if route.relay else needs.read(owner, reader)
+            if content:
+                copy = Copy(Block(Kind.KV, owner), route.source(owner, reader, ranks), reader, content)
+                copies[route.read_step(turn) - 1].append(copy)
+    return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
+
+
+def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
+    """What `rank` does in the transposed schedule, found from the readers' needs alone."""
+    forward_part = forward_of_rank(problem, route, rank)
+    return transpose(forward_part, _deliveries_of_rank(problem, route, rank)).restricted_to(rank)
+
+
+def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:
+    """The K/V copies of the backward that `rank` sends or receives."""
+    ranks, needs = problem.world_size, needs_of(problem)
+    for turn in range(ranks):
+        owner = (rank - turn) % ranks
+        reach = needs.reach(owner)
+        back = route.relay and reach > 1 and needs.relaying_home_costs_no_more(owner)
+        distances: tuple[int, ...]
+        if turn:
+            distances = (turn, turn - 1) if back else (turn,)
+        else:
+            distances = (reach,) if back else tuple(range(1, reach + 1))
+        for distance in distances:
+            reader = (owner + distance) % ranks
+            if 1 <= distance <= reach and needs.read(owner, reader):
+                source = (reader + 1) % ranks if back and distance < reach else owner
+                copy = Copy(Block(Kind.KV, owner), source, reader, needs.read(owner, reader))
+                yield route.read_step(distance) + 1, copy

@@ -1,0 +1,63 @@
+"""Schedules for people: a text form, one operation a line, and a grid of steps by ranks.
+
+Does not know: terminals, colors, torch.
+"""
+
+from __future__ import annotations
+
+from ringattn.schedule.content import describe
+from ringattn.schedule.ops import Attend, Copy, Merge, Schedule, Step, Work
+
+
+def to_text(schedule: Schedule) -> str:
+    """Every operation on a line of its own; equal texts mean equal schedules up to the inside of tiles."""
+    lines = [f"{schedule.name} on {schedule.problem.world_size} ranks"]
+    for index, step in enumerate(schedule.steps):
+        if step.copies or step.work:
+            lines.append(f"step {index}")
+            lines += [f"  {_copy(copy)}" for copy in step.copies]
+            lines += [f"  {_work(item)}" for item in step.work]
+    return "\n".join(lines)
+
+
+def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
+    """Steps downwards, ranks across: in each cell what the rank computes and what it sends while it does.
+
+    `mark` = (step, rank) puts `>>` before one cell; step -1 marks the rank's name. Steps without anything are left out.
+    """
+    ranks = schedule.problem.world_size
+    head = [("  >>" if mark == (-1, rank) else "") + f"rank {rank}" for rank in range(ranks)]
+    rows = [["step", *head]]
+    for index, step in enumerate(schedule.steps):
+        if step.copies or step.work:
+            cells = [cell(step, rank) for rank in range(ranks)]
+            rows.append(
+                [str(index), *(">>" + text if mark == (index, rank) else text for rank, text in enumerate(cells))]
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def cell(step: Step, rank: int) -> str:
+    """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom."""
+    work = " ".join(_short(item) for item in step.work if item.rank == rank)
+    sends = " ".join(f"{copy.block}>{copy.dst}" for copy in step.copies if copy.src == rank)
+    return f"{work or '-'} | {sends}" if sends else work or "-"
+
+
+def _short(item: Work) -> str:
+    return f"+{item.part}" if isinstance(item, Merge) else str(item.kv)
+
+
+def _copy(copy: Copy) -> str:
+    return f"copy {copy.block} {copy.src}>{copy.dst} {describe(copy.content)}"
+
+
+def _work(item: Work) -> str:
+    if isinstance(item, Merge):
+        return f"merge rank {item.rank}: {item.part} into {item.into}"
+    name = "attend" if isinstance(item, Attend) else "attend_grad"
+    tiles = sum(len(table) for _, table in item.tiles)
+    pairs = sum(table.area() for _, table in item.tiles)
+    return f"{name} rank {item.rank}: {item.q} x {item.kv}, {tiles} tiles, {pairs} pairs"

@@ -1,0 +1,150 @@
+"""One sequence laid over the ranks of a ring: shard, gather, positions, labels.
+
+Does not know: attention, schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import InputError
+from ringattn.layout import Layout
+from ringattn.transport.base import Message
+
+if TYPE_CHECKING:
+    from ringattn.ring import Ring
+
+
+class Sequence:
+    """How `length` tokens lie over the ranks. Made by `Ring.sequence`; immutable."""
+
+    def __init__(self, ring: Ring, layout: Layout, documents: tuple[int, ...] | None) -> None:
+        """`documents`: cumulative lengths (0, ..., length), or None for a single sequence."""
+        self.ring, self.layout, self.documents = ring, layout, documents
+        self.length = layout.length
+        self._positions = torch.from_numpy(layout.positions(ring.rank))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return self.layout.counts
+
+    def positions(self) -> Tensor:
+        """The global position of each local token: int64, (counts[rank],), on the ring's device."""
+        return self._positions.to(self.ring.device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a full tensor. Differentiable: the gradient is zero at the other ranks' tokens.
+
+        Raises `InputError` unless `x.shape[dim]` is the sequence's length.
+        """
+        dim = _dimension(x, dim)
+        if x.shape[dim] != self.length:
+            raise InputError(
+                f"rank {self.ring.rank}: shard got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
+                f"the sequence has {self.length}"
+            )
+        runs = self.layout.shards[self.ring.rank]
+        along: tuple[slice, ...] = (slice(None),) * dim
+        pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
+        return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The full tensor, in order, on every rank. The gradient of a rank's tokens is the *sum* over ranks.
+
+        A collective call. Raises `InputError` on every rank when a shard has the wrong length or the ranks disagree.
+        """
+        dim = _dimension(x, dim)
+        refusal = None
+        if x.shape[dim] != self.counts[self.ring.rank]:
+            refusal = InputError(
+                f"rank {self.ring.rank}: gather got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
+                f"this rank has {self.counts[self.ring.rank]}"
+            )
+        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+        self.ring.agree(f"gather of dim {dim}, other dimensions {rest}, {x.dtype}, {self.layout}", refusal)
+        return _Gather.apply(x, self, dim)
+
+    def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
+        """Next-token labels of this rank's tokens: shifted over the whole sequence, then sharded.
+
+        The last token of the sequence, and of each document, gets `ignore_index`. Raises like `shard`.
+        """
+        dim = _dimension(tokens, dim)
+        labels = tokens.roll(-1, dim)
+        ends = [stop - 1 for stop in (self.documents or (0, self.length))[1:] if stop]
+        labels.index_fill_(dim, torch.tensor(ends, dtype=torch.int64, device=tokens.device), ignore_index)
+        return self.shard(labels, dim)
+
+    def __repr__(self) -> str:
+        documents = f", {len(self.documents) - 1} documents" if self.documents else ""
+        return f"Sequence({self.length} tokens{documents}, {self.layout.name}, counts {self.counts})"
+
+
+def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:
+    """Cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
+    try:
+        cuts = tuple(int(cut) for cut in cu_seqlens)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}") from error
+    if len(cuts) < 2 or cuts[0] != 0:
+        raise InputError(f"cu_seqlens must start with 0 and hold one number more than there are documents, got {cuts}")
+    for index, (start, stop) in enumerate(pairwise(cuts)):
+        if stop < start:
+            raise InputError(f"cu_seqlens is out of order: document {index} would run from {start} to {stop}")
+    if length is not None and cuts[-1] != length:
+        raise InputError(f"cu_seqlens ends at {cuts[-1]}, the sequence has {length} tokens")
+    return cuts
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise InputError(f"dimension {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+class _Gather(torch.autograd.Function):
+    """All shards in order; backward sums every rank's gradient of a shard at its owner, in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seq: Sequence, dim: int) -> Tensor:
+        ctx.seq, ctx.dim = seq, dim
+        ring = seq.ring
+        local = x.detach().movedim(dim, 0).contiguous()
+        parts = [local.new_empty(count, *local.shape[1:]) for count in seq.counts]
+        parts[ring.rank] = local
+        _swap(ring, [local] * ring.world_size, parts, "gather")
+        full = local.new_empty(seq.length, *local.shape[1:])
+        full[torch.from_numpy(seq.layout.order()).to(full.device)] = torch.cat(parts)
+        return full.movedim(0, dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        seq, ring = ctx.seq, ctx.seq.ring
+        full = grad.movedim(ctx.dim, 0)
+        order = torch.from_numpy(seq.layout.order()).to(grad.device)
+        parts = [part.contiguous() for part in full[order].split(seq.counts)]
+        mine = parts[ring.rank]
+        received = [mine if rank == ring.rank else torch.empty_like(mine) for rank in range(ring.world_size)]
+        ring.agree("backward of gather")
+        _swap(ring, parts, received, "gradient of gather")
+        total = received[0].clone()
+        for part in received[1:]:
+            total += part
+        return total.movedim(0, ctx.dim), None, None
+
+
+def _swap(ring: Ring, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
+    """Send the r-th tensor to rank r and receive into the r-th; empty ones do not travel."""
+    others = [rank for rank in range(ring.world_size) if rank != ring.rank]
+    with ring.guarded():
+        ring.transport.exchange(
+            [Message(peer, sends[peer], label) for peer in others if sends[peer].numel()],
+            [Message(peer, recvs[peer], label) for peer in others if recvs[peer].numel()],
+        ).wait()

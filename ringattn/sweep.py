@@ -1,0 +1,190 @@
+"""Masks on layouts to tiles: a sorted sweep over segments, for all ranks at once.
+
+Runs are cut at segment borders into *pieces*; pieces of equal segment meet; each meeting is clipped by the band to the
+rows that have a partner. Everything is integer arithmetic on arrays, so that 64 ranks and 64 documents take
+milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair needs it.
+Does not know: how blocks travel, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.geometry import UNBOUNDED, Band, Run, Strip, Tile
+from ringattn.layout import Layout
+from ringattn.mask import Branch
+from ringattn.problem import Problem
+
+Ints = np.ndarray
+"""An int64 array."""
+
+
+class TileTable:
+    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, 14).
+
+    Columns: start, stride, count, first row, row stride of q; the same of k; band lo, hi; first head, heads.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Ints) -> None:
+        """Takes ownership of `columns`."""
+        columns.setflags(write=False)
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Tile]:
+        for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn in self.columns.tolist():
+            q_strip, k_strip = Strip(Run(q, qn, qs), Run(qr, qn, qrs)), Strip(Run(k, kn, ks), Run(kr, kn, krs))
+            yield Tile(q_strip, k_strip, Band(lo, hi), Run(h, hn))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TileTable) and np.array_equal(self.columns, other.columns)
+
+    def __hash__(self) -> int:
+        return hash(self.columns.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TileTable({len(self)} tiles, {self.area()} pairs)"
+
+    @property
+    def k_rows(self) -> Ints:
+        """The first K/V row of each tile."""
+        return self.columns[:, 8]
+
+    def area(self) -> int:
+        """Allowed pairs times query heads, summed over the tiles."""
+        return sum(tile.area() for tile in self)
+
+    def with_k_rows(self, rows: Ints) -> TileTable:
+        """The same tiles reading K/V from other rows."""
+        columns = self.columns.copy()
+        columns[:, 8] = rows
+        return TileTable(columns)
+
+    @staticmethod
+    def of(tiles: list[Tile]) -> TileTable:
+        """A table of the given tiles."""
+        rows = [
+            (t.q.positions.start, t.q.positions.stride, t.q.positions.count, t.q.rows.start, t.q.rows.stride,
+             t.k.positions.start, t.k.positions.stride, t.k.positions.count, t.k.rows.start, t.k.rows.stride,
+             t.band.lo, t.band.hi, t.heads.start, t.heads.count)
+            for t in tiles
+        ]  # fmt: skip
+        return TileTable(np.array(rows, np.int64).reshape(-1, 14))
+
+
+class Pieces(NamedTuple):
+    """Runs of positions that lie in one segment each: equal-length arrays, ordered by rank and row."""
+
+    rank: Ints
+    segment: Ints
+    start: Ints
+    stride: Ints
+    size: Ints
+    row: Ints
+
+    def take(self, index: Ints) -> Pieces:
+        """The pieces at `index`."""
+        return Pieces(*(column[index] for column in self))
+
+    @property
+    def last(self) -> Ints:
+        """The greatest position of each piece."""
+        return self.start + (self.size - 1) * self.stride
+
+
+@lru_cache(maxsize=64)
+def cut(layout: Layout, bounds: tuple[int, ...]) -> Pieces:
+    """The runs of all shards of `layout`, cut at `bounds`."""
+    runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
+    rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
+    row = np.cumsum(count) - count
+    row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
+    edges = np.array(bounds, np.int64)
+    first = np.searchsorted(edges, start, side="right") - 1
+    spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
+    of = np.repeat(np.arange(len(rank)), spans)
+    segment = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
+    begin = np.maximum(0, -((start[of] - edges[segment]) // stride[of]))
+    end = np.minimum(count[of], -((start[of] - edges[segment + 1]) // stride[of]))
+    keep = end > begin
+    of, segment, begin, end = of[keep], segment[keep], begin[keep], end[keep]
+    return Pieces(rank[of], segment, start[of] + begin * stride[of], stride[of], end - begin, row[of] + begin)
+
+
+def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
+    """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
+
+    Ordered by owner, then part. Owners that have nothing for this rank are left out.
+    """
+    found: dict[tuple[int, int], list[Ints]] = {}
+    for branch in problem.mask.branches:
+        owners, columns = _meetings(problem.q_layout, problem.kv_layout, branch, rank)
+        if not len(owners):
+            continue
+        edges = np.flatnonzero(np.diff(owners)) + 1
+        for index, part in enumerate(problem.parts):
+            heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
+            if heads.count:
+                columns = columns.copy()
+                columns[:, 12], columns[:, 13] = heads.start, heads.count
+                for owner, block in zip(owners[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True):
+                    found.setdefault((owner, index), []).append(block)
+    return {key: TileTable(np.concatenate(found[key])) for key in sorted(found)}
+
+
+def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints]:
+    """Where `rank`'s query pieces meet key pieces: (owners (n,), tile columns (n, 14)), ordered by owner."""
+    q, k = cut(q_layout, branch.bounds), cut(kv_layout, branch.kv_bounds)
+    q = q.take(np.flatnonzero(q.rank == rank))
+    q = q.take(np.argsort(q.segment, kind="stable"))
+    first = np.searchsorted(q.segment, np.arange(len(branch.bounds)))
+    meets = (first[1:] - first[:-1])[k.segment]
+    ki = np.repeat(np.arange(len(k.rank)), meets)
+    qi = np.arange(len(ki)) - np.repeat(np.cumsum(meets) - meets - first[k.segment], meets)
+    q, k = q.take(qi), k.take(ki)
+    lo, hi = band_of(branch, k.segment)
+
+    k_first, k_end = partners(k, q.start, q.last, lo, hi)
+    k_start, k_last = k.start + k_first * k.stride, k.start + (k_end - 1) * k.stride
+    q_first = np.maximum(0, -((q.start - k_start - lo) // q.stride))
+    q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
+    one = np.ones_like(lo)
+    columns = np.stack(
+        [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first, one,
+         k_start, k.stride, k_end - k_first, k.row + k_first, one, lo, hi, one, one], axis=1)  # fmt: skip
+    keep = k_end > k_first
+    return k.rank[keep], columns[keep]
+
+
+def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
+    """The bounds (lo, hi) of q - k for pieces of the given segments, in positions."""
+    shift = (np.array(branch.bounds[:-1]) - np.array(branch.kv_bounds[:-1]))[segment]
+    return shift + branch.band.lo, shift + branch.band.hi
+
+
+def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """The keys that some query needs: indices (first, end) into each key piece; nothing where end <= first.
+
+    Queries run from `q_start` to `q_last` with the key piece's own stride (any stride where the band is one-sided).
+    All arrays broadcast against each other.
+    """
+    uniform = k.stride.size > 0 and bool((k.stride == k.stride.flat[0]).all())
+    stride = int(k.stride.flat[0]) if uniform else k.stride  # dividing by one number is several times faster
+    shape = np.broadcast_shapes(k.start.shape, q_start.shape)
+    first = np.zeros(shape, np.int64)
+    if (hi < UNBOUNDED // 2).any():
+        first = np.maximum(0, -((k.start + hi - q_start) // stride))
+    end = np.minimum(k.size, (q_last - (k.start + lo)) // stride + 1)
+    if (hi - lo + 1 < k.stride).any():
+        # A band narrower than the stride may pass between two positions.
+        offset = (q_start - k.start) % stride
+        end = np.where(-((offset - lo) // stride) <= (hi - offset) // stride, end, first)
+    return first, end

@@ -1,0 +1,240 @@
+"""A ring whose ranks are threads of one process, on CPU: for tests, notebooks and world size 1.
+
+Promises: strict rendezvous. Nothing is buffered, a send ends only when its receive has been posted and filled, so a
+forgotten or misplaced receive cannot go unseen; bytes and dtype of both ends must match. When no rank can move any more
+the waiting ranks are told at once, and every deadline error lists what every rank has pending. A transport that has
+raised a failure is dead: later calls raise `ClosedError`.
+Does not know: processes, devices, what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
+from ringattn.transport.base import Message
+from ringattn.transport.messages import Operation, first_cause, listed, operations
+
+
+class _Operation(Operation):
+    """An operation with its outcome: filled or emptied, or refused for a reason."""
+
+    done = False
+    refusal: str | None = None
+
+
+class LocalWorld:
+    """The meeting place of `world_size` ranks. Every wait in it ends within `timeout_s` seconds.
+
+    All state is guarded by one condition; methods with a leading underscore are called with it held.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 600.0) -> None:
+        if world_size < 1 or timeout_s <= 0:
+            raise InputError(f"a world needs ranks and a deadline, not world_size={world_size}, timeout_s={timeout_s}")
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.first_failure: tuple[int, BaseException] | None = None
+        self.closed: set[int] = set()
+        self.agreements: dict[int, dict[int, bytes]] = {}
+        self._taken: set[int] = set()
+        self._blocked: dict[int, Callable[[], bool]] = {}
+        self._queues: defaultdict[tuple[int, int, bool], deque[_Operation]] = defaultdict(deque)
+
+    def transport(self, rank: int) -> LocalTransport:
+        """The end of `rank`, once per rank. Raises `InputError` for a rank that does not exist or is taken."""
+        with self.changed:
+            if not 0 <= rank < self.world_size or rank in self._taken:
+                raise InputError(f"rank {rank} is taken or not one of the ranks 0 to {self.world_size - 1}")
+            self._taken.add(rank)
+        return LocalTransport(self, rank)
+
+    def _post(self, operation: _Operation) -> None:
+        """Match the operation with the oldest opposite one of its pair of ranks, or queue it."""
+        rank, peer = operation.rank, operation.peer
+        src, dst = (rank, peer) if operation.sends else (peer, rank)
+        opposite = self._queues[src, dst, not operation.sends]
+        if not opposite:
+            self._queues[src, dst, operation.sends].append(operation)
+            return
+        other = opposite.popleft()
+        send, recv = (operation, other) if operation.sends else (other, operation)
+        if send.nbytes != recv.nbytes or send.buffer.dtype != recv.buffer.dtype:
+            send.refusal = recv.refusal = f"two ends of one message do not match: {send}, but {recv}"
+        else:
+            with torch.no_grad():
+                recv.buffer.detach().view(-1).copy_(send.buffer.detach().view(-1))
+            send.done = recv.done = True
+
+    def _forget(self, rank: int) -> None:
+        """Never touch the buffers of `rank` again."""
+        for queue in self._queues.values():
+            kept = [operation for operation in queue if operation.rank != rank]
+            queue.clear()
+            queue.extend(kept)
+
+    def _fail(self, rank: int, cause: BaseException) -> None:
+        """Record the first failure; no byte moves after it."""
+        if self.first_failure is None:
+            self.first_failure = (rank, cause)
+        self._queues.clear()
+        self.changed.notify_all()
+
+    def _block(
+        self, rank: int, ready: Callable[[], bool], awaited: Callable[[], set[int]], what: Callable[[], str]
+    ) -> None:
+        """Hold `rank` until `ready()`, which needs the ranks `awaited()`; `what` says what it waits for."""
+        deadline = time.monotonic() + self.timeout_s
+        self._blocked[rank] = ready
+        try:
+            while not ready():
+                if self.first_failure is not None:
+                    raise PeerLostError(f"{what()}: {first_cause(*self.first_failure)}") from self.first_failure[1]
+                if gone := awaited() & self.closed:
+                    raise PeerLostError(f"{what()}: rank {min(gone)} closed its ring")
+                if self._stuck():
+                    raise DeadlineError(f"deadlock, no rank can move: {what()}\n{self._report()}")
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    missing = f"no answer from ranks {sorted(awaited())} within {self.timeout_s} s"
+                    raise DeadlineError(f"{what()}: {missing}\n{self._report()}")
+                self.changed.wait(remaining_s)
+        finally:
+            del self._blocked[rank]
+
+    def _stuck(self) -> bool:
+        """Whether every rank waits in vain. Bytes move only when a rank posts, so then they never will."""
+        return all(
+            rank in self.closed or (rank in self._blocked and not self._blocked[rank]())
+            for rank in range(self.world_size)
+        )
+
+    def _report(self) -> str:
+        """What every rank has pending, one line a rank."""
+        lines = []
+        for rank in range(self.world_size):
+            pending = [operation for queue in self._queues.values() for operation in queue if operation.rank == rank]
+            agreements = [f"agreement {n}" for n, joined in sorted(self.agreements.items()) if rank in joined]
+            state = "closed" if rank in self.closed else "; ".join([*agreements, listed(pending)])
+            lines.append(f"  pending on rank {rank}: {state}")
+        return "\n".join(lines)
+
+
+class LocalTicket:
+    """The operations of one exchange. Other tickets of the rank may be in flight beside it."""
+
+    def __init__(self, transport: LocalTransport, operations: list[_Operation]) -> None:
+        self._transport = transport
+        self._operations = operations
+
+    def wait(self) -> None:
+        """See `Ticket.wait`; `TransportError` when bytes or dtype of two ends differ. A second wait returns at once."""
+        if self._operations:
+            self._transport._finish(self._operations)
+            self._operations = []
+
+
+class LocalTransport:
+    """One rank of a `LocalWorld`."""
+
+    name = "local"
+    device = torch.device("cpu")
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.rank = rank
+        self.world_size = world.world_size
+        self._world = world
+        self._agreements = 0
+        self._end: BaseException | None = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
+        with self._world.changed:
+            self._check_alive()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalTicket:
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
+        posted = operations(_Operation, self.rank, self.world_size, self.device, sends, recvs)
+        with self._world.changed:
+            self._check_alive()
+            for operation in posted:
+                self._world._post(operation)
+            self._world.changed.notify_all()
+        return LocalTicket(self, posted)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Transport.agree`. The n-th call of every rank meets the n-th call of the others."""
+        world = self._world
+        with world.changed:
+            self._check_alive()
+            joined = world.agreements.setdefault(self._agreements, {})
+            joined[self.rank] = bytes(payload)
+            world.changed.notify_all()
+            everyone = set(range(self.world_size))
+            self._hold(
+                lambda: len(joined) == self.world_size,
+                lambda: everyone - set(joined),
+                lambda: f"rank {self.rank} in agreement {self._agreements}",
+            )
+            world.agreements.pop(self._agreements, None)
+            self._agreements += 1
+            return [joined[rank] for rank in range(self.world_size)]
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`."""
+        with self._world.changed:
+            if self._end is None:
+                self._end = cause
+                self._world._fail(self.rank, cause)
+
+    def close(self) -> None:
+        """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
+        with self._world.changed:
+            if self._end is None:
+                self._end = ClosedError(f"rank {self.rank} closed its ring")
+                self._world.closed.add(self.rank)
+                self._world._forget(self.rank)
+                self._world.changed.notify_all()
+
+    def _finish(self, posted: list[_Operation]) -> None:
+        """Wait for all of `posted`, or for the first that is refused."""
+        with self._world.changed:
+            self._check_open()
+            self._hold(
+                lambda: all(operation.done for operation in posted) or any(operation.refusal for operation in posted),
+                lambda: {operation.peer for operation in posted if not operation.done},
+                lambda: f"rank {self.rank} waits for {listed([each for each in posted if not each.done])}",
+            )
+            for operation in posted:
+                if operation.refusal is not None:
+                    error = TransportError(operation.refusal)
+                    self.abort(error)
+                    raise error
+
+    def _hold(self, ready: Callable[[], bool], awaited: Callable[[], set[int]], what: Callable[[], str]) -> None:
+        """Block in the world; a wait that fails ends this transport."""
+        try:
+            self._world._block(self.rank, ready, awaited, what)
+        except TransportError as error:
+            self.abort(error)
+            raise
+
+    def _check_alive(self) -> None:
+        """Raise `ClosedError` if this transport has ended, `PeerLostError` if another rank has failed meanwhile."""
+        self._check_open()
+        if self._world.first_failure is not None:
+            rank, cause = self._world.first_failure
+            error = PeerLostError(f"rank {self.rank} must stop: {first_cause(rank, cause)}")
+            self.abort(error)
+            raise error from cause
+
+    def _check_open(self) -> None:
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end

@@ -1,0 +1,40 @@
+"""Settings of every test run: one thread per rank, the same examples at each CI run, GPU checks only on a GPU."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+# Before torch loads: the ranks of a test are threads or processes, each with one intra-op thread of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# A GPU machine may have torch and pytest and nothing else; see pytest_ignore_collect.
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("dev", deadline=None, max_examples=50)
+    settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m gpu` import only files that name the marker, so that the other tests' packages are not needed."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` on a machine without one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device (make gpu-check)"))

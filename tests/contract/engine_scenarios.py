@@ -1,0 +1,110 @@
+"""What the engine contract is tried on: steps of tiles over small buffers, by hand and at random.
+
+Does not know: torch, engines.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+
+
+class Step(NamedTuple):
+    """One attend call: its tiles, and the K/V buffer they read (rows, and K/V heads held)."""
+
+    tiles: tuple[Tile, ...]
+    k_rows: int
+    held: Run
+
+
+class Scenario(NamedTuple):
+    """Several attend calls that fold into one partial."""
+
+    steps: tuple[Step, ...]
+    q_rows: int
+    kv_heads: int
+    group: int = 1
+    d_k: int = 16
+    d_v: int = 16
+    batch: int = 1
+    softcap: float | None = None
+    memory: str = "tokens"
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+def strip(start: int, count: int, stride: int = 1, row: int = 0, row_stride: int = 1) -> Strip:
+    return Strip(Run(start, count, stride), Run(row, count, row_stride))
+
+
+def simple(
+    tiles: tuple[tuple[Strip, Strip, Band], ...], heads: Run, kv_heads: int, held: Run | None = None, **facts: object
+) -> Scenario:
+    """One step a tile, buffers that end with the last row of a strip."""
+    steps = tuple(Step((Tile(q, k, band, heads),), k.rows.stop + 2, held or Run(0, kv_heads)) for q, k, band in tiles)
+    return Scenario(steps, max(q.rows.stop for q, _, _ in tiles) + 2, kv_heads, **facts)  # type: ignore[arg-type]
+
+
+ZIGZAG = ((strip(0, 24), strip(0, 24), CAUSAL), (strip(72, 24, row=24), strip(0, 48), CAUSAL))
+WINDOW = ((strip(40, 50), strip(40, 50), Band(0, 11)), (strip(40, 50), strip(20, 20), Band(0, 11)))
+STRIPED = ((strip(1, 30, 4), strip(1, 30, 4), CAUSAL), (strip(1, 30, 4), strip(2, 30, 4), CAUSAL))
+DILATED = ((strip(3, 20, 6), strip(1, 33, 4), Band(-9, 50)), (strip(0, 30, 2, 1, 2), strip(0, 20, 3, 0, 2), CAUSAL))
+BOTH_SIDES = ((strip(0, 60), strip(0, 60), Band(-7, 9)), (strip(60, 30), strip(0, 70), Band(-3, 1 << 60)))
+BLIND = ((strip(0, 20), strip(12, 20), CAUSAL), (strip(0, 20), strip(100, 20), CAUSAL))
+DENSE = ((strip(0, 96), strip(0, 96), CAUSAL),)
+
+SCENARIOS = {
+    "full": simple(((strip(0, 33), strip(50, 45), FULL),), Run(0, 2), 2, batch=2),
+    "causal": simple(DENSE, Run(0, 2), 2, batch=2, memory="heads"),
+    "causal-long": simple(((strip(0, 260), strip(0, 260), CAUSAL),), Run(0, 1), 1, d_k=32, d_v=32),
+    "causal-more-queries": simple(((strip(0, 50), strip(0, 20), CAUSAL),), Run(0, 2), 1, group=2),
+    "causal-more-keys": simple(((strip(30, 20), strip(0, 50), CAUSAL),), Run(0, 2), 1, group=2),
+    "zigzag": simple(ZIGZAG, Run(0, 4), 2, group=2, memory="records"),
+    "window": simple(WINDOW, Run(0, 4), 2, group=2, batch=2),
+    "striped": simple(STRIPED, Run(0, 2), 2, memory="records"),
+    "dilated": simple(DILATED, Run(0, 2), 1, group=2, batch=2, memory="heads"),
+    "both-sides": simple(BOTH_SIDES, Run(0, 2), 2),
+    "blind": simple(BLIND, Run(0, 2), 2, batch=2),
+    "mqa": simple(ZIGZAG, Run(0, 5), 1, group=5, batch=2),
+    "part-of-the-heads": simple(ZIGZAG, Run(5, 9), 4, Run(1, 3), group=4, batch=2),
+    "one-head-of-a-group": simple(WINDOW, Run(6, 1), 3, Run(1, 1), group=4),
+    "every-other-head": simple(ZIGZAG, Run(1, 6, 2), 3, group=4),
+    "wider-keys": simple(WINDOW, Run(0, 4), 2, group=2, d_k=24, d_v=8, batch=2),
+    "wider-values": simple(ZIGZAG, Run(0, 4), 2, group=2, d_k=8, d_v=20, memory="records"),
+    "one-pair": simple(((strip(5, 1), strip(5, 1), CAUSAL),), Run(0, 1), 1),
+    "softcap": simple(WINDOW, Run(0, 4), 2, group=2, softcap=1.5, batch=2),
+}
+
+
+def random_scenario(seed: int) -> Scenario:
+    """Steps of overlapping tiles with random runs, bands and heads; a pair that two tiles hold counts twice."""
+    rng = Random(seed)
+    group, kv_heads, q_rows = rng.choice((1, 2, 3)), rng.randint(1, 3), rng.randint(1, 70)
+    steps = []
+    for _ in range(rng.randint(1, 3)):
+        k_rows, first = rng.randint(1, 70), rng.randrange(kv_heads)
+        held = Run(first, rng.randint(1, kv_heads - first))
+        tiles = tuple(_random_tile(rng, q_rows, k_rows, held, group) for _ in range(rng.randint(1, 3)))
+        steps.append(Step(tiles, k_rows, held))
+    dims = (rng.choice((8, 16, 17)), rng.choice((8, 16)))
+    memory = rng.choice(("tokens", "heads", "records"))
+    return Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
+
+
+def _random_tile(rng: Random, q_rows: int, k_rows: int, held: Run, group: int) -> Tile:
+    lo = rng.choice((FULL.lo, 0, rng.randint(-60, 60)))
+    band = Band(lo, rng.choice((FULL.hi, max(lo, -60) + rng.randint(0, 60))))
+    first = held.start * group + rng.randrange(group * held.count)
+    heads = Run(first, rng.randint(1, (held.start + held.count) * group - first))
+    return Tile(_random_strip(rng, q_rows), _random_strip(rng, k_rows), band, heads)
+
+
+def _random_strip(rng: Random, buffer_rows: int) -> Strip:
+    stride = rng.choice((1, 1, 2, 3))
+    start = rng.randrange(buffer_rows)
+    count = rng.randint(1, (buffer_rows - start + stride - 1) // stride)
+    return strip(rng.randint(0, 80), count, rng.choice((1, 1, 2, 3)), start, stride)

@@ -1,0 +1,94 @@
+"""A few processes that run one function after another, each under a hard deadline.
+
+A torch process costs seconds to start, so one set serves many tests.
+Does not know: what the functions check.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+
+class Processes:
+    """`world_size` processes with MASTER_ADDR and MASTER_PORT set. A context manager that leaves none behind."""
+
+    def __init__(self, world_size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        context = multiprocessing.get_context("spawn")
+        self.ranks = list(range(world_size))
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_live, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, exits: int | None = None, hard_s: float = 60.0
+    ) -> dict[int, Any]:
+        """`function(rank, world_size, *arguments)` of every process in `ranks`, by rank.
+
+        `function` is of a module's top level. Raises `AssertionError` with every rank's traceback when one fails, dies
+        unasked or does not answer within `hard_s`. Rank `exits` must die, and is in `ranks` no more.
+        """
+        for rank in self.ranks:
+            self._pipes[rank].send((function, arguments))
+        until = time.monotonic() + hard_s
+        results, failures = {}, []
+        for rank in list(self.ranks):
+            try:
+                arrived = self._pipes[rank].poll(max(until - time.monotonic(), 0.0))
+                failure, results[rank] = self._pipes[rank].recv() if arrived else (f"no answer within {hard_s} s", None)
+            except (EOFError, ConnectionResetError):
+                self._processes[rank].join(2.0)
+                self.ranks.remove(rank)
+                failure = None if rank == exits else f"died with exit code {self._processes[rank].exitcode}"
+            if failure is not None:
+                failures.append(f"--- rank {rank}:\n{failure}")
+        assert not failures, "\n".join(failures)
+        assert exits not in self.ranks, f"rank {exits} lives"
+        return results
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(2.0)
+            process.kill()
+            process.join()
+
+
+def _live(rank: int, world_size: int, port: str, pipe: Connection) -> None:
+    """One process: answers (failure or None, result) to each (function, arguments) until the pipe closes."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    import torch  # after OMP_NUM_THREADS came with the environment
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[str | None, Any] = (None, function(rank, world_size, *arguments))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)

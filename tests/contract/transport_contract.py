@@ -1,0 +1,333 @@
+"""What every transport must do: checks that run on each rank of a ring of three.
+
+A check is called on all ranks at once with that rank's transport, in whatever thread or process it lives, and asserts.
+Does not know: any transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
+from ringattn.transport.base import Message, Transport
+from ringattn.transport.collectives import all_reduce, barrier, broadcast
+
+Check = Callable[[Transport], None]
+
+WORLD_SIZE = 3
+SHORT_S = 1.5
+LONG_S = 30.0
+PROMPT_S = 8.0  # far below LONG_S, far above what a busy machine needs
+
+
+def timeout_s(check: Check) -> float:
+    """The deadline of the transport that `check` is given."""
+    return SHORT_S if check in (deadline_is_kept, missing_rank_is_named) else LONG_S
+
+
+def neighbors(ring: Transport) -> tuple[int, int]:
+    return (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+
+
+def receive(ring: Transport, peer: int, label: str = "x") -> torch.Tensor:
+    """Sixteen floats from `peer`."""
+    buffer = torch.full((16,), float("nan"))
+    ring.exchange([], [Message(peer, buffer, label)]).wait()
+    return buffer
+
+
+def send(ring: Transport, peer: int, value: float, label: str = "x") -> None:
+    ring.exchange([Message(peer, torch.full((16,), value), label)], []).wait()
+
+
+def assert_dead(ring: Transport, reason: str) -> None:
+    """Every call refuses, says why, and the calls that must never raise do not."""
+    ring.close()
+    ring.abort(ValueError("too late"))
+    calls: list[Callable[[], object]] = [
+        lambda: ring.allocate(8),
+        lambda: ring.agree(b""),
+        lambda: ring.exchange([], []),
+        lambda: send(ring, neighbors(ring)[0], 0.0),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match=reason):
+            call()
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def shift_around(ring: Transport) -> None:
+    after, before = neighbors(ring)
+    held = torch.full((5, 7), float(ring.rank))
+    for hop in range(1, ring.world_size):
+        came = torch.full((5, 7), float("nan"))
+        ring.exchange([Message(after, held, f"hop {hop}")], [Message(before, came, f"hop {hop}")]).wait()
+        assert torch.equal(came, torch.full((5, 7), float((ring.rank - hop) % ring.world_size)))
+        held = came
+
+
+def order_is_kept(ring: Transport) -> None:
+    # The k-th message meets the k-th, whatever its length, in one exchange and over several.
+    after, before = neighbors(ring)
+    sizes = [4096, 1, 70_000, 16]
+    sent = [torch.full((size,), float(10 * ring.rank + k)) for k, size in enumerate(sizes)]
+    came = [torch.full((size,), float("nan")) for size in sizes]
+    first = ring.exchange([Message(after, b) for b in sent[:3]], [Message(before, b) for b in came[:2]])
+    second = ring.exchange([Message(after, sent[3])], [Message(before, b) for b in came[2:]])
+    second.wait()
+    first.wait()
+    first.wait()
+    for k, buffer in enumerate(came):
+        assert torch.equal(buffer, torch.full((sizes[k],), float(10 * before + k)))
+
+
+def many_in_flight(ring: Transport) -> None:
+    peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
+    came = {(peer, n): torch.zeros(100, dtype=torch.int64) for peer in peers for n in range(8)}
+    tickets = []
+    for n in range(8):
+        sends = [Message(peer, torch.full((100,), 100 * ring.rank + n), f"n {n}") for peer in peers]
+        tickets.append(ring.exchange(sends, [Message(peer, came[peer, n], f"n {n}") for peer in peers]))
+    for ticket in reversed(tickets):
+        ticket.wait()
+    assert all(bool((buffer == 100 * peer + n).all()) for (peer, n), buffer in came.items())
+
+
+def nothing_is_nothing(ring: Transport) -> None:
+    # Messages of no bytes travel on neither side, so they need no partner either.
+    after, before = neighbors(ring)
+    nothing = torch.empty(0, 4)
+    ring.exchange([], []).wait()
+    ring.exchange([Message(after, nothing)], []).wait()
+    came = torch.zeros(3)
+    sends = [Message(after, nothing), Message(after, torch.full((3,), 1.0 + ring.rank))]
+    ring.exchange(sends, [Message(before, came), Message(before, nothing)]).wait()
+    assert came.tolist() == [1.0 + before] * 3
+
+
+def all_dtypes(ring: Transport) -> None:
+    after, before = neighbors(ring)
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    sent = [torch.tensor([[ring.rank, 1], [0, 1]]).to(dtype) for dtype in [*dtypes, torch.complex64]]
+    sent.append(torch.tensor(float(ring.rank)))
+    came = [torch.zeros_like(buffer) for buffer in sent]
+    ring.exchange([Message(after, b) for b in sent], [Message(before, b) for b in came]).wait()
+    for mine, theirs in zip(sent, came, strict=True):
+        if mine.ndim:
+            assert torch.equal(theirs, torch.tensor([[before, 1], [0, 1]]).to(mine.dtype))
+    assert came[-1].item() == before
+
+
+def bits_are_kept(ring: Transport) -> None:
+    # NaN payloads and negative zeros, and a leaf that requires grad.
+    after, before = neighbors(ring)
+    bits = torch.tensor([0x7FC12345, -0x80000000, 0x7F800001, ring.rank], dtype=torch.int32)
+    sent = bits.view(torch.float32).clone().requires_grad_()
+    came = torch.zeros(4).requires_grad_()
+    ring.exchange([Message(after, sent)], [Message(before, came)]).wait()
+    assert came.detach().view(torch.int32).tolist() == [*bits[:3].tolist(), before]
+
+
+def big_both_ways(ring: Transport) -> None:
+    peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
+    count = 16 * 2**20 // 4
+    sent = torch.full((count,), float(ring.rank))
+    memory = {peer: ring.allocate(4 * count) for peer in peers}
+    assert all(m.dtype == torch.uint8 and m.shape == (4 * count,) for m in memory.values())
+    came = {peer: memory[peer].view(torch.float32) for peer in peers}
+    ring.exchange([Message(p, sent, "big") for p in peers], [Message(p, came[p], "big") for p in peers]).wait()
+    assert all(bool((came[peer] == peer).all()) for peer in peers)
+
+
+def bad_messages_are_refused(ring: Transport) -> None:
+    after, before = neighbors(ring)
+    good = torch.full((16,), float(ring.rank))
+    for bad, why in [
+        (Message(ring.rank, good, "k"), "itself"),
+        (Message(ring.world_size, good, "k"), "ranks 0 to 2"),
+        (Message(-1, good, "k"), "ranks 0 to 2"),
+        (Message(after, torch.zeros(4, 4).t(), "k"), "contiguous"),
+        (Message(after, torch.zeros(4, device="meta"), "k"), "meta"),
+    ]:
+        for sends, recvs in [([Message(after, good), bad], []), ([], [Message(after, good), bad])]:
+            with pytest.raises(InputError, match=why):
+                ring.exchange(sends, recvs)
+    came = torch.zeros(16)
+    # Nothing of the refused exchanges is under way.
+    ring.exchange([Message(after, good)], [Message(before, came)]).wait()
+    assert came.tolist() == [float(before)] * 16
+
+
+def collectives_agree(ring: Transport) -> None:
+    ones = [torch.ones(2, 3), torch.full((7,), ring.rank), torch.full((1,), 0.5, dtype=torch.bfloat16)]
+    all_reduce(ring, ones)
+    assert ones[0].tolist() == [[3.0] * 3] * 2
+    assert ones[1].tolist() == [3] * 7
+    assert ones[2].item() == 1.5
+    told = torch.full((4, 4), float(ring.rank))
+    broadcast(ring, [told.t()], 2)
+    assert told.tolist() == [[2.0] * 4] * 4
+    barrier(ring)
+
+
+# --- agreement -------------------------------------------------------------------------------------------------------
+
+
+def agree_is_in_order(ring: Transport) -> None:
+    for size in (0, 3, 247, 248, 249, 4000):
+        payload = bytes([ring.rank]) * (size + ring.rank)
+        assert ring.agree(payload) == [bytes([rank]) * (size + rank) for rank in range(ring.world_size)]
+    # One payload needs more room than the others', and messages in flight are not disturbed.
+    after, before = neighbors(ring)
+    came = torch.zeros(16)
+    ticket = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, came)])
+    sizes = (0, 9000, 248)
+    assert ring.agree(bytes(sizes[ring.rank])) == [bytes(size) for size in sizes]
+    ticket.wait()
+    assert came.tolist() == [5.0] * 16
+
+
+def missing_rank_is_named(ring: Transport) -> None:
+    if ring.rank == 1:
+        time.sleep(SHORT_S + 2.5)
+        with pytest.raises(PeerLostError, match=r"DeadlineError.*no answer from ranks \[1\]"):
+            ring.agree(b"late")
+    else:
+        start = time.monotonic()
+        with pytest.raises((DeadlineError, PeerLostError), match=r"in agreement 0.*no answer from ranks \[1\]"):
+            ring.agree(b"here")
+        assert SHORT_S - 0.3 < time.monotonic() - start < SHORT_S + 2.0
+    assert_dead(ring, "no answer from ranks")
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def deadline_is_kept(ring: Transport) -> None:
+    if ring.rank == 1:
+        time.sleep(SHORT_S + 2.5)
+        # A rank that was busy meanwhile hears of it at its next call.
+        with pytest.raises(PeerLostError, match="rank 0 failed first: DeadlineError"):
+            send(ring, 0, 1.0)
+    elif ring.rank == 0:
+        start = time.monotonic()
+        late = torch.zeros(16)
+        with pytest.raises(DeadlineError) as caught:
+            ring.exchange([Message(2, torch.zeros(16), "k to 2")], [Message(1, late, "kv of 1")]).wait()
+        assert SHORT_S - 0.3 < time.monotonic() - start < SHORT_S + 2.0
+        assert "rank 0 recv from rank 1 'kv of 1' (64 bytes of torch.float32)" in str(caught.value)
+        assert "k to 2" not in str(caught.value)
+        assert isinstance(caught.value, TimeoutError)
+    else:
+        assert receive(ring, 0, "k to 2").tolist() == [0.0] * 16
+        time.sleep(SHORT_S + 2.5)
+        with pytest.raises(PeerLostError, match=r"rank 0 failed first: DeadlineError.*kv of 1"):
+            receive(ring, 0)
+    assert_dead(ring, "DeadlineError|deadline|no answer")
+
+
+def first_cause_reaches_all(ring: Transport) -> None:
+    ring.agree(b"")
+    start = time.monotonic()
+    if ring.rank == 1:
+        time.sleep(0.3)
+        ring.abort(ValueError("k has no heads"))
+        ring.abort(KeyError("second"))
+        assert_dead(ring, "k has no heads")
+    elif ring.rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            receive(ring, 1, "kv 7")
+        assert "rank 0 recv from rank 1 'kv 7' (64 bytes of torch.float32)" in str(caught.value)
+        assert "rank 1 failed first: ValueError: k has no heads" in str(caught.value)
+        ring.abort(caught.value)
+        assert_dead(ring, "k has no heads")
+    else:
+        # Rank 2 was busy, and then needs rank 0, which fell only because of rank 1.
+        time.sleep(2.0)
+        with pytest.raises(PeerLostError, match="rank 1 failed first: ValueError: k has no heads"):
+            receive(ring, 0)
+        assert_dead(ring, "k has no heads")
+    assert time.monotonic() - start < PROMPT_S
+
+
+def abort_wakes_agree(ring: Transport) -> None:
+    start = time.monotonic()
+    if ring.rank == 1:
+        time.sleep(0.3)
+        ring.abort(ValueError("no such mask"))
+    else:
+        with pytest.raises(PeerLostError, match=r"agreement 0.*rank 1 failed first: ValueError: no such mask"):
+            ring.agree(b"")
+    assert_dead(ring, "no such mask")
+    assert time.monotonic() - start < PROMPT_S
+
+
+def abort_ends_waits(ring: Transport) -> None:
+    # A ticket that was in flight when its own rank ended does not pretend to have arrived.
+    before = neighbors(ring)[1]
+    ticket = ring.exchange([], [Message(before, torch.zeros(16))])
+    ring.agree(b"")
+    if ring.rank == 0:
+        ring.abort(ValueError("enough"))
+        with pytest.raises(ClosedError, match="enough"):
+            ticket.wait()
+    else:
+        with pytest.raises(PeerLostError, match="rank 0 failed first: ValueError: enough"):
+            ticket.wait()
+
+
+def close_is_final(ring: Transport) -> None:
+    ring.agree(b"")
+    start = time.monotonic()
+    if ring.rank == 1:
+        time.sleep(0.3)
+        ring.close()
+        ring.close()
+        assert_dead(ring, "rank 1 closed its ring")
+    else:
+        with pytest.raises(PeerLostError, match="rank 1 closed its ring"):
+            receive(ring, 1)
+    assert time.monotonic() - start < PROMPT_S
+
+
+def last_message_outlives_close(ring: Transport) -> None:
+    big = torch.full((4 * 2**20,), float("nan"))
+    if ring.rank == 0:
+        ring.exchange([Message(1, torch.full((4 * 2**20,), 3.0), "last")], []).wait()
+        ring.close()
+    elif ring.rank == 1:
+        ticket = ring.exchange([], [Message(0, big, "last")])
+        time.sleep(0.5)
+        ticket.wait()
+        assert bool((big == 3.0).all())
+        # Rank 0 has left; the other two go on.
+        send(ring, 2, 4.0)
+    else:
+        assert receive(ring, 1).tolist() == [4.0] * 16
+
+
+CHECKS: list[Check] = [
+    shift_around,
+    order_is_kept,
+    many_in_flight,
+    nothing_is_nothing,
+    all_dtypes,
+    bits_are_kept,
+    big_both_ways,
+    bad_messages_are_refused,
+    collectives_agree,
+    agree_is_in_order,
+    missing_rank_is_named,
+    deadline_is_kept,
+    first_cause_reaches_all,
+    abort_wakes_agree,
+    abort_ends_waits,
+    close_is_final,
+    last_message_outlives_close,
+]

@@ -1,0 +1,93 @@
+"""What the processes of `test_processes.py` do: each function is one rank's life and returns what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+import ringattn
+
+TOKENS = 40
+
+
+def _call(ring: ringattn.Ring, tokens: int = TOKENS) -> torch.Tensor:
+    seq = ring.sequence(tokens, layout="zigzag")
+    q = torch.ones(1, seq.counts[ring.rank], 2, 8, dtype=torch.float64)
+    out = ring.attention(q, q, q, seq, causal=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _seen(what: Any) -> dict[str, Any]:
+    """The error that `what()` raises, and how long it took."""
+    start = time.monotonic()
+    try:
+        what()
+    except Exception as error:
+        return {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+    return {"kind": "nothing", "message": "", "seconds": time.monotonic() - start}
+
+
+class Faulty:
+    """An engine that does something else the first time it works, when its own keys have left and others' have not come."""
+
+    name = "faulty"
+
+    def __init__(self, inner: Any, fault: Any) -> None:
+        self.inner, self.fault, self.calls = inner, fault, 0
+
+    def prepare(self, tiles: Any, softmax: Any) -> Any:
+        return self.inner.prepare(tiles, softmax)
+
+    def attend(self, *arguments: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            self.fault()
+        self.inner.attend(*arguments)
+
+
+def _with_fault(fault: Any) -> dict[str, Any]:
+    with ringattn.Ring(timeout_s=6.0) as ring:
+        _call(ring)  # everybody is connected and warm
+        if ring.rank == 1:
+            inner = ring.engine_for(None, ring.device)
+            ring.engine_for = lambda softcap, device: Faulty(inner, fault)  # type: ignore[method-assign]
+        seen = [_seen(lambda: _call(ring)) for _ in range(3)]
+        errors = [one for one in seen if one["kind"] != "nothing"]
+        return {"first": errors[0], "after": errors[1], "passes_completed": 3 - len(errors)}
+
+
+def exits_mid_pass() -> dict[str, Any]:
+    """Rank 1 vanishes in the middle of a pass."""
+    return _with_fault(lambda: os._exit(0))
+
+
+def raises_mid_pass() -> dict[str, Any]:
+    """Rank 1's engine fails in the middle of a pass."""
+
+    def fail() -> None:
+        raise ValueError("the engine of rank 1 broke")
+
+    return _with_fault(fail)
+
+
+def stalls_mid_pass() -> dict[str, Any]:
+    """Rank 1 falls asleep in the middle of a pass, for longer than the deadline."""
+    return _with_fault(lambda: time.sleep(20.0))
+
+
+def disagrees() -> dict[str, Any]:
+    """Rank 1 asks for another length, then all ask for the same."""
+    with ringattn.Ring(timeout_s=20.0) as ring:
+        first = _seen(lambda: _call(ring, TOKENS + (ring.rank == 1)))
+        return {"first": first, "after": _seen(lambda: _call(ring))}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print("ANSWER " + json.dumps(globals()[sys.argv[1]]()), flush=True)

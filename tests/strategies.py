@@ -1,0 +1,181 @@
+"""Attention problems to test with, each beside its truth from the plainest definition.
+
+A truth is an array (query heads, q tokens, k tokens) that counts how often each pair must be computed; everything that
+travels or is read follows from it by brute force, without the code under test except for which positions a rank owns
+(`test_layout.py` holds that against its own definitions).
+Does not know: tiles, schedules, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ringattn.geometry import UNBOUNDED, Band, Run
+from ringattn.layout import LAYOUTS, Layout, make_layout
+from ringattn.mask import Branch, Mask, make_mask
+from ringattn.problem import Problem
+from ringattn.schedule.content import Content
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([13, 16, 24, 31]))
+SIDES = st.one_of(st.none(), st.just(-1), st.integers(0, 9))
+
+Spots = frozenset[tuple[int, int]]
+"""(K/V head, row of the owner's shard): the smallest thing that travels."""
+
+
+class Case(NamedTuple):
+    """A problem and its truth."""
+
+    problem: Problem
+    truth: np.ndarray
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the ring."""
+        return self.problem.world_size
+
+    def reads(self, owner: int, reader: int) -> Spots:
+        """What `reader` needs of `owner`'s shard."""
+        problem = self.problem
+        q, k = problem.q_layout.positions(reader), problem.kv_layout.positions(owner)
+        needed = self.truth[:, q][:, :, k].any(1).reshape(problem.kv_heads, problem.group, len(k)).any(1)
+        return frozenset((int(head), int(row)) for head, row in zip(*np.nonzero(needed), strict=True))
+
+    def reads_beyond(self, owner: int, distance: int) -> Spots:
+        """What the readers at `distance` and farther along the ring need together."""
+        readers = [(owner + d) % self.ranks for d in range(distance, self.ranks)]
+        return frozenset[tuple[int, int]]().union(*(self.reads(owner, reader) for reader in readers))
+
+
+def spots(content: Content) -> Spots:
+    """What a content holds."""
+    return frozenset((head, row) for head, row in wire_order(content))
+
+
+def wire_order(content: Content) -> list[tuple[int, int]]:
+    """What a content holds, in the order of the packed records: part after part, rows outermost."""
+    return [
+        (head, row) for part in content for run in part.rows for row in run.members() for head in part.heads.members()
+    ]
+
+
+def pairs(bounds: Iterable[int], kv_bounds: Iterable[int], lo: int, hi: int) -> np.ndarray:
+    """(q tokens, k tokens) booleans: same segment, and lo <= q - k <= hi counted from the two segments' starts."""
+    (q_segment, q_place), (k_segment, k_place) = map(_places, (bounds, kv_bounds))
+    distance = q_place[:, None] - k_place[None, :]
+    return (q_segment[:, None] == k_segment[None, :]) & (distance >= lo) & (distance <= hi)
+
+
+def _places(bounds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The segment of each token, and its place in it."""
+    spans = list(pairwise(bounds))
+    segment = [index for index, (start, stop) in enumerate(spans) for _ in range(start, stop)]
+    place = [at - start for start, stop in spans for at in range(start, stop)]
+    return np.array(segment, np.int64), np.array(place, np.int64)
+
+
+def truth_of(mask: Mask, q_heads: int) -> np.ndarray:
+    """How often each pair is allowed: (query heads, q tokens, k tokens)."""
+    shape = q_heads, mask.branches[0].bounds[-1], mask.branches[0].kv_bounds[-1]
+    counts = np.zeros(shape, np.int64)
+    for branch in mask.branches:
+        heads = slice(None) if branch.heads is None else slice(branch.heads.start, branch.heads.stop)
+        counts[heads] += pairs(branch.bounds, branch.kv_bounds, *branch.band)
+    return counts
+
+
+def cuts(length: int, documents: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Document boundaries (0, ..., length); documents may be empty."""
+    size = {"max_size": 4} if documents is None else {"min_size": documents - 1, "max_size": documents - 1}
+    inner = st.lists(st.integers(0, length), **size)
+    return inner.map(lambda at: (0, *sorted(at), length))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout of any length."""
+    length, name = draw(LENGTHS), draw(st.sampled_from(LAYOUTS))
+    documents = draw(cuts(length)) if name == "per_document" else None
+    return make_layout(name, length, draw(st.sampled_from(WORLD_SIZES)), documents)
+
+
+@st.composite
+def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | None:
+    """A window that may stand beside `causal`."""
+    left, right = draw(SIDES), draw(st.sampled_from([None, -1, 0])) if causal else draw(SIDES)
+    return draw(st.sampled_from([None, (left, right)]))
+
+
+def _bands() -> st.SearchStrategy[Band]:
+    return st.builds(
+        lambda lo, width: Band(lo, UNBOUNDED if width is None else lo + width),
+        st.integers(-6, 6), st.one_of(st.none(), st.integers(0, 9)),
+    )  # fmt: skip
+
+
+def _layout_of(draw: st.DrawFn, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
+    names = LAYOUTS if documents is not None else [name for name in LAYOUTS if name != "per_document"]
+    return make_layout(draw(st.sampled_from(names)), length, ranks, documents)
+
+
+@st.composite
+def plain_cases(draw: st.DrawFn) -> Case:
+    """What `Ring.attention` can ask for on one sequence."""
+    length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
+    documents = draw(st.one_of(st.none(), cuts(length)))
+    causal = draw(st.booleans())
+    window = draw(windows(causal))
+    mask = make_mask(length, length, causal=causal, window=window, documents=documents, kv_documents=documents)
+    layout = _layout_of(draw, length, ranks, documents)
+    return _case(draw, layout, layout, mask)
+
+
+@st.composite
+def cross_cases(draw: st.DrawFn) -> Case:
+    """K/V of another sequence, with its own length, layout and documents."""
+    length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
+    documents = draw(st.one_of(st.none(), cuts(length)))
+    kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
+    mask = make_mask(
+        length, kv_length, causal=draw(st.booleans()), documents=documents, kv_documents=kv_documents
+    )
+    layout = _layout_of(draw, length, ranks, documents)
+    return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
+
+
+@st.composite
+def branched_cases(draw: st.DrawFn) -> Case:
+    """Branches of their own heads, segments and bands side by side; pairs may count twice, and heads see nothing."""
+    length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
+    branches = []
+    for _ in range(draw(st.integers(1, 3))):
+        bounds, first = draw(cuts(length)), draw(st.integers(0, 3))
+        heads = draw(st.one_of(st.none(), st.integers(0, 4 - first).map(lambda count, first=first: Run(first, count))))
+        branches.append(Branch(bounds, bounds, draw(_bands()), heads))
+    layout = _layout_of(draw, length, ranks, draw(st.one_of(st.none(), cuts(length))))
+    return _case(draw, layout, layout, Mask(tuple(branches)))
+
+
+def _case(draw: st.DrawFn, layout: Layout, kv_layout: Layout, mask: Mask) -> Case:
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    dtype, wire = draw(st.sampled_from(["bfloat16", "float32"])), draw(st.sampled_from([None, "bfloat16"]))
+    problem = Problem(layout, kv_layout, mask, draw(st.integers(1, 2)), 4, kv_heads, 8, 4, dtype, wire)
+    return Case(problem, truth_of(mask, 4))
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Every kind of case."""
+    return st.one_of(plain_cases(), cross_cases(), branched_cases())
+
+
+def simple(name: str, length: int, ranks: int, documents: tuple[int, ...] | None = None, **options: object) -> Case:
+    """A case with one head, from a layout's name and the options of `make_mask`."""
+    layout = make_layout(name, length, ranks, documents)
+    mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
+    return Case(Problem(layout, layout, mask, 1, 1, 1, 64, 64, "bfloat16"), truth_of(mask, 1))

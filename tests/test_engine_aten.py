@@ -1,0 +1,156 @@
+"""The aten engine against the contract, its refusals, and what can be told of the CUDA ops without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.engine import aten
+from ringattn.engine.aten import CPU, CUDNN, FLASH, AtenEngine, BlockOp, choose
+from ringattn.engine.base import Softmax
+from ringattn.engine.select import engine_named
+from ringattn.errors import UnsupportedError
+from tests.contract.engine_contract import EngineContract, Trial
+from tests.contract.engine_scenarios import SCENARIOS
+
+HOST = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+class TestAtenOnCpu(EngineContract):
+    """The whole suite but softcap."""
+
+    softcap = False
+
+    def engine(self) -> AtenEngine:
+        return AtenEngine(HOST)
+
+
+class TestAtenWithSquareCausalOnly(EngineContract):
+    """The rectangles that the CUDA ops get, computed by the CPU op."""
+
+    softcap = False
+
+    def engine(self) -> AtenEngine:
+        return AtenEngine(CUDA)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "window", "dilated", "wider-keys", "wider-values", "odd-dims"])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_an_op_with_the_needs_of_cuda(name: str, with_dlse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that computes on the CPU and insists on what the CUDA ops insist on."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        assert not causal or q.shape[2] == k.shape[2]
+        out, lse = CPU.forward(q, k, v, causal, scale)
+        return out, lse.contiguous()
+
+    def backward(*operands: Tensor | bool | float) -> tuple[Tensor, Tensor, Tensor]:
+        assert all(x.shape[-1] % 8 == 0 for x in operands[:5] if isinstance(x, Tensor))
+        return CPU.backward(*operands)  # type: ignore[arg-type]
+
+    strict = BlockOp("strict", forward, backward, True, True, 8, 256)
+    monkeypatch.setattr(aten, "OPS", {"cpu": (strict,)})
+    monkeypatch.setattr(aten, "choose", lambda device, dtype, dim: strict)
+    odd_dims = SCENARIOS["causal-more-queries"]._replace(d_k=13, d_v=13)
+    trial = Trial(SCENARIOS.get(name, odd_dims), torch.float64, with_dlse)
+    trial.check(trial.run(AtenEngine(HOST)), 1e-10)
+
+
+def test_falls_back_to_plain_where_no_op_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "choose", lambda device, dtype, dim: None)
+    trial = Trial(SCENARIOS["zigzag"], torch.float64, True)
+    trial.check(trial.run(AtenEngine(HOST)), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "dtype", "dim", "op"),
+    [
+        ((9, 0), 91900, torch.bfloat16, 128, CUDNN),
+        ((10, 0), 91900, torch.float16, 64, CUDNN),
+        ((9, 0), 91500, torch.bfloat16, 128, FLASH),
+        ((9, 0), None, torch.bfloat16, 128, FLASH),
+        ((9, 0), 91900, torch.bfloat16, 136, FLASH),
+        ((8, 0), 91900, torch.bfloat16, 128, FLASH),
+        ((12, 0), 91900, torch.bfloat16, 128, FLASH),
+        ((8, 0), 91900, torch.bfloat16, 264, None),
+        ((7, 5), 91900, torch.float16, 64, None),
+        ((6, 1), 91900, torch.float16, 64, None),
+        ((9, 0), 91900, torch.float32, 64, None),
+        ((9, 0), 91900, torch.float64, 64, None),
+    ],
+)
+def test_choice_of_op(
+    capability: tuple[int, int],
+    cudnn: int | None,
+    dtype: torch.dtype,
+    dim: int,
+    op: BlockOp | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aten, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    assert choose(CUDA, dtype, dim) is op
+    assert choose(HOST, dtype, dim) is CPU
+
+
+@pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_and_dtypes_on_meta(op: BlockOp, causal: bool) -> None:
+    """GQA accepted as it is, lse (batch, heads, rows) in float32, gradients with the K/V heads they belong to."""
+    keys = 40 if causal else 48
+    q = torch.empty(40, 2, 8, 64, dtype=torch.bfloat16, device="meta").permute(1, 2, 0, 3)
+    k, v = (torch.empty(keys, 2, 2, 64, dtype=torch.bfloat16, device="meta").permute(1, 2, 0, 3) for _ in range(2))
+    out, lse = op.forward(q, k, v, causal, 0.125)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = op.backward(out, q, k, v, out, lse, causal, 0.125)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert all(x.dtype == q.dtype for x in grads)
+
+
+def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses them for cuDNN; the flash op takes them instead."""
+    lengths = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        lengths.append(k.shape[2])
+        return CPU.forward(q, k, v, causal, scale)
+
+    monkeypatch.setattr(aten, "FLASH", FLASH._replace(forward=recording, backward=CPU.backward))
+    monkeypatch.setattr(aten, "choose", lambda *_: CUDNN._replace(forward=CPU.forward, backward=CPU.backward))
+    Trial(SCENARIOS["one-pair"], torch.float32, False).run(AtenEngine(CUDA))
+    assert lengths == [1]
+    Trial(SCENARIOS["full"], torch.float32, False).run(AtenEngine(CUDA))
+    assert lengths == [1]
+
+
+def test_strided_operands_are_not_copied() -> None:
+    """float32 of equal head dimensions: the op is given views of the caller's memory."""
+    seen: list[int] = []
+    engine, trial = AtenEngine(HOST), Trial(SCENARIOS["zigzag"], torch.float32, False)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        seen.extend(x.untyped_storage().data_ptr() for x in (q, k, v))
+        return CPU.forward(q, k, v, causal, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aten, "choose", lambda *_: CPU._replace(forward=forward))
+        trial.run(engine)
+    own = {x.untyped_storage().data_ptr() for x in (trial.q, *(x for kv in trial.kvs for x in kv[:2]))}
+    assert seen and set(seen) <= own
+
+
+def test_softcap_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"softcap=30\.0.*plain"):
+        AtenEngine(HOST).prepare((), Softmax(0.125, 1, 30.0))
+
+
+def test_engine_names() -> None:
+    assert engine_named("auto", None, HOST).name == "aten"
+    assert engine_named("auto", 30.0, HOST).name == "plain"
+    assert engine_named("plain", None, HOST).name == "plain"
+    with pytest.raises(UnsupportedError, match="softcap"):
+        engine_named("aten", 30.0, HOST)

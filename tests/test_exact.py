@@ -1,0 +1,166 @@
+"""End to end on threads against dense float64 attention: every mask, layout, schedule, world size, dtype and engine."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import run_ranks
+from tests.trial import Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
+
+DOCUMENTS = (0, 5, 5, 18, 19, 37)
+MASKS = {
+    "full": Trial(),
+    "causal": Trial(causal=True),
+    "left": Trial(window=(6, 0)),
+    "causal-left": Trial(causal=True, window=(9, None)),
+    "two-sided": Trial(window=(3, 5)),
+    "right": Trial(window=(-1, 4)),
+    "documents": Trial(documents=DOCUMENTS),
+    "causal-documents": Trial(causal=True, documents=DOCUMENTS),
+    "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
+}
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
+GRID = [
+    (mask, layout)
+    for mask, layout in product(MASKS, LAYOUTS)
+    if layout != "per_document" or MASKS[mask].documents is not None
+]
+EXACT = 1e-10
+SINGLE = 1e-5
+HALVES = 1.25
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("mask", "layout"), GRID)
+def test_float64(mask: str, layout: str, ranks: int) -> None:
+    trial = MASKS[mask]._replace(heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped")
+    check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT)
+
+
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("mask", "layout"), GRID)
+def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
+    trial = MASKS[mask]._replace(heads=(2, 1), lse=layout == "contiguous")
+    check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE)
+
+
+def check_schedules(
+    trial: Trial, layout: str, ranks: int, engine: str, dtype: torch.dtype, bound: float
+) -> None:
+    """All schedules on one ring, one after another in the same memory."""
+    results = run_ranks(
+        ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in ROUTES],
+        engine=engine, timeout_s=30.0, poison=True,
+    )  # fmt: skip
+    for schedule, parts in zip(ROUTES, zip(*results, strict=True), strict=True):
+        assert greatest_error(joined(list(parts)), truth(trial, dtype)) <= bound, schedule
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", ["full", "causal", "two-sided", "causal-documents"])
+def test_halves_lose_nothing_by_the_ring(mask: str, layout: str, ranks: int, engine: str, dtype: torch.dtype) -> None:
+    trial = MASKS[mask]._replace(heads=(4, 2), dims=(16, 16))
+    wanted = truth(trial, dtype)
+    alone = run(trial, 1, layout, "ring", dtype, engine=engine)
+    for schedule in ("ring", "direct"):
+        found = run(trial, ranks, layout, schedule, dtype, engine=engine)
+        for name in ("out", "dq", "dk", "dv"):
+            allowed = HALVES * relative_error(alone[name], wanted[name])
+            assert relative_error(found[name], wanted[name]) <= allowed, (schedule, name)
+
+
+VARIANTS = {
+    "one token": Trial(tokens=1),
+    "no token": Trial(tokens=0),
+    "fewer tokens than ranks": Trial(tokens=3, causal=True),
+    "odd": Trial(tokens=29, causal=True),
+    "many tokens": Trial(tokens=160, causal=True),
+    "multi-query": Trial(heads=(4, 1), causal=True),
+    "grouped": Trial(heads=(6, 2), window=(4, 4)),
+    "narrow values": Trial(dims=(16, 4), causal=True),
+    "wide values": Trial(dims=(4, 16), heads=(2, 1)),
+    "batch": Trial(batch=2, causal=True, heads=(4, 2)),
+    "strided": Trial(batch=2, causal=True, heads=(4, 2), dims=(8, 4), strided=True),
+    "scale": Trial(scale=0.7, causal=True),
+    "softcap": Trial(softcap=1.5, causal=True, lse=True),
+    "sinks": Trial(sinks=True, heads=(4, 2), causal=True),
+    "sinks and lse": Trial(sinks=True, lse=True, heads=(4, 2), window=(5, 1)),
+    "lse": Trial(lse=True, batch=2, window=(0, 0)),
+    "everything": Trial(
+        tokens=41, causal=True, window=(11, 0), documents=(0, 13, 13, 41), batch=2, heads=(6, 3), dims=(8, 4),
+        scale=0.5, softcap=2.0, sinks=True, lse=True, strided=True,
+    ),
+    "cross": Trial(kv_tokens=23),
+    "cross, longer": Trial(tokens=11, kv_tokens=50, kv_layout="zigzag", heads=(4, 2), batch=2),
+    "cross, causal from 0": Trial(causal=True, kv_tokens=21, kv_layout="striped", lse=True),
+    "cross, same length": Trial(kv_tokens=37, causal=True, kv_layout="striped"),
+    "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
+    "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),
+    "blind rows": Trial(
+        documents=(0, 7, 20, 37), kv_tokens=15, kv_documents=(0, 9, 9, 15), causal=True, lse=True, heads=(4, 2)
+    ),
+    "blind rows with sinks": Trial(documents=(0, 7, 37), kv_tokens=15, kv_documents=(0, 0, 15), sinks=True, lse=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, ranks: int) -> None:
+    for layout in ("contiguous", "zigzag", "striped"):
+        check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT)
+
+
+@pytest.mark.parametrize("variant", [name for name, trial in VARIANTS.items() if trial.softcap is None])
+def test_variants_on_fused_kernels(variant: str) -> None:
+    for ranks, layout in ((2, "zigzag"), (4, "striped")):
+        check_schedules(VARIANTS[variant], layout, ranks, "aten", torch.float32, SINGLE)
+
+
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_rows_without_a_key_are_exactly_nothing(ranks: int, engine: str) -> None:
+    trial = VARIANTS["blind rows"]
+    found = run(trial, ranks, "zigzag", "ring", torch.float32, engine=engine)
+    blind = slice(7, 20)  # the second document of the queries meets an empty one
+    assert (found["out"][:, blind] == 0).all() and (found["dq"][:, blind] == 0).all()
+    assert (found["lse"][:, :, blind] == float("-inf")).all()
+    assert found["lse"].isinf().sum() == trial.heads[0] * 13
+    with_sinks = VARIANTS["blind rows with sinks"]
+    lse = run(with_sinks, ranks, "zigzag", "ring", torch.float32, engine=engine)["lse"]
+    sinks = inputs(with_sinks, torch.float32).sinks
+    assert sinks is not None and torch.equal(lse[:, :, :7], sinks[None, :, None].expand(1, -1, 7))
+
+
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ROUTES)
+def test_same_plan_same_bits(schedule: str, dtype: torch.dtype, engine: str) -> None:
+    trial = Trial(causal=True, heads=(4, 2), sinks=True, lse=True)
+
+    def twice(ring):
+        return [on_rank(ring, trial, "zigzag", schedule, dtype) for _ in range(2)]
+
+    runs = [joined(list(parts)) for parts in zip(*run_ranks(4, twice, engine=engine, poison=True), strict=True)]
+    runs.append(run(trial, 4, "zigzag", schedule, dtype, engine=engine, poison=False))
+    for again in runs[1:]:
+        assert all(torch.equal(runs[0][name], again[name]) for name in runs[0])
+
+
+@pytest.mark.parametrize("schedule", ROUTES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str) -> None:
+    trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
+    wanted, ranks = truth(trial, torch.float32), 4
+    found = run(trial, ranks, layout, schedule, torch.float32, dkv_wire_dtype=torch.bfloat16)
+    assert greatest_error({n: found[n] for n in ("out", "lse", "dq")}, wanted) <= SINGLE
+    for name in ("dk", "dv"):
+        # At most P-1 roundings of a partial sum, each half a unit in the last place of 8 bits.
+        assert 2**-12 < relative_error(found[name], wanted[name]) <= (ranks - 1) * 2**-9

@@ -1,0 +1,95 @@
+"""Rings of processes: exact for 1, 2 and 4 of them, and never hanging when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
+    """Run `process_entries.entry` in `ranks` processes; their answers by rank, None for one that left without.
+
+    This process hosts the store, as torchrun's agent does, so that no rank takes it away when it goes.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    meeting |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.process_entries", entry]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **meeting, "RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE)
+        for rank in range(ranks)
+    ]
+    answers: list[dict | None] = []
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process in processes:
+            output = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0].decode()
+            lines = [line for line in output.splitlines() if line.startswith("ANSWER ")]
+            answers.append(json.loads(lines[-1].removeprefix("ANSWER ")) if lines else None)
+    finally:
+        for process in processes:
+            process.kill()
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "length_tokens=61"],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.endswith(tuple("0123456789")) and "e-" in line]
+    assert len(rows) == 72 and "72 cases, all exact" in done.stdout
+
+
+# Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.
+
+
+def test_a_rank_that_exits_is_named_by_the_others() -> None:
+    answers = start("exits_mid_pass", 3)
+    assert answers[1] is None
+    for answer in (answers[0], answers[2]):
+        assert answer is not None
+        assert answer["first"]["kind"] == "PeerLostError", answer
+        assert answer["first"]["seconds"] < 7
+        assert answer["after"]["kind"] == "ClosedError"
+    assert answers[2] is not None and answers[2]["passes_completed"] == 0
+    assert "rank 1" in answers[2]["first"]["message"]
+
+
+def test_a_rank_that_raises_is_the_cause_everywhere() -> None:
+    answers = start("raises_mid_pass", 3)
+    kinds = [answer and answer["first"]["kind"] for answer in answers]
+    assert kinds == ["PeerLostError", "ValueError", "PeerLostError"]
+    for answer in answers:
+        assert answer is not None
+        assert "the engine of rank 1 broke" in answer["first"]["message"]
+        assert answer["after"]["kind"] == "ClosedError" and "the engine of rank 1 broke" in answer["after"]["message"]
+
+
+def test_a_rank_that_stalls_is_a_missed_deadline() -> None:
+    answer = start("stalls_mid_pass", 3)[2]
+    assert answer is not None
+    first = answer["first"]
+    assert first["kind"] == "DeadlineError" and 5 < first["seconds"] < 9, first
+    for word in ("rank 1", "bytes", "forward step 1", "KV0"):
+        assert word in first["message"], first
+
+
+def test_ranks_that_disagree_all_refuse_and_go_on() -> None:
+    for answer in start("disagrees", 3):
+        assert answer is not None
+        assert answer["first"]["kind"] == "DisagreementError"
+        assert "rank 1" in answer["first"]["message"] and "41 tokens" in answer["first"]["message"]
+        assert answer["after"]["kind"] == "nothing"

@@ -1,0 +1,139 @@
+"""The cut of tiles into rectangles, against brute force boolean masks.
+
+Does not know: torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.engine.rectangles import Rectangle, head_groups, rectangles
+from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+
+HEADS = Run(0, 1)
+
+counts = st.integers(0, 24)
+strides = st.integers(1, 5)
+bands = st.builds(
+    Band, st.one_of(st.just(FULL.lo), st.integers(-40, 40)), st.one_of(st.just(FULL.hi), st.integers(-40, 40))
+)
+
+
+@st.composite
+def tiles(draw: st.DrawFn) -> Tile:
+    def strip() -> Strip:
+        count = draw(counts)
+        positions = Run(draw(st.integers(0, 30)), count, draw(strides))
+        return Strip(positions, Run(draw(st.integers(0, 9)), count, draw(st.integers(1, 3))))
+
+    return Tile(strip(), strip(), draw(bands), HEADS)
+
+
+def square(count: int, band: Band, k_start: int = 0) -> Tile:
+    return Tile(Strip(Run(0, count), Run(0, count)), Strip(Run(k_start, count), Run(0, count)), band, HEADS)
+
+
+def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
+    """The (q row, k row) pairs that a kernel would compute."""
+    q_rows, k_rows = list(rectangle.q_rows.members()), list(rectangle.k_rows.members())
+    if rectangle.reversed:
+        q_rows, k_rows = q_rows[::-1], k_rows[::-1]
+    return [(q, k) for i, q in enumerate(q_rows) for j, k in enumerate(k_rows) if not rectangle.causal or j <= i]
+
+
+def truth(tile: Tile) -> set[tuple[int, int]]:
+    q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
+    k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
+    return {(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi}
+
+
+@settings(max_examples=800, deadline=None)
+@given(tiles(), st.booleans())
+def test_every_allowed_pair_exactly_once_and_no_other(tile: Tile, square_causal_only: bool) -> None:
+    made = list(rectangles(tile, square_causal_only))
+    counted = Counter(pair for rectangle in made for pair in pairs_of(rectangle))
+    assert set(counted) == truth(tile)
+    assert all(times == 1 for times in counted.values())
+
+
+@settings(max_examples=800, deadline=None)
+@given(tiles(), st.booleans())
+def test_kernels_may_be_called_with_every_rectangle(tile: Tile, square_causal_only: bool) -> None:
+    for rectangle in rectangles(tile, square_causal_only):
+        assert rectangle.q_rows.count > 0 and rectangle.k_rows.count > 0
+        assert not rectangle.causal or rectangle.q_rows.count >= rectangle.k_rows.count > 1
+        assert rectangle.causal or not rectangle.reversed
+        if rectangle.causal and square_causal_only:
+            assert rectangle.q_rows.count == rectangle.k_rows.count
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(-300, 300), st.integers(0, 300))
+def test_few_rectangles(q_count: int, k_count: int, lo: int, more: int) -> None:
+    """Two for each stretch as long as the band is wide, and at most three at each end and for the last stretch."""
+    tile = Tile(
+        Strip(Run(0, q_count), Run(0, q_count)), Strip(Run(0, k_count), Run(0, k_count)), Band(lo, lo + more), HEADS
+    )
+    stretches = min(q_count, k_count) // (more + 1)
+    assert len(list(rectangles(tile))) <= 2 * stretches + 7
+
+
+def test_full_pair_is_one_rectangle() -> None:
+    assert list(rectangles(square(8, FULL))) == [Rectangle(Run(0, 8), Run(0, 8), False, False, HEADS)]
+    assert list(rectangles(square(8, CAUSAL, k_start=-20))) == list(rectangles(square(8, FULL)))
+
+
+def test_full_pair_of_unequal_strides_is_one_rectangle() -> None:
+    tile = Tile(Strip(Run(100, 8, 3), Run(0, 8)), Strip(Run(0, 6, 2), Run(0, 6)), Band(0, 500), HEADS)
+    assert list(rectangles(tile)) == [Rectangle(Run(0, 8), Run(0, 6), False, False, HEADS)]
+
+
+@pytest.mark.parametrize("square_causal_only", [False, True])
+def test_causal_square_is_one_rectangle(square_causal_only: bool) -> None:
+    made = list(rectangles(square(8, CAUSAL), square_causal_only))
+    assert made == [Rectangle(Run(0, 8), Run(0, 8), True, False, HEADS)]
+
+
+def test_left_edge_square_is_one_reversed_rectangle() -> None:
+    assert list(rectangles(square(8, Band(FULL.lo, 0)))) == [Rectangle(Run(0, 8), Run(0, 8), True, True, HEADS)]
+
+
+def test_causal_below_the_diagonal_is_full_columns_and_one_causal() -> None:
+    tile = Tile(Strip(Run(4, 8), Run(0, 8)), Strip(Run(0, 10), Run(0, 10)), CAUSAL, HEADS)
+    assert list(rectangles(tile)) == [
+        Rectangle(Run(0, 8), Run(0, 4), False, False, HEADS),
+        Rectangle(Run(0, 8), Run(4, 6), True, False, HEADS),
+    ]
+    assert list(rectangles(tile, square_causal_only=True)) == [
+        Rectangle(Run(0, 8), Run(0, 4), False, False, HEADS),
+        Rectangle(Run(0, 6), Run(4, 6), True, False, HEADS),
+        Rectangle(Run(6, 2), Run(4, 6), False, False, HEADS),
+    ]
+
+
+def test_sliding_window_is_two_rectangles_a_stretch() -> None:
+    assert len(list(rectangles(square(1024, Band(0, 127))))) == 2 * 8 - 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 6), st.integers(1, 8))
+def test_head_groups_keep_each_head_with_its_kv_head(start: int, count: int, stride: int, group: int) -> None:
+    heads, met = Run(start, count, stride), []
+    for part in head_groups(heads, group):
+        assert part.q_heads.count % part.kv_heads.count == 0
+        served = part.q_heads.count // part.kv_heads.count
+        kv_heads = [h for h in part.kv_heads.members() for _ in range(served)]
+        met += list(zip(part.q_heads.members(), kv_heads, strict=True))
+    assert met == [(h, h // group) for h in heads.members()]
+
+
+def test_head_groups_are_few() -> None:
+    assert len(list(head_groups(Run(0, 32), 4))) == 1
+    assert len(list(head_groups(Run(3, 26), 4))) == 3
+    assert len(list(head_groups(Run(1, 8, 4), 4))) == 1
+    assert len(list(head_groups(Run(0, 16, 2), 4))) == 1
+    assert len(list(head_groups(Run(5, 2), 8))) == 1

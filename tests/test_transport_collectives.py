@@ -1,0 +1,101 @@
+"""Sums and copies over rings of one to five threads: right, and the same bits everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringattn.errors import InputError
+from ringattn.transport.collectives import all_reduce, barrier, broadcast
+from ringattn.transport.local import LocalTransport
+from tests.contract.threads import on_threads
+
+WORLD_SIZES = [1, 2, 3, 5]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (0, 4), (2, 3, 11)]
+
+
+def values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of many shapes, one of them a transposed view; the same for the same rank."""
+    generator = torch.Generator().manual_seed(rank)
+    made = [(torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype) for shape in SHAPES]
+    return [*made, (torch.randn(6, 4, generator=generator, dtype=torch.float64) * 100).to(dtype).t()]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_all_reduce_sums(world_size: int, dtype: torch.dtype) -> None:
+    def fn(ring: LocalTransport) -> list[torch.Tensor]:
+        mine = values(ring.rank, dtype)
+        all_reduce(ring, mine)
+        return mine
+
+    results = on_threads(world_size, fn)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    for index, tensor in enumerate(results[0]):
+        # In the order of the ranks, in the wide dtype, rounded once.
+        truth = torch.zeros(tensor.shape, dtype=wide)
+        for rank in range(world_size):
+            truth += values(rank, dtype)[index].to(wide)
+        assert all(torch.equal(result[index], truth.to(dtype)) for result in results)
+
+
+def test_all_reduce_mixes_dtypes_strides_and_leaves() -> None:
+    def fn(ring: LocalTransport) -> tuple[torch.Tensor, ...]:
+        leaf = torch.full((3,), 1.0 + ring.rank, requires_grad=True)
+        base = torch.zeros(4, 6)
+        every_other = base[:, ::2]
+        every_other.fill_(2.0)
+        counts = torch.tensor(ring.rank)
+        all_reduce(ring, [leaf, every_other, counts])
+        all_reduce(ring, [])
+        return leaf.detach(), base, counts
+
+    for leaf, base, counts in on_threads(3, fn):
+        assert leaf.tolist() == [6.0] * 3
+        assert base.tolist() == [[6.0, 0.0] * 3] * 4
+        assert counts.item() == 3
+
+
+def test_all_reduce_refuses_bool_before_anything_moves() -> None:
+    def fn(ring: LocalTransport) -> float:
+        value = torch.ones(1)
+        with pytest.raises(InputError, match="bool"):
+            all_reduce(ring, [value, torch.ones(1, dtype=torch.bool)])
+        return value.item()
+
+    assert on_threads(2, fn) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_broadcast_copies(world_size: int) -> None:
+    src = world_size - 1
+
+    def fn(ring: LocalTransport) -> list[torch.Tensor]:
+        mine = [*values(ring.rank, torch.float16), torch.tensor([ring.rank == src, True]), torch.tensor(ring.rank)]
+        broadcast(ring, mine, src)
+        broadcast(ring, [], src)
+        return mine
+
+    results = on_threads(world_size, fn)
+    truth = [*values(src, torch.float16), torch.tensor([True, True]), torch.tensor(src)]
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, truth, strict=True))
+
+
+def test_broadcast_refuses_a_source_that_is_no_rank() -> None:
+    def fn(ring: LocalTransport) -> None:
+        for src in (-1, 2):
+            with pytest.raises(InputError, match="ranks 0 to 1"):
+                broadcast(ring, [torch.ones(1)], src)
+
+    on_threads(2, fn)
+
+
+def test_barrier_waits_for_all() -> None:
+    arrived: list[int] = []
+
+    def fn(ring: LocalTransport) -> int:
+        arrived.append(ring.rank)
+        barrier(ring)
+        return len(arrived)
+
+    assert on_threads(5, fn) == [5] * 5

@@ -1,0 +1,245 @@
+"""The contract on processes, and what only processes can suffer: sudden exits, a lost store, the user's own groups."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
+from ringattn.transport.base import Message
+from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.stores import group_store, rendezvous_store
+from tests.contract import transport_contract as contract
+from tests.contract.processes import Processes
+
+
+def meet(rank: int, world_size: int, members: list[int], timeout_s: float) -> GlooTransport:
+    """A ring of the processes `members`, opened when all of them are there, with waits of `timeout_s`."""
+    store = rendezvous_store(rank, world_size, 60.0)
+    store.set(f"ready/{rank}", "1")
+    store.wait([f"ready/{other}" for other in members], timedelta(seconds=60.0))
+    ring = GlooTransport.open(store, members.index(rank), len(members), 20.0)
+    ring._timeout_s = timeout_s  # shorter than a busy machine may need to connect
+    return ring
+
+
+def run_check(rank: int, world_size: int, name: str) -> None:
+    check = getattr(contract, name)
+    ring = meet(rank, world_size, list(range(world_size)), contract.timeout_s(check))
+    try:
+        check(ring)
+    finally:
+        ring.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(contract.WORLD_SIZE) as started:
+        yield started
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(processes: Processes, check: contract.Check) -> None:
+    processes.run(run_check, check.__name__)
+
+
+# --- rings beside rings and groups -----------------------------------------------------------------------------------
+
+
+def summed(group: dist.ProcessGroup | None = None) -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def several_rings(rank: int, world_size: int) -> None:
+    everyone = list(range(world_size))
+    first = meet(rank, world_size, everyone, 20.0)
+    second = meet(rank, world_size, everyone, 20.0)
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    came = [torch.zeros(1), torch.zeros(1)]
+    pending = first.exchange([Message(after, torch.tensor([1.0]))], [Message(before, came[0])])
+    second.exchange([Message(after, torch.tensor([2.0]))], [Message(before, came[1])]).wait()
+    pending.wait()
+    assert [buffer.item() for buffer in came] == [1.0, 2.0]
+    first.close()
+    third = meet(rank, world_size, everyone, 20.0)
+    contract.shift_around(second)
+    contract.shift_around(third)
+    second.close()
+    third.close()
+
+
+def test_rings_follow_and_accompany_each_other(processes: Processes) -> None:
+    processes.run(several_rings)
+
+
+def beside_the_users_groups(rank: int, world_size: int) -> None:
+    everyone = list(range(world_size))
+    before = meet(rank, world_size, everyone, 20.0)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    try:
+        after = meet(rank, world_size, everyone, 20.0)
+        for ring in (before, after):
+            contract.shift_around(ring)
+            assert summed() == 3.0
+        default = [GlooTransport.open(*group_store(), 20.0) for _ in range(2)]
+        for ring in default:
+            assert (ring.rank, ring.world_size) == (rank, world_size)
+            contract.shift_around(ring)
+        pair = dist.new_group([0, 2])
+        if rank == 1:
+            with pytest.raises(InputError, match=r"rank 1 is not in the group of ranks \[0, 2\]"):
+                group_store(pair)
+        else:
+            ring = GlooTransport.open(*group_store(pair), 20.0)
+            assert (ring.rank, ring.world_size) == ([0, None, 1][rank], 2)
+            assert ring.agree(bytes([rank])) == [b"\x00", b"\x02"]
+            ring.abort(ValueError("only this one"))
+            assert summed(pair) == 2.0
+        contract.shift_around(default[0])
+        assert summed() == 3.0
+    finally:
+        dist.destroy_process_group()
+    contract.shift_around(before)
+    contract.shift_around(default[1])
+    for ring in (before, after, *default):
+        ring.close()
+
+
+def test_rings_and_the_users_groups_do_not_meet(processes: Processes) -> None:
+    processes.run(beside_the_users_groups)
+
+
+def without_a_group(rank: int, world_size: int) -> None:
+    with pytest.raises(InputError, match="no default process group"):
+        group_store()
+
+
+def test_no_default_group_is_said(processes: Processes) -> None:
+    processes.run(without_a_group)
+
+
+def lives_apart(rank: int, world_size: int) -> None:
+    store = rendezvous_store(rank, world_size, 20.0, run_id="job", restart_count="0")
+    store.set("cause", "of the former life")
+    for run_id, restart_count in [("job", "1"), ("other", "0"), ("job", "0")]:
+        assert not rendezvous_store(rank, world_size, 20.0, run_id=run_id, restart_count=restart_count).check(["cause"])
+
+
+def test_a_restarted_job_finds_no_old_keys(processes: Processes) -> None:
+    processes.run(lives_apart)
+
+
+def opens_with_one_missing(rank: int, world_size: int) -> None:
+    store = rendezvous_store(rank, world_size, 20.0)
+    if rank != 1:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=rf"rank {rank} opened a ring of 3: ranks \[1\] did not come"):
+            GlooTransport.open(store, rank, world_size, 1.0)
+        assert time.monotonic() - start < 6.0
+
+
+def test_a_rank_that_never_opens_is_named(processes: Processes) -> None:
+    processes.run(opens_with_one_missing)
+
+
+# --- lengths that differ ---------------------------------------------------------------------------------------------
+
+
+def lengths_differ(rank: int, world_size: int, sent: int, received: int) -> None:
+    ring = meet(rank, world_size, list(range(world_size)), 1.0)
+    if rank == 0:
+        with pytest.raises(DeadlineError, match=rf"rank 0 send to rank 1 'kv' \({sent} bytes"):
+            ring.exchange([Message(1, torch.zeros(sent, dtype=torch.uint8), "kv")], []).wait()
+    elif rank == 1:
+        with pytest.raises((DeadlineError, PeerLostError), match=rf"rank 1 recv from rank 0 'kv' \({received} bytes"):
+            ring.exchange([], [Message(0, torch.zeros(received, dtype=torch.uint8), "kv")]).wait()
+
+
+@pytest.mark.parametrize(("sent", "received"), [(64, 128), (128, 64)])
+def test_lengths_that_differ_never_pass(processes: Processes, sent: int, received: int) -> None:
+    processes.run(lengths_differ, sent, received)
+
+
+# --- sudden ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[Processes]:
+    """Processes that die one after another; the test that takes rank 0, the store's host, is the last."""
+    with Processes(4) as started:
+        yield started
+
+
+def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
+    ring = meet(rank, world_size, members, 20.0)
+    after, before = contract.neighbors(ring)
+    ticket = ring.exchange(
+        [Message(after, torch.ones(16), "kv")], [Message(before, torch.zeros(16), "kv") for _ in range(2)]
+    )
+    if rank == 3:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        ticket.wait()
+    assert time.monotonic() - start < 8.0
+    with pytest.raises(ClosedError, match="is gone"):
+        ring.exchange([], [])
+    return str(caught.value)
+
+
+def test_a_rank_that_exits_is_named_by_all(mortals: Processes) -> None:
+    told = mortals.run(exits_mid_exchange, mortals.ranks, exits=3)
+    assert sorted(told) == [0, 1, 2]
+    for rank, text in told.items():
+        assert f"rank {rank} recv from rank {(rank - 1) % 4} 'kv' (64 bytes of torch.float32)" in text
+        assert "rank 3 is gone" in text
+
+
+def exits_mid_write(rank: int, world_size: int, members: list[int]) -> str:
+    ring = meet(rank, world_size, members, 3.0)
+    last = len(members) - 1
+    big = torch.zeros(2**26)
+    if ring.rank == last:
+        ring.exchange([], [Message(0, big, "big")])
+        os._exit(1)
+    start = time.monotonic()
+    message = ""
+    if ring.rank == 0:
+        with pytest.raises((DeadlineError, PeerLostError)) as caught:
+            ring.exchange([Message(last, big, "big")], []).wait()
+        message = str(caught.value)
+    assert time.monotonic() - start < 6.0
+    ring.close()
+    return message
+
+
+def test_a_rank_that_exits_mid_write_is_named_in_time(mortals: Processes) -> None:
+    told = mortals.run(exits_mid_write, mortals.ranks, exits=mortals.ranks[-1])
+    assert f"rank 0 send to rank {len(told)} 'big' ({2**28} bytes of torch.float32)" in told[0]
+
+
+def loses_the_host(rank: int, world_size: int, members: list[int]) -> str:
+    ring = meet(rank, world_size, members, 20.0)
+    ring.agree(b"")
+    if rank == 0:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        contract.receive(ring, 0, "kv 5")
+    assert time.monotonic() - start < 8.0
+    ring.close()
+    return str(caught.value)
+
+
+def test_a_lost_store_is_said(mortals: Processes) -> None:
+    told = mortals.run(loses_the_host, mortals.ranks, exits=0)
+    assert "rank 1 recv from rank 0 'kv 5' (64 bytes of torch.float32)" in told[1]
+    assert all("the store's host (rank 0) is gone" in text for text in told.values())

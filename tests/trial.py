@@ -1,0 +1,181 @@
+"""One attention call with its gradients, computed by the oracle and by a ring of threads.
+
+Does not know: schedules, tiles; what is exact enough.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn.testing import run_ranks
+from tests import oracle
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+Results = dict[str, Tensor]
+"""Whole tensors by name: out, lse, dq, dk, dv, and dsinks where there are sinks."""
+
+
+class Trial(NamedTuple):
+    """A call on random inputs. `lse`: the loss uses lse too. `strided`: every tensor is a view into a larger one."""
+
+    tokens: int = 37
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    documents: tuple[int, ...] | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (2, 2)
+    dims: tuple[int, int] = (8, 8)
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lse: bool = False
+    strided: bool = False
+    kv_tokens: int | None = None
+    kv_documents: tuple[int, ...] | None = None
+    kv_layout: str = "contiguous"
+
+    @property
+    def cross(self) -> bool:
+        """Whether K and V are another sequence."""
+        return self.kv_tokens is not None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `Ring.attention` is called with besides tensors and sequences."""
+        return {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+
+
+class Inputs(NamedTuple):
+    """Unit normal, rounded to some dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    sinks: Tensor | None
+
+
+@lru_cache
+def inputs(trial: Trial, dtype: torch.dtype) -> Inputs:
+    """The same numbers at every call, up to rounding."""
+    generator = torch.Generator().manual_seed(7)
+    q_tokens, k_tokens = trial.tokens, trial.tokens if trial.kv_tokens is None else trial.kv_tokens
+    (q_heads, kv_heads), (d_k, d_v) = trial.heads, trial.dims
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    batch = trial.batch
+    return Inputs(
+        normal(batch, q_tokens, q_heads, d_k),
+        normal(batch, k_tokens, kv_heads, d_k),
+        normal(batch, k_tokens, kv_heads, d_v),
+        normal(batch, q_tokens, q_heads, d_v),
+        normal(batch, q_heads, q_tokens),
+        normal(q_heads) if trial.sinks else None,
+    )
+
+
+@lru_cache
+def truth(trial: Trial, dtype: torch.dtype) -> Results:
+    """By the oracle, in float64, from inputs rounded to `dtype`."""
+    given = inputs(trial, dtype)
+    leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
+    lists = [None if cuts is None else list(cuts) for cuts in (trial.documents, trial.kv_documents)]
+    allowed = oracle.allowed_mask(
+        given.q.shape[1], given.k.shape[1], causal=trial.causal, window=trial.window,
+        cu_seqlens=lists[0], kv_cu_seqlens=lists[1],
+    )  # fmt: skip
+    scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
+    out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks)
+    _loss(trial, out, lse, given.dout.double(), given.dlse.double()).backward()
+    found = {"out": out.detach(), "lse": lse.detach()}
+    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    if sinks is not None:
+        found["dsinks"] = sinks.grad
+    return found
+
+
+def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
+    if trial.strided:  # a gradient whose last dimension is not contiguous
+        out, dout = out.transpose(1, 3), dout.transpose(1, 3).contiguous()
+    loss = (out * dout).sum()
+    return loss + (torch.where(lse.isinf(), 0, lse) * dlse).sum() if trial.lse else loss
+
+
+def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype) -> Results:
+    """This rank's shards of the results, in its own rows."""
+    given = inputs(trial, dtype)
+    seq = ring.sequence(None if trial.documents else trial.tokens, cu_seqlens=trial.documents, layout=layout)
+    kv_seq = None
+    if trial.cross:
+        kv_seq = ring.sequence(trial.kv_tokens, cu_seqlens=trial.kv_documents, layout=trial.kv_layout)
+    owners = seq, kv_seq or seq, kv_seq or seq
+    leaves = [_leaf(one.shard(x), trial.strided) for one, x in zip(owners, (given.q, given.k, given.v), strict=True)]
+    sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
+    out, lse = ring.attention(
+        *leaves, seq, kv_seq=kv_seq, schedule=schedule, sinks=sinks, return_lse=True, **trial.options
+    )
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    _loss(trial, out, lse, seq.shard(given.dout), seq.shard(given.dlse, dim=2)).backward()
+    found = {"out": out.detach(), "lse": lse.detach()}
+    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    assert all(x.grad.dtype == dtype for x in leaves)
+    if sinks is not None:
+        found["dsinks"] = sinks.grad
+    order = {name: torch.from_numpy(one.layout.order()) for name, one in zip(("q", "k", "v"), owners, strict=True)}
+    return found | order
+
+
+def _leaf(x: Tensor, strided: bool) -> Tensor:
+    """A leaf that requires a gradient: a copy, or a view with gaps and tokens before batches."""
+    if not strided:
+        return x.clone().requires_grad_()
+    batch, tokens, heads, dim = x.shape
+    larger = x.new_full((tokens, batch, heads + 1, dim + 3), float("nan"))
+    view = larger.transpose(0, 1)[:, :, 1:, :dim]
+    view.copy_(x)
+    return view.detach().requires_grad_()
+
+
+def joined(parts: list[Results]) -> Results:
+    """The whole tensors, in order, from every rank's shards; the sinks' gradient summed."""
+    found = {}
+    for name, rows, dim in (("out", "q", 1), ("lse", "q", 2), ("dq", "q", 1), ("dk", "k", 1), ("dv", "v", 1)):
+        shards = torch.cat([part[name] for part in parts], dim)
+        found[name] = torch.empty_like(shards).index_copy_(dim, parts[0][rows], shards)
+    if "dsinks" in parts[0]:
+        found["dsinks"] = torch.stack([part["dsinks"] for part in parts]).sum(0)
+    return found
+
+
+def run(
+    trial: Trial, ranks: int, layout: str, schedule: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> Results:
+    """The results of a ring of threads, with poisoned memory."""
+    options = {"engine": "plain", "timeout_s": 30.0, "poison": True, **options}
+    return joined(run_ranks(ranks, lambda ring: on_rank(ring, trial, layout, schedule, dtype), **options))
+
+
+def greatest_error(found: Results, wanted: Results) -> float:
+    """The greatest absolute error of all results; infinite where one is not finite and the other is."""
+    worst = 0.0
+    for name, x in found.items():
+        blind = wanted[name].isinf()
+        if not torch.equal(blind, x.isinf()) or x.isnan().any() or x.shape != wanted[name].shape:
+            return float("inf")
+        difference = (x.double() - wanted[name]).abs().masked_fill(blind, 0)
+        worst = max(worst, float(difference.max()) if x.numel() else 0.0)
+    return worst
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Frobenius norm of the error over that of the truth."""
+    return float((found.double() - wanted).norm() / wanted.norm())
