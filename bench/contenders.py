@@ -8,8 +8,6 @@ Does not know: clocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,14 +35,14 @@ class OurRing:
         """Keep this rank's shards."""
         self._seq = self.ring.sequence(inputs.q.shape[1], layout=self.layout)
         self.positions = self._seq.positions()
-        q, k, v, self._dout = (self._seq.shard(x) for x in inputs)
-        self._qkv = tuple(x.requires_grad_(self._with_backward) for x in (q, k, v))
+        self._qkv = tuple(self._seq.shard(x).requires_grad_(self._with_backward) for x in inputs[:3])
+        self._dout = self._seq.shard(inputs.dout) if self._with_backward else None
 
     def forward(self) -> Tensor:
         """Attend; keeps the output with its history."""
-        out: Any = self.ring.attention(*self._qkv, self._seq, causal=True, schedule=self.schedule)
-        self._out = out
-        return out.detach()
+        q, k, v = self._qkv
+        self._out = self.ring.attention(q, k, v, self._seq, causal=True, schedule=self.schedule)
+        return self._out.detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The gradients of the last forward."""

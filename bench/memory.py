@@ -103,7 +103,7 @@ def predicted(method: str, length: int, options: Options) -> dict[str, int]:
     own = -(-length // ranks)
     query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
     if method.startswith("full-Q"):
-        block = length * query if "fused" in method else _scores_bytes(length, own, options)
+        block = 2 * length * query if "fused" in method else _scores_bytes(length, own, options)
         return {"kept": 2 * length * query + 2 * own * key, "travelling": 4 * own * key, "working": block}
     if method == GatheredScores.name:
         gathered = 2 * (2 * length - own) * key  # the parts, and their concatenation

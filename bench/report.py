@@ -68,7 +68,7 @@ def hardware() -> str:
 
 def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str) -> None:
     """Print the tables; keep them and `data` as `name`.md and `name`.json in `folder`, unless it is empty."""
-    facts = {
+    facts: dict[str, Any] = {
         "hardware": hardware(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),

@@ -19,15 +19,15 @@ from ringattn.bench.gate import Inputs
 from ringattn.ring import Ring
 
 
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
-    return flash(query, key, value, 0.0, is_causal, scale=scale)
+def _forward_op(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return flash(query, key, value, 0.0, options["is_causal"], scale=options["scale"])
 
 
-def _backward_op(
-    *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return flash_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+def _backward_op(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    saved = options["out"], options["logsumexp"]
+    return flash_backward(
+        options["grad_out"], query, key, value, *saved, 0.0, options["is_causal"], scale=options["scale"]
+    )
 
 
 class TorchRing:
@@ -41,7 +41,7 @@ class TorchRing:
             dist.init_process_group("gloo")
         self.name = f"torch ring ({rotate})"
         self._ring, self._rotate = ring, rotate
-        self._group = dist.group.WORLD
+        self._group: Any = dist.group.WORLD
 
     def load(self, inputs: Inputs) -> None:
         """Keep this rank's two chunks as contiguous (batch, heads, tokens, dim) tensors, as torch's ring wants them."""

@@ -153,7 +153,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         contender: {name: samples([rank["laps"][contender][name] for rank in by_rank]) for name in PASSES}
         for contender in by_rank[0]["laps"]
     }
-    data = {
+    data: dict[str, Any] = {
         "samples": found,
         "sample_fields": Sample._fields,
         "largest_error": {name: max(rank["errors"][name] for rank in by_rank) for name in found},

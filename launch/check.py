@@ -68,7 +68,7 @@ class Case:
         """cu_seqlens of uneven documents, one of a single token and one empty."""
         if "documents" not in self.mask:
             return None
-        return sorted({0, length // 3, length // 3 + 1, length // 2, length}) + [length]
+        return [*sorted({0, length // 3, length // 3 + 1, length // 2, length}), length]
 
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents")
@@ -158,9 +158,8 @@ def _attend(ring: ringattn.Ring, case: Case, inputs: tuple[Tensor, ...], length:
     """out, dQ, dK, dV of the whole sequence, gathered."""
     seq = ring.sequence(length, cu_seqlens=case.documents(length), layout=case.layout)
     q, k, v, dout = (seq.shard(x) for x in inputs)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = ring.attention(*leaves, seq, schedule=case.schedule, **case.options(length))
-    assert isinstance(out, Tensor)
+    q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = ring.attention(q, k, v, seq, schedule=case.schedule, **case.options(length))
     grads = torch.autograd.grad(out, leaves, dout)
     return [seq.gather(x) for x in (out.detach(), *grads)]
 

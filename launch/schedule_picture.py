@@ -36,8 +36,8 @@ def draw_schedule(explanation: Explanation, path: str | Path) -> None:
         _draw(ax, title, schedule, max(heights))
     problem = explanation.problem
     figure.suptitle(
-        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens on {ranks} "
-        f"ranks: {sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
+        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens "
+        f"on {ranks} ranks: {sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
         color=INK, fontsize=12,
     )  # fmt: skip
     figure.legend(

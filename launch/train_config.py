@@ -27,7 +27,7 @@ class TrainConfig:
     engine: str = option("auto", "which kernels attend")
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
-    learning_rate: float = option(3e-3, "AdamW's, after the warm-up", least=0.0)
+    learning_rate: float = option(1e-3, "AdamW's, after the warm-up", least=0.0)
     warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
     weight_decay: float = option(0.01, "AdamW's", least=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)

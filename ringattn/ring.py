@@ -1,32 +1,30 @@
 """A ring: one rank's end of a group of ranks that attend together.
 
-Owns the transport, the pool and the cached plans; everything closes with it. The only room that reads environment
-variables (torchrun's).
+Owns the transport, the pool and the cached plans; everything closes with it.
 Does not know: masks, schedules, kernels.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import api
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, engine_named
-from ringattn.errors import ClosedError, DisagreementError, InputError, RingError, UnsupportedError
+from ringattn.errors import ClosedError, DisagreementError, InputError
 from ringattn.executor import Counters, Executor, FoldInto
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
+from ringattn.opening import open_transport
 from ringattn.planner.choose import plan_of
 from ringattn.pool import Pool
 from ringattn.problem import ITEM_BYTES
@@ -34,11 +32,6 @@ from ringattn.records import Home
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
-from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.local import LocalWorld
-from ringattn.transport.stores import group_store, rendezvous_store
-
-TRANSPORTS = ("auto", "local", "gloo", "nccl")
 
 _active: ContextVar[Sequence | None] = ContextVar("ringattn_active_sequence", default=None)
 
@@ -74,7 +67,7 @@ class Ring:
         if self.dkv_wire_dtype is not None and self.dkv_wire_dtype not in ITEM_BYTES:
             raise InputError(f"dkv_wire_dtype={dkv_wire_dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
         self.engine = engine
-        self.transport = _open(group, transport, timeout_s) if isinstance(transport, str) else transport
+        self.transport = open_transport(group, transport, timeout_s) if isinstance(transport, str) else transport
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
@@ -119,6 +112,42 @@ class Ring:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InputError(f"length must be a number of tokens, got {length!r}")
         return Sequence(self, make_layout(layout, length, self.world_size, documents, for_), documents)
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequence,
+        *,
+        causal: bool = False,
+        window: api.Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_seq: Sequence | None = None,
+        schedule: str = "auto",
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequence,
+        *,
+        causal: bool = False,
+        window: api.Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_seq: Sequence | None = None,
+        schedule: str = "auto",
+        return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
         self,
@@ -277,36 +306,3 @@ def active_sequence() -> Sequence | None:
 
 def _shapes(tensors: Many[Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors[:64]) + f" ({len(tensors)} tensors)"
-
-
-def _open(group: Any, transport: str, timeout_s: float) -> Transport:
-    """The transport of this rank."""
-    if transport not in TRANSPORTS:
-        raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
-    if transport == "nccl":
-        raise UnsupportedError("transport='nccl' is not built yet; use gloo for several processes")
-    if isinstance(group, dist.DeviceMesh):
-        group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if group is not None or (dist.is_available() and dist.is_initialized()):
-        store, rank, world_size = group_store(group)
-    elif world_size > 1:
-        try:
-            rank = int(os.environ["RANK"])
-        except KeyError:
-            raise RingError("WORLD_SIZE is set and RANK is not: start the ranks with torchrun") from None
-        store = rendezvous_store(
-            rank,
-            world_size,
-            timeout_s,
-            run_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            restart_count=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-        )
-    if world_size == 1:
-        return LocalWorld(1, timeout_s).transport(0)
-    if transport == "local":
-        raise InputError(
-            f"transport='local' joins threads of one process, and there are {world_size} processes; "
-            "use gloo, or ringattn.testing.run_ranks for threads"
-        )
-    return GlooTransport.open(store, rank, world_size, timeout_s)

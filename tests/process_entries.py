@@ -34,7 +34,7 @@ def _seen(what: Any) -> dict[str, Any]:
 
 
 class Faulty:
-    """An engine that does something else the first time it works, when its own keys have left and others' have not come."""
+    """An engine that fails the first time it works: its own keys have left, and others' have not come."""
 
     name = "faulty"
 

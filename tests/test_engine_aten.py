@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringattn.engine import aten
 from ringattn.engine.aten import CPU, CUDNN, FLASH, AtenEngine, BlockOp, choose
-from ringattn.engine.base import Softmax
+from ringattn.engine.base import KV, Softmax
 from ringattn.engine.select import engine_named
 from ringattn.errors import UnsupportedError
 from tests.contract.engine_contract import EngineContract, Trial
@@ -125,6 +125,14 @@ def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None
     assert lengths == [1]
     Trial(SCENARIOS["full"], torch.float32, False).run(AtenEngine(CUDA))
     assert lengths == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_are_computed_in_float32_on_the_cpu(dtype: torch.dtype) -> None:
+    half, single = (Trial(SCENARIOS["zigzag"], x, False) for x in (dtype, torch.float32))
+    single.q, single.kvs = half.q.float(), [KV(kv.k.float(), kv.v.float(), kv.first_head) for kv in half.kvs]
+    ours, theirs = (trial.run(AtenEngine(HOST))["out"].nan_to_num(7.0) for trial in (half, single))
+    assert torch.equal(ours, theirs)
 
 
 def test_strided_operands_are_not_copied() -> None:

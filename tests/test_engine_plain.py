@@ -30,9 +30,8 @@ def test_chunks_of_rows_make_no_difference(name: str, monkeypatch: pytest.Monkey
     trial.check(trial.run(PlainEngine()), 1e-10)
 
 
-def test_score_matrices_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 20_000
-    monkeypatch.setattr(plain, "SCORES_BYTES", limit)
+def recorded_scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every score matrix that the engine makes from now on."""
     sizes: list[int] = []
     scores = plain._scores
 
@@ -42,5 +41,19 @@ def test_score_matrices_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(plain, "_scores", recording)
-    Trial(SCENARIOS["causal-long"], torch.float32, False).run(PlainEngine())
+    return sizes
+
+
+def test_score_matrices_of_all_heads_and_batches_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 20_000
+    monkeypatch.setattr(plain, "SCORES_BYTES", limit)
+    sizes = recorded_scores(monkeypatch)
+    Trial(SCENARIOS["mqa"], torch.float32, False).run(PlainEngine())
     assert limit // 2 < max(sizes) <= limit
+
+
+def test_tiles_without_a_pair_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second tile of this scenario lies in its queries' future."""
+    sizes = recorded_scores(monkeypatch)
+    Trial(SCENARIOS["blind"], torch.float32, False).run(PlainEngine())
+    assert len(sizes) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -46,18 +47,26 @@ def test_float64(mask: str, layout: str, ranks: int) -> None:
 @pytest.mark.parametrize(("mask", "layout"), GRID)
 def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
     trial = MASKS[mask]._replace(heads=(2, 1), lse=layout == "contiguous")
-    check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE)
+    # One schedule each, in turn: what another one sends is float64's business.
+    turn = (list(MASKS).index(mask) + LAYOUTS.index(layout) + ranks) % len(ROUTES)
+    check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE, [list(ROUTES)[turn]])
 
 
 def check_schedules(
-    trial: Trial, layout: str, ranks: int, engine: str, dtype: torch.dtype, bound: float
+    trial: Trial,
+    layout: str,
+    ranks: int,
+    engine: str,
+    dtype: torch.dtype,
+    bound: float,
+    schedules: Iterable[str] = tuple(ROUTES),
 ) -> None:
-    """All schedules on one ring, one after another in the same memory."""
+    """Each schedule on one ring, one after another in the same memory."""
     results = run_ranks(
-        ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in ROUTES],
+        ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in schedules],
         engine=engine, timeout_s=30.0, poison=True,
     )  # fmt: skip
-    for schedule, parts in zip(ROUTES, zip(*results, strict=True), strict=True):
+    for schedule, parts in zip(schedules, zip(*results, strict=True), strict=True):
         assert greatest_error(joined(list(parts)), truth(trial, dtype)) <= bound, schedule
 
 
@@ -114,7 +123,7 @@ VARIANTS = {
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, ranks: int) -> None:
-    for layout in ("contiguous", "zigzag", "striped"):
+    for layout in ("contiguous", "zigzag", "striped") if ranks == 3 else ("zigzag",):
         check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT)
 
 

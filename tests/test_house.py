@@ -25,7 +25,7 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
-    6: ("__init__", "api", "ring", "modules", "attention", "explain", "sequence"),
+    6: ("__init__", "api", "ring", "modules", "explain", "opening", "sequence"),
     5: ("executor", "records"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),

@@ -19,7 +19,7 @@ ENGINES = ("auto", "aten", "plain")
 
 @cache
 def engine_named(name: str, softcap: float | None, device: torch.device) -> Engine:
-    """The engine called `name` for tensors on `device`; for auto the fused kernels, unless the call needs what they lack.
+    """The engine called `name` for `device`; for auto the fused kernels, unless the call needs what they lack.
 
     Raises `UnsupportedError` for softcap on the fused kernels.
     """

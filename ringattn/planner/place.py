@@ -183,7 +183,7 @@ def _lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...
 
 
 def verify_placement(plan: Plan) -> None:
-    """Raise `PlanError` if a buffer is read before it is filled, or its bytes are overwritten while it lives.
+    """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
 
     Lifetimes are derived again, from the steps alone.
     """
@@ -208,6 +208,9 @@ def verify_placement(plan: Plan) -> None:
             write(pack.into, now)
         for send in step.sends:
             read(send.buffer, now, after=send.buffer in received)
+            held = size(plan.buffers[send.buffer].content) * record_elements(plan.problem)
+            if not 0 <= send.first <= send.first + send.elements <= held:
+                raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             write(recv.buffer, now)
         for zero in step.zeros:

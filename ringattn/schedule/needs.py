@@ -220,9 +220,9 @@ def _join_adjacent(start: Ints, end: Ints) -> tuple[Run, ...]:
 
 
 def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
-    """Query pieces as (start, last), each segment x rank x distance: of the n-th piece in the segment of the rank's reader.
+    """Query pieces as (start, last), each segment x owner x distance: those of the reader at the distance.
 
-    The n-th pair of the list holds each reader's n-th piece.
+    The n-th pair holds every reader's n-th piece of a segment.
     """
     order = np.lexsort((q.rank, q.segment))
     key = (q.segment * ranks + q.rank)[order]
@@ -234,7 +234,8 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
         at = order[layer == n]
         start[q.segment[at], q.rank[at]] = q.start[at]
         last[q.segment[at], q.rank[at]] = q.last[at]
-        matrices.append(tuple(sliding_window_view(np.tile(of, 2), ranks, axis=1) for of in (start, last)))
+        by_distance = [sliding_window_view(np.tile(of, 2), ranks, axis=1) for of in (start, last)]
+        matrices.append((by_distance[0], by_distance[1]))
     return matrices
 
 

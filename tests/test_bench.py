@@ -1,0 +1,219 @@
+"""The benchmarks: the gate bites, the known mistakes are exact, and every entry runs at a tiny size.
+
+Does not know: how fast anything is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.bench import clock, memory, planning, speed
+from ringattn.bench.contenders import Flash, OurRing, independent, one_process
+from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, truth
+from ringattn.bench.mistakes import FullQueryRing, GatheredScores
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import Table
+from ringattn.bench.stages import STAGES, stages
+from ringattn.errors import InputError, RingError
+from ringattn.ring import Ring
+from ringattn.testing import run_ranks
+
+SMALL = random_inputs(24, 4, 2, 8, torch.float32)
+
+
+def silent(line: str) -> None:
+    """Shows nothing."""
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def spoil_out(out: Tensor, grads: list[Tensor]) -> None:
+    out[0, 5, 1, 3] += 1e-3
+
+
+def spoil_dv(out: Tensor, grads: list[Tensor]) -> None:
+    grads[2][0, 2, 1, 0] += 1e-3
+
+
+def put_nan(out: Tensor, grads: list[Tensor]) -> None:
+    out[0, 0] = float("nan")
+
+
+def lose_a_row(out: Tensor, grads: list[Tensor]) -> None:
+    grads[0] = grads[0][:, 1:]
+
+
+class Spoiled(Flash):
+    """One process with something wrong in its answer."""
+
+    def __init__(self, spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
+        super().__init__("spoiled", slice(None), slice(None))
+        self._spoil = spoil
+
+    def forward(self) -> Tensor:
+        out, self._grads = super().forward().clone(), [x.clone() for x in super().backward()]
+        self._spoil(out, self._grads)
+        return out
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self._grads
+        return dq, dk, dv
+
+
+def test_gate_is_green_for_what_is_right() -> None:
+    errors = open_gate([one_process(0), Spoiled(lambda out, grads: None)], SMALL)
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("spoil", [spoil_out, spoil_dv, put_nan, lose_a_row])
+def test_gate_bites(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
+    with pytest.raises(GateError, match="nothing is measured"):
+        open_gate([Spoiled(spoil)], SMALL)
+
+
+def test_truth_is_what_torch_computes() -> None:
+    q, k, v = (x.double().transpose(1, 2) for x in SMALL[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(truth(SMALL).out, out.transpose(1, 2))
+
+
+def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def red(*_: Any) -> Any:
+        raise GateError("red")
+
+    monkeypatch.setattr(planning, "project", red)
+    with pytest.raises(GateError):
+        planning.main(["results="])
+    assert "ms" not in capsys.readouterr().out
+
+
+# --- contenders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        OurRing,
+        lambda ring: OurRing(ring, "striped", "all_gather"),
+        lambda ring: OurRing(ring, backward=False),
+        lambda ring: one_process(ring.rank),
+        lambda ring: independent(ring.rank, ring.world_size, 4, 2),
+        GatheredScores,
+        lambda ring: FullQueryRing(ring, fused=True),
+        lambda ring: FullQueryRing(ring, fused=False),
+    ],
+)
+def test_contenders_are_exact(make: Callable[[Ring], Contender]) -> None:
+    errors = run_ranks(2, lambda ring: open_gate([make(ring)], SMALL))
+    assert all(error < 1e-5 for by_name in errors for error in by_name.values())
+
+
+@pytest.mark.parametrize("method", memory.METHODS)
+def test_memory_methods_are_exact_on_more_ranks(method: str) -> None:
+    run_ranks(3, lambda ring: open_gate([memory.contender(ring, method)], SMALL))
+
+
+def test_independent_needs_heads_that_divide() -> None:
+    assert independent(0, 4, 4, 2) is None
+
+
+def test_stages_add_up_and_go_away() -> None:
+    def on_rank(ring: Ring) -> tuple[dict[str, float], Answer]:
+        ours = OurRing(ring)
+        ours.load(SMALL)
+        with stages(ring) as seconds:
+            answer = Answer(ours.forward(), ours.backward())
+        before = dict(seconds)
+        ours.forward()
+        assert seconds == before
+        return seconds, answer
+
+    [(seconds, answer)] = run_ranks(1, on_rank)
+    assert tuple(seconds) == STAGES
+    assert seconds["block kernel"] > 0 and seconds["merge"] > 0
+    torch.testing.assert_close(answer.out.double(), truth(SMALL).out, atol=1e-5, rtol=0.0)
+
+
+# --- clock, options, processes ---------------------------------------------------------------------------------------
+
+
+def test_disturbed_samples_are_set_aside() -> None:
+    quiet, loud = clock.Sample(1.0, 1.0, 0.01), clock.Sample(3.0, 1.1, 0.9)
+    assert clock.kept([loud, quiet, quiet, quiet, loud]) == [quiet] * 3
+    assert clock.kept([loud, loud]) == [loud]
+    assert clock.wall([loud, quiet, loud, quiet]) == 1.0
+
+
+def test_samples_join_the_ranks() -> None:
+    [sample] = clock.samples([[(2.0, 1.5, 3.5)], [(2.1, 1.0, 0.0)]])
+    assert sample == clock.Sample(2.0, 1.5, 0.5)
+
+
+def test_options() -> None:
+    options = parse(speed.Options(), ["length_tokens=64", "layout=striped"])
+    assert options == replace(speed.Options(), length_tokens=64, layout="striped")
+    assert parse(memory.Options(), ["pool_ranks=2,4"]).pool_ranks == (2, 4)
+    with pytest.raises(InputError, match=r"^lenght_tokens: .*length_tokens="):
+        parse(speed.Options(), ["lenght_tokens=3"])
+    with pytest.raises(InputError, match=r"^repeats: expected int, got 'many'"):
+        parse(speed.Options(), ["repeats=many"])
+
+
+def test_failing_ranks_raise_here() -> None:
+    with pytest.raises(RingError, match="no_such_function"):
+        run_in_processes(1, "ringattn.bench.speed:no_such_function", {}, silent)
+
+
+def test_table_is_markdown() -> None:
+    lines = Table("t", ("a", "bb"), [("ccc", "d")], ["- n"]).markdown().splitlines()
+    assert lines == ["### t", "", "| a   | bb |", "| --- | -- |", "| ccc | d  |", "", "- n"]
+
+
+# --- the entries, tiny -----------------------------------------------------------------------------------------------
+
+
+def test_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["length_tokens=2000", "documents=5", "ranks=4", "rank=1", "repeats=2", f"results={tmp_path}"]
+    found = planning.main(words)["ms"]
+    cases = {f"{lay} {sch} {back}" for lay in planning.LAYOUTS for sch in ("ring", "direct")
+             for back in ("forward", "backward")}  # fmt: skip
+    assert found.keys() == cases
+    assert all(len(times) == 2 for times in found.values())
+    assert json.loads((tmp_path / "planning.json").read_text())["ms"] == found
+    assert "per_document" in (tmp_path / "planning.md").read_text()
+    assert "gate: green" in capsys.readouterr().out
+
+
+def test_speed(tmp_path: Path) -> None:
+    data = speed.main(["length_tokens=256", "heads=2", "kv_heads=2", "head_dim=16", "repeats=2", f"results={tmp_path}"])
+    assert set(data["samples"]) == {"one process", "ringattn ring", "torch ring (alltoall)", "no exchange"}
+    assert all(len(by_pass[name]) == 2 for by_pass in data["samples"].values() for name in speed.PASSES)
+    assert max(data["largest_error"].values()) < 1e-5
+    page = (tmp_path / "speed.md").read_text()
+    assert "by processor time" in page and str(tmp_path) not in page
+
+
+@pytest.mark.slow
+def test_memory(tmp_path: Path) -> None:
+    words = ["length_tokens=1024", "methods=ring with backward,full-Q scores", "pool_ranks=4,8",
+             "pool_tokens_per_rank=32", f"results={tmp_path}"]  # fmt: skip
+    data = memory.main(words)
+    ours, mistake = data["weights"]
+    assert ours["peak_growth_bytes"] < mistake["peak_growth_bytes"]
+    assert mistake["peak_growth_bytes"] > 0.8 * sum(mistake["predicted"].values())
+    small, large = data["pools"]
+    assert small["measured"] == large["measured"] == large["ring backward"]
+
+
+def test_inputs_are_the_same_everywhere() -> None:
+    assert all(map(torch.equal, random_inputs(24, 4, 2, 8, torch.float32), Inputs(*SMALL)))

@@ -1,0 +1,171 @@
+"""Failures in a pass, closing, and calls that come too late: every rank raises, and the ring says why it is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import ClosedError, PeerLostError, Ring
+from ringattn.engine.plain import PlainEngine
+from ringattn.testing import run_ranks
+from tests.face import RANKS, TOKENS, X, attend, errors, good_call
+
+
+class Breaking(PlainEngine):
+    """Raises at the n-th call."""
+
+    def __init__(self, attend_calls: int = -1, grad_calls: int = -1) -> None:
+        self.left = {"attend": attend_calls, "attend_grad": grad_calls}
+
+    def attend(self, *arguments: Any) -> None:
+        self._count("attend")
+        super().attend(*arguments)
+
+    def attend_grad(self, *arguments: Any) -> None:
+        self._count("attend_grad")
+        super().attend_grad(*arguments)
+
+    def _count(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] == 0:
+            raise ArithmeticError("the kernel broke")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_rank_that_breaks_in_a_pass_ends_the_ring_everywhere(backward: bool, calls: int) -> None:
+    after: dict[int, list[BaseException]] = {rank: [] for rank in range(RANKS)}
+
+    def body(ring: Ring) -> None:
+        if ring.rank == 1:
+            engine = Breaking(grad_calls=calls) if backward else Breaking(attend_calls=calls)
+            ring.engine_for = lambda *_: engine  # type: ignore[method-assign]
+        q = ring.sequence(TOKENS).shard(X).requires_grad_()
+        try:
+            ring.attention(q, q, q, ring.sequence(TOKENS)).sum().backward()
+        finally:
+            for call in (lambda: attend(ring), ring.barrier, lambda: ring.all_reduce([torch.zeros(1)])):
+                with pytest.raises(ClosedError) as caught:
+                    call()
+                after[ring.rank].append(caught.value)
+
+    found = errors(body)
+    assert isinstance(found[1], ArithmeticError)
+    for rank in (0, 2):
+        assert isinstance(found[rank], PeerLostError)
+        assert "rank 1 failed first: ArithmeticError: the kernel broke" in str(found[rank])
+        assert str(found[rank]).startswith(f"rank {rank} ")
+    for rank, closed in after.items():
+        assert all(f"rank {rank}: this ring cannot be used any more, it was aborted" in str(error) for error in closed)
+        assert all("the kernel broke" in str(error) for error in closed)
+
+
+def test_an_error_of_the_user_inside_the_ring_wakes_the_others() -> None:
+    def body(ring: Ring) -> None:
+        if ring.rank == 2:
+            with ring:
+                raise KeyError("mine")
+        attend(ring)
+
+    found = errors(body)
+    assert isinstance(found[2], KeyError)
+    assert all(isinstance(found[rank], PeerLostError) and "mine" in str(found[rank]) for rank in (0, 1))
+
+
+def test_a_closed_ring_says_so() -> None:
+    def body(ring: Ring) -> list[str]:
+        seq, arguments = ring.sequence(TOKENS), good_call(ring)
+        ring.close()
+        ring.close()
+        calls: list[Callable[[], object]] = [
+            lambda: ring.attention(**arguments), ring.barrier, lambda: ring.all_reduce([X.clone()]),
+            lambda: ring.broadcast([X.clone()]), lambda: seq.gather(seq.shard(X)),
+        ]  # fmt: skip
+        messages = []
+        for call in calls:
+            with pytest.raises(ClosedError) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    for ranks in (1, RANKS):
+        for rank, messages in enumerate(run_ranks(ranks, body, engine="plain")):
+            assert set(messages) == {f"rank {rank}: this ring cannot be used any more, it was closed; open a new Ring"}
+
+
+def test_backward_after_close() -> None:
+    def body(ring: Ring) -> None:
+        q = ring.sequence(TOKENS).shard(X).requires_grad_()
+        out = ring.attention(q, q, q, ring.sequence(TOKENS))
+        ring.barrier()
+        ring.close()
+        out.sum().backward()
+
+    for rank, error in enumerate(errors(body)):
+        assert isinstance(error, ClosedError) and f"rank {rank}: this ring cannot be used any more" in str(error)
+
+
+def test_double_backward_is_refused() -> None:
+    def body(ring: Ring) -> None:
+        q = ring.sequence(TOKENS).shard(X).requires_grad_()
+        loss = ring.attention(q, q, q, ring.sequence(TOKENS)).square().sum()
+        (grad,) = torch.autograd.grad(loss, q, create_graph=True)
+        grad.sum().backward()
+
+    assert all(isinstance(e, RuntimeError) and "differentiate twice" in str(e) for e in errors(body))
+
+
+def test_a_backward_that_was_freed() -> None:
+    def body(ring: Ring) -> None:
+        q = ring.sequence(TOKENS).shard(X).requires_grad_()
+        out = ring.attention(q, q, q, ring.sequence(TOKENS)).sum()
+        out.backward()
+        out.backward()
+
+    assert all(isinstance(e, RuntimeError) and "a second time" in str(e) for e in errors(body))
+
+
+def test_vmap_is_refused() -> None:
+    with Ring() as ring, pytest.raises(RuntimeError, match=r"functorch transforms"):
+        torch.vmap(lambda q: ring.attention(q, q, q, ring.sequence(TOKENS)))(torch.stack([X, X]))
+
+
+# --- what one rank alone can do to the others ------------------------------------------------------------------------
+
+
+def alone(bad: Callable[[Ring], object]) -> list[Exception]:
+    """What the ranks raise where rank 1 makes a bad call and keeps its ring open, as a caller that goes on would."""
+
+    def body(ring: Ring) -> None:
+        if ring.rank != 1:
+            attend(ring)
+        try:
+            bad(ring)
+        except Exception:
+            with contextlib.suppress(Exception):
+                ring.barrier()
+            raise
+
+    return errors(body, timeout_s=2.0)
+
+
+@pytest.mark.xfail(strict=True, reason="a wrong type is raised before the ranks agree, so the others are not told")
+@pytest.mark.parametrize(
+    "change", [{"scale": "much"}, {"softcap": "much"}, {"sinks": [0.0] * 4}, {"schedule": ["ring"]}], ids=lambda c: next(iter(c))
+)
+def test_a_wrong_type_on_one_rank(change: dict[str, Any]) -> None:
+    for error in alone(lambda ring: attend(ring, lambda _, arguments: arguments.update(change))):
+        assert isinstance(error, InputError)
+
+
+@pytest.mark.xfail(strict=True, reason="gather looks at its dimension before the ranks agree")
+def test_a_dimension_that_does_not_exist_on_one_rank() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        seq.gather(seq.shard(X), dim=9 if ring.rank == 1 else 1)
+
+    for error in errors(body):
+        assert isinstance(error, InputError) and "dimension 9 does not exist" in str(error)
