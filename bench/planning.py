@@ -1,8 +1,8 @@
 """What it costs one rank to plan: 64 ranks, a million tokens, 64 documents, causal, from cold caches.
 
 `python -m ringattn.bench.planning`. A time is from the layout's name to the finished plan of one rank, pruned payloads
-and placement included. The gate plans the same case at a small size and checks each plan against the projection of the
-whole verified schedule.
+and placement included. It is processor time: planning waits for nothing, and the machine may have other work.
+The gate plans the same case at a small size and checks each plan against the projection of the whole verified schedule.
 Does not know: tensors.
 """
 
@@ -86,16 +86,16 @@ def open_gate(options: Options) -> None:
 
 
 def measure(options: Options, say: Say) -> dict[str, list[float]]:
-    """Milliseconds of each repeat by "layout schedule pass". Cases take turns, so that noise meets all of them."""
+    """Milliseconds of processor time by "layout schedule pass" and round; cases take turns, so noise meets all."""
     cuts = borders(options.length_tokens, options.documents, options.seed)
     cases = [(lay, sch, back) for lay in options.layouts for sch in options.schedules for back in (False, True)]
     found: dict[str, list[float]] = {_name(*case): [] for case in cases}
     for turn in range(options.repeats):
         say(f"round {turn + 1} of {options.repeats}")
         for layout, schedule, backward in cases:
-            start = time.perf_counter()
+            start = time.process_time()
             plan_cold(layout, cuts, options.ranks, schedule, options.rank, backward)
-            found[_name(layout, schedule, backward)].append(1e3 * (time.perf_counter() - start))
+            found[_name(layout, schedule, backward)].append(1e3 * (time.process_time() - start))
     return found
 
 

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
-ALONE, SHARED, REPLICATED, BOUND = "#9ecae1", "#08519c", "#b8c2cc", "#c0392b"
+ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
 
 
 class Agreement(NamedTuple):
@@ -50,8 +50,9 @@ def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreeme
     above.set_ylabel("loss, nats per byte")
     above.set_title("The same training run, in one process and shared by several", loc="left", color=INK)
     above.legend(frameon=False)
-    floor = _draw_agreements(below, agreements)
-    below.set(xlabel="step", ylabel="relative difference", ylim=(floor / 2, max(a.bound for a in agreements) * 10))
+    lowest = _draw_agreements(below, agreements)
+    highest = max(max(agreement.bound, *agreement.differences) for agreement in agreements)
+    below.set(xlabel="step", ylabel="relative difference", ylim=(lowest / 2, highest * 10))
     below.xaxis.get_major_locator().set_params(integer=True)
     _finish(figure, [above, below], path)
 
@@ -61,7 +62,7 @@ def _draw_agreements(axes: Axes, agreements: Sequence[Agreement]) -> float:
     positive = [value for agreement in agreements for value in agreement.differences if value > 0]
     floor = min(positive, default=1e-17) / 3
     axes.set_yscale("log")
-    for agreement, color in zip(agreements, (SHARED, "#31a354"), strict=False):
+    for agreement, color in zip(agreements, (SHARED, EXACT), strict=False):
         steps = range(1, len(agreement.differences) + 1)
         drawn = [value or floor for value in agreement.differences]
         axes.plot(steps, drawn, color=color, linewidth=1, alpha=0.5)
@@ -70,8 +71,8 @@ def _draw_agreements(axes: Axes, agreements: Sequence[Agreement]) -> float:
         axes.axhline(agreement.bound, color=color, linestyle=(0, (5, 4)), linewidth=1)
         axes.annotate(
             f"bound for {agreement.dtype}: {agreement.bound:.0e}",
-            (1.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(-4, 3), textcoords="offset points",
-            ha="right", fontsize=8, color=color,
+            (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, 3), textcoords="offset points",
+            fontsize=8, color=color,
         )  # fmt: skip
     axes.legend(frameon=False, loc="lower right", ncols=len(agreements))
     return floor

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,12 +76,13 @@ def run_ranks_in_processes(
     """
     with tempfile.TemporaryDirectory(prefix="ringattn-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
+        job = folder / "job.json"
+        job.write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
         with (folder / "torchrun.txt").open("wb") as log, _terminated_like_interrupted():
             agent = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-                    *("-m", "ringattn.launch.worker", str(folder / "job.json")),
+                    *("-m", "ringattn.launch.worker", str(job)),
                 ],
                 env=_environment(threads_per_rank or threads_for(ranks)),
                 stderr=log,
@@ -91,7 +93,7 @@ def run_ranks_in_processes(
             except subprocess.TimeoutExpired:
                 raise RanksError(f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended") from None
             finally:
-                _end(agent, folder)
+                _end(agent, job)
         if code:
             raise RanksError(_root_cause(folder, code))
         sys.stderr.write((folder / "errors-0.txt").read_text(encoding="utf-8", errors="replace"))
@@ -121,20 +123,30 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(agent: subprocess.Popen[bytes], folder: Path) -> None:
-    """End torchrun and its ranks. It ends them itself when asked to; each rank leads a session of its own, so what is
-    left after `GRACE_S` is found by the process ids that the ranks wrote down."""
-    if agent.poll() is not None:
-        return
-    agent.terminate()
-    try:
-        agent.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        agent.kill()
-        agent.wait()
-    for file in folder.glob("pid-*"):
-        with suppress(ProcessLookupError, ValueError):
-            os.killpg(int(file.read_text()), signal.SIGKILL)
+def _end(agent: subprocess.Popen[bytes], job: Path) -> None:
+    """End torchrun and its ranks, which lead sessions of their own. It ends them itself when it is asked to; what is
+    left after `GRACE_S`, or when torchrun was killed, is found by the job file that its command line names."""
+    if agent.poll() is None:
+        agent.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(GRACE_S)
+    deadline = time.monotonic() + GRACE_S
+    while (left := _processes_of(job)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    agent.wait()
+
+
+def _processes_of(job: Path) -> list[int]:
+    """Ids of the running processes whose command line names the job file; one that has ended has no command line."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if os.fsencode(job) in line.read_bytes().split(b"\0"):
+                found.append(int(line.parent.name))
+    return found
 
 
 def _root_cause(folder: Path, code: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ringattn.errors import RingError
+from ringattn.errors import InputError, RingError
 from ringattn.launch.config import help_text
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.text import load_text, windows
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         result = _run(config)
     except RingError as error:
         print(f"ringattn train: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     if place is None or place.rank == 0:
         path = write_json(Path(config.out_dir) / "result.json", result)
         print(summary(result))

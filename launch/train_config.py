@@ -12,6 +12,11 @@ from typing import Any
 from ringattn.errors import InputError
 from ringattn.launch.config import load, option
 from ringattn.launch.model import ModelConfig
+from ringattn.layout import LAYOUTS
+from ringattn.ring import ENGINES
+from ringattn.schedule.routes import ROUTES
+
+ONE_DOCUMENT_LAYOUTS = ("auto", *(name for name in LAYOUTS if name != "per_document"))
 
 
 @dataclass
@@ -22,9 +27,9 @@ class TrainConfig:
     length_tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
     batch: int = option(1, "sequences of one step", least=1)
     steps: int = option(60, "optimizer steps", least=1)
-    layout: str = option("auto", "which rank owns which tokens", choices=("auto", "contiguous", "zigzag", "striped"))
-    schedule: str = option("auto", "how keys and values travel")
-    engine: str = option("auto", "which kernels attend")
+    layout: str = option("auto", "which rank owns which tokens", choices=ONE_DOCUMENT_LAYOUTS)
+    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    engine: str = option("auto", "which kernels attend", choices=ENGINES)
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
     learning_rate: float = option(1e-3, "AdamW's, after the warm-up", least=0.0)

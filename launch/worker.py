@@ -19,7 +19,6 @@ from typing import Any
 def main(job: Path) -> int:
     """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
     rank, folder = int(os.environ["RANK"]), job.parent
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank != 0:
         with (folder / f"output-{rank}.txt").open("wb") as output:
             os.dup2(output.fileno(), 1)

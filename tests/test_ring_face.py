@@ -203,7 +203,7 @@ def test_bad_sequences(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="fractions are cut off instead of refused")
-@pytest.mark.parametrize("cu_seqlens", [[0, 2.5, 4], torch.tensor([0.0, 2.5, 4.0]), [0, "2", 4], [False, 4]])
+@pytest.mark.parametrize("cu_seqlens", [[0, 2.5, 4], torch.tensor([0.0, 2.5, 4.0])])
 def test_documents_are_counted_in_whole_tokens(cu_seqlens: Any) -> None:
     with Ring() as ring, pytest.raises(InputError, match=r"cu_seqlens must be integers"):
         ring.sequence(cu_seqlens=cu_seqlens)

@@ -143,6 +143,15 @@ def test_an_aborted_rank_is_never_written_to() -> None:
     assert buffer.tolist() == [0.0, 0.0]
 
 
+def test_finished_agreements_are_not_reported() -> None:
+    def fn(ring: LocalTransport) -> str:
+        for _ in range(3):
+            ring.agree(b"")
+        return str(exchanged(ring, [], [Message(1 - ring.rank, torch.zeros(1), "x")]))
+
+    assert all("deadlock" in text and "agreement" not in text for text in on_threads(2, fn))
+
+
 def test_the_first_cause_is_chained() -> None:
     world = LocalWorld(2)
     mine, theirs = world.transport(0), world.transport(1)

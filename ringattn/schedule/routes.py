@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ringattn.errors import InputError
 from ringattn.problem import Problem
@@ -81,6 +82,7 @@ def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
     return found
 
 
+@lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the pruned forward schedule, found from the readers' needs alone."""
     ranks, needs = problem.world_size, needs_of(problem)

@@ -69,7 +69,7 @@ class LocalWorld:
             send.refusal = recv.refusal = f"two ends of one message do not match: {send}, but {recv}"
         else:
             with torch.no_grad():
-                recv.buffer.detach().view(-1).copy_(send.buffer.detach().view(-1))
+                recv.buffer.detach().view(-1).copy_(send.buffer.view(-1))
             send.done = recv.done = True
 
     def _forget(self, rank: int) -> None:

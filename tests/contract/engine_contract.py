@@ -132,10 +132,11 @@ class Trial:
 
     def _allowed(self, tile: Tile, k_rows: int) -> Tensor:
         mask = torch.zeros(self.scenario.heads, self.scenario.q_rows, k_rows, dtype=torch.bool)
-        for q_position, q_row in zip(tile.q.positions.members(), tile.q.rows.members(), strict=True):
-            for k_position, k_row in zip(tile.k.positions.members(), tile.k.rows.members(), strict=True):
-                if tile.band.lo <= q_position - k_position <= tile.band.hi:
-                    mask[list(tile.heads.members()), q_row, k_row] = True
+        q_positions, q_rows, k_positions, key_rows = (torch.tensor(run.members()) for run in (*tile.q, *tile.k))
+        distance = q_positions[:, None] - k_positions[None, :]
+        inside = (distance >= tile.band.lo) & (distance <= tile.band.hi)
+        for head in tile.heads.members():
+            mask[head, q_rows[:, None], key_rows[None, :]] = inside
         return mask
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:

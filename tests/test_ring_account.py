@@ -1,0 +1,171 @@
+"""What a ring says about itself: counters, memory, explanations; what is active; sums and copies.
+
+Does not know: attention's results (see test_exact.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn
+from ringattn import InputError, Ring, Sequence
+from ringattn.testing import run_ranks
+from tests.face import RANKS, TOKENS, X, errors
+from tests.strategies import Case, simple
+
+
+def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
+    """What a rank sends in a forward pass, by brute force."""
+    total = 0
+    for owner in range(case.ranks):
+        for distance in range(1, case.ranks):
+            reader = (owner + distance) % case.ranks
+            sender = (reader - 1) % case.ranks if route == "ring" else owner
+            if sender == rank:
+                rows = case.reads_beyond(owner, distance) if route == "ring" else case.reads(owner, reader)
+                total += len(rows) * row_bytes
+    return total
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "all_gather"])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("contiguous", {}),
+        ("zigzag", {"causal": True}),
+        ("contiguous", {"window": (9, 0)}),
+        ("striped", {"window": (2, 3)}),
+    ],
+)
+def test_counters_and_explanations_are_what_happened(schedule: str, layout: str, options: dict[str, Any]) -> None:
+    ranks, tokens = 4, 30
+    case = simple(layout, tokens, ranks, **options)
+    x = torch.randn(2, tokens, 3, 64).bfloat16()
+
+    def body(ring: Ring) -> tuple[Any, ...]:
+        seq = ring.sequence(tokens, layout=layout)
+        q = seq.shard(x).requires_grad_()
+        told = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, **options)
+        ahead = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, backward=False, **options)
+        fresh = ring.counters()
+        out = ring.attention(q, q, q, seq, schedule=schedule, **options)
+        forward = ring.counters()
+        out.sum().backward()
+        return told, ahead, fresh, forward, ring.counters()
+
+    results = run_ranks(ranks, body, engine="plain")
+    high = [after["pool_high_water_bytes"] for *_, after in results]
+    row_bytes = 2 * 3 * 128 * 2  # batch, heads, K beside V, bf16
+    for rank, (told, ahead, fresh, forward, after) in enumerate(results):
+        assert set(fresh.values()) == {0}
+        sent = bytes_forward(case, rank, schedule, row_bytes)
+        assert forward["bytes_sent"] == sent == ahead.bytes_sent[rank] and forward["passes"] == 1
+        assert (after["bytes_sent"], after["messages"]) == (told.bytes_sent[rank], told.messages[rank])
+        assert after["passes"] == 2 and forward["messages"] == ahead.messages[rank]
+        assert told.peak_bytes == max(high) and ahead.peak_bytes <= told.peak_bytes
+        positions = [case.problem.q_layout.positions(r) for r in range(ranks)]
+        assert told.pairs == tuple(3 * int(case.truth[0][p].sum()) for p in positions)
+        assert told.balance == pytest.approx(max(told.pairs) / (sum(told.pairs) / ranks))
+        assert told.predicted_us > ahead.predicted_us > 0
+        assert f"{told.balance:.3f}" in str(told) and schedule in str(told) and "backward" not in str(ahead)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_full_ring_sends_three_times_its_other_shards(ranks: int) -> None:
+    # Forward K/V, backward K/V again and sums of twice the width.
+    def body(ring: Ring) -> dict[str, int]:
+        seq = ring.sequence(4 * ranks, layout="contiguous")
+        q = torch.randn(1, 4, 2, 8).bfloat16().requires_grad_()
+        ring.attention(q, q, q, seq, schedule="ring").sum().backward()
+        return ring.counters()
+
+    shard_bytes = 4 * 2 * 16 * 2
+    for counters in run_ranks(ranks, body):
+        assert counters["bytes_sent"] == (ranks - 1) * shard_bytes * (1 + 1 + 2)
+        assert counters["messages"] == 3 * (ranks - 1)
+
+
+def test_reset_and_memory() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        q = seq.shard(X).requires_grad_()
+        assert ring.memory_info() == {"pool_bytes": 0, "pool_high_water_bytes": 0, "plans": 0}
+        ring.attention(q, q, q, seq, causal=True).sum().backward()
+        first, held = ring.counters(), ring.memory_info()
+        assert held["plans"] == 2 and held["pool_bytes"] >= held["pool_high_water_bytes"] > 0
+        ring.reset_counters()
+        assert set(ring.counters().values()) == {0}
+        ring.attention(q, q, q, seq, causal=True).sum().backward()
+        assert ring.counters() == first and ring.memory_info() == held  # the same plans in the same memory
+        ring.attention(q, q, q, seq)
+        assert ring.memory_info()["plans"] == 3
+        seq.gather(q.detach())
+        ring.all_reduce([torch.zeros(3)])
+        assert ring.counters()["messages"] == first["messages"] + RANKS - 1  # only attention is counted
+        done.append(ring.rank)
+
+    done: list[int] = []
+    run_ranks(RANKS, body)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_explain_takes_numbers_instead_of_tensors() -> None:
+    with Ring() as ring:
+        seq = ring.sequence(64)
+        told = ring.explain(seq, q_heads=4, kv_heads=2, head_dim=16, causal=True)
+        assert told.pairs == (4 * 64 * 65 // 2,) and told.bytes_sent == (0,) and told.balance == 1.0
+        assert (told.problem.kv_heads, told.problem.dtype, told.problem.value_dim) == (2, "bfloat16", 16)
+        for bad in ({}, {"q_heads": 4}, {"head_dim": 16}):
+            with pytest.raises(InputError, match=r"explain needs q=, or q_heads= and head_dim="):
+                ring.explain(seq, **bad)
+
+
+def test_explain_names_a_better_layout() -> None:
+    def body(ring: Ring) -> tuple[str | None, ...]:
+        seqs = [ring.sequence(64, layout=layout) for layout in ("contiguous", "zigzag")]
+        return tuple(ring.explain(seq, q_heads=1, head_dim=8, causal=True).better_layout for seq in seqs)
+
+    assert run_ranks(4, body) == [("zigzag", None)] * 4
+
+
+# --- active sequences, sums, copies ----------------------------------------------------------------------------------
+
+
+def test_activate_nests_and_stays_in_its_thread() -> None:
+    with Ring() as ring:
+        one, two = ring.sequence(4), ring.sequence(5)
+        seen: list[Sequence | None] = []
+        assert ringattn.active_sequence() is None
+        with ring.activate(one):
+            with ring.activate(two):
+                assert ringattn.active_sequence() is two
+                with ring.activate(None):
+                    assert ringattn.active_sequence() is None
+                assert ringattn.active_sequence() is two
+            with pytest.raises(KeyError), ring.activate(two):
+                raise KeyError
+            assert ringattn.active_sequence() is one
+            thread = threading.Thread(target=lambda: seen.append(ringattn.active_sequence()))
+            thread.start()
+            thread.join()
+        assert ringattn.active_sequence() is None and seen == [None]
+
+
+def test_sums_and_copies() -> None:
+    def body(ring: Ring) -> tuple[torch.Tensor, ...]:
+        one, two = torch.full((3,), ring.rank + 1.0), torch.tensor([ring.rank + 10], dtype=torch.int64)
+        ring.all_reduce([one, two])
+        three = torch.full((2, 2), float(ring.rank))
+        ring.broadcast([three], src=2)
+        return one, two, three
+
+    for one, two, three in run_ranks(RANKS, body):
+        assert one.tolist() == [6.0] * 3 and two.tolist() == [33] and three.unique().tolist() == [2.0]
+    for error in errors(lambda ring: ring.broadcast([torch.zeros(1)], src=3)):
+        assert isinstance(error, InputError) and "broadcast: there is no rank 3" in str(error)
+    for error in errors(lambda ring: ring.all_reduce([torch.zeros(1 + ring.rank)])):
+        assert isinstance(error, ringattn.DisagreementError) and "rank 2: call 1: all_reduce of (3,)" in str(error)
