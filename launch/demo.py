@@ -31,10 +31,11 @@ from ringattn.testing import run_ranks
 BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
 """Largest relative difference of two losses of the same step.
 
-The runs are the same function, summed in another order. float64 leaves no room: one label counted twice is far above
-1e-9, and rounding far below it. In float32 rounding starts at 1e-7, and training amplifies it by as much as it is
-unstable: with the demo's learning rate float32 losses stay within a few 1e-6 of each other, with three times that rate
-even float64 ones part by 1e-8. So this bound also says that the demo's training is a stable one.
+The runs are the same function, summed in another order. float64 leaves no room: a mean of the ranks' means, the usual
+mistake, is off by 1e-5 here, far above 1e-9, and rounding is far below it. In float32 rounding starts at 1e-7, and
+training amplifies it by as much as it is unstable: with the demo's learning rate float32 losses stay within a few 1e-6
+of each other, with three times that rate even float64 ones part by 1e-8. So this bound also says that the demo's
+training is a stable one.
 """
 FP64_STEPS = 8
 SHOWN_STEPS = 8

@@ -5,6 +5,7 @@ Does not know: where the numbers come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,18 +64,19 @@ def _draw_agreements(axes: Axes, agreements: Sequence[Agreement]) -> float:
     floor = min(positive, default=1e-17) / 3
     axes.set_yscale("log")
     for agreement, color in zip(agreements, (SHARED, EXACT), strict=False):
-        steps = range(1, len(agreement.differences) + 1)
-        drawn = [value or floor for value in agreement.differences]
-        axes.plot(steps, drawn, color=color, linewidth=1, alpha=0.5)
-        faces = [color if value else "white" for value in agreement.differences]
-        axes.scatter(steps, drawn, s=14, facecolors=faces, edgecolors=color, zorder=3, label=agreement.dtype)
+        numbered = list(enumerate(agreement.differences, start=1))
+        lines = [value or math.nan for _, value in numbered]
+        axes.plot(range(1, len(lines) + 1), lines, "o-", color=color, markersize=4, linewidth=1, label=agreement.dtype)
+        zeros = [step for step, value in numbered if value == 0]
+        axes.scatter(zeros, [floor] * len(zeros), s=16, facecolors="white", edgecolors=color, zorder=3)
         axes.axhline(agreement.bound, color=color, linestyle=(0, (5, 4)), linewidth=1)
         axes.annotate(
             f"bound for {agreement.dtype}: {agreement.bound:.0e}",
             (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, 3), textcoords="offset points",
             fontsize=8, color=color,
         )  # fmt: skip
-    axes.legend(frameon=False, loc="lower right", ncols=len(agreements))
+    axes.scatter([], [], s=16, facecolors="white", edgecolors=QUIET, label="exactly equal")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.06), ncols=len(agreements) + 1)
     return floor
 
 

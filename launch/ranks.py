@@ -140,7 +140,7 @@ def _end(agent: subprocess.Popen[bytes], job: Path) -> None:
 
 
 def _processes_of(job: Path) -> list[int]:
-    """Ids of the running processes whose command line names the job file; one that has ended has no command line."""
+    """Ids of the running processes whose command line names the job file; one that is ending has none."""
     found = []
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -78,7 +78,7 @@ def raises_mid_pass() -> dict[str, Any]:
 
 def stalls_mid_pass() -> dict[str, Any]:
     """Rank 1 falls asleep in the middle of a pass, for longer than the deadline."""
-    return _with_fault(lambda: time.sleep(20.0))
+    return _with_fault(lambda: time.sleep(12.0))
 
 
 def disagrees() -> dict[str, Any]:

@@ -8,11 +8,12 @@ Does not know: tiles, schedules, torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringattn.geometry import UNBOUNDED, Band, Run
@@ -179,3 +180,47 @@ def simple(name: str, length: int, ranks: int, documents: tuple[int, ...] | None
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
     return Case(Problem(layout, layout, mask, 1, 1, 1, 64, 64, "bfloat16"), truth_of(mask, 1))
+
+
+def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int) -> Case:
+    """A causal case between two sequences, two query heads to a K/V head."""
+    mask = make_mask(documents[-1], kv_documents[-1], causal=True, documents=documents, kv_documents=kv_documents)
+    sides = zip(names, (documents, kv_documents), strict=True)
+    q_layout, kv_layout = (make_layout(name, cuts[-1], ranks, cuts) for name, cuts in sides)
+    return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), truth_of(mask, 4))
+
+
+def branched(name: str, length: int, ranks: int, *branches: tuple[Band, Run | None]) -> Case:
+    """Branches on the whole sequence, two query heads to a K/V head."""
+    layout, bounds = make_layout(name, length, ranks), (0, length)
+    mask = Mask(tuple(Branch(bounds, bounds, band, heads) for band, heads in branches))
+    return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), truth_of(mask, 4))
+
+
+NOTABLE = (
+    simple("striped", 31, 8, window=(0, 0)),  # a band narrower than the stride
+    simple("striped", 31, 5, window=(2, 1)),
+    simple("striped", 24, 4, (0, 3, 3, 13, 24), causal=True, window=(2, 0)),
+    simple("zigzag", 31, 4, window=(3, 4)),  # reads with gaps, relays that carry more than they read
+    simple("zigzag", 24, 8, (0, 5, 24), causal=True),
+    simple("contiguous", 31, 5, window=(2, 9)),  # the farthest reader reads the most
+    simple("contiguous", 31, 8, causal=True),
+    simple("per_document", 31, 4, (0, 1, 9, 9, 31), causal=True),
+    simple("per_document", 31, 3, (0, 11, 12, 31), window=(4, 0)),
+    simple("zigzag", 3, 8, causal=True),
+    simple("contiguous", 0, 3),
+    cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments that start elsewhere on the other side
+    cross(("zigzag", "contiguous"), (0, 9, 9, 16), (0, 2, 8, 9), 5),
+    branched("zigzag", 16, 4, (Band(0, UNBOUNDED), Run(0, 2)), (Band(0, 3), Run(2, 2))),
+    branched("contiguous", 16, 4, (Band(0, UNBOUNDED), Run(0, 2)), (Band(-6, -2), Run(2, 1))),
+    branched("striped", 16, 4, (Band(2, 3), None), (Band(-5, 2), Run(1, 2))),
+    branched("contiguous", 16, 2, (Band(0, 5), Run(0, 1)), (Band(0, 5), Run(0, 1))),  # a pair that counts twice
+)
+"""Cases that earn their place in every run, whatever else is drawn."""
+
+
+def covering(test: Callable[..., None]) -> Callable[..., None]:
+    """Give a test its `case`: the notable ones, then drawn ones."""
+    for case in NOTABLE:
+        test = example(case=case)(test)
+    return given(case=cases())(test)

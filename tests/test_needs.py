@@ -10,10 +10,10 @@ from ringattn.geometry import Run
 from ringattn.planner.choose import choose_route
 from ringattn.schedule.content import Part, contains, describe, merge_runs, piece_of, size, union, whole
 from ringattn.schedule.needs import Needs, needs_of
-from tests.strategies import Case, cases, plain_cases, simple, spots, wire_order
+from tests.strategies import NOTABLE, Case, covering, plain_cases, simple, spots, wire_order
 
 
-@given(cases())
+@covering
 def test_reads(case: Case) -> None:
     needs = Needs(case.problem)
     for owner in range(case.ranks):
@@ -21,7 +21,7 @@ def test_reads(case: Case) -> None:
             assert spots(needs.read(owner, reader)) == case.reads(owner, reader)
 
 
-@given(cases())
+@covering
 def test_unions_of_farther_readers(case: Case) -> None:
     needs = Needs(case.problem)
     for owner in range(case.ranks):
@@ -29,7 +29,15 @@ def test_unions_of_farther_readers(case: Case) -> None:
             assert spots(needs.beyond(owner, distance)) == case.reads_beyond(owner, distance)
 
 
-@given(cases())
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.schedule.needs.BLOCK_PIECES", block)
+    for case in NOTABLE:
+        needs, ranks = Needs(case.problem), range(case.ranks)
+        assert all(spots(needs.read(owner, reader)) == case.reads(owner, reader) for owner in ranks for reader in ranks)
+
+
+@covering
 def test_reach(case: Case) -> None:
     needs = Needs(case.problem)
     for owner in range(case.ranks):
@@ -37,7 +45,7 @@ def test_reach(case: Case) -> None:
         assert needs.reach(owner) == max(reading, default=0)
 
 
-@given(cases())
+@covering
 def test_contents_are_canonical(case: Case) -> None:
     # Equal sets must be equal values: parts ascend, runs ascend and do not touch, nothing is empty.
     needs = Needs(case.problem)
@@ -51,7 +59,7 @@ def test_contents_are_canonical(case: Case) -> None:
                 assert all(run.stride == 1 and run.count for run in part.rows)
 
 
-@given(cases())
+@covering
 def test_relaying_home(case: Case) -> None:
     needs = Needs(case.problem)
     for owner in range(case.ranks):
@@ -119,7 +127,13 @@ ONE = (Part(Run(0, 2), (Run(0, 3), Run(5, 2))), Part(Run(2, 1), (Run(4, 1),)))
         # A gap that the outer content does not hold either is no gap on the wire.
         ((ONE[0],), (Part(Run(0, 2), (Run(1, 2), Run(5, 1))),), 2),
         ((ONE[0],), (Part(Run(0, 2), (Run(1, 3),)),), None),
-        (ONE, (ONE[1],), None),
+        # Parts follow one another.
+        (ONE, (ONE[1],), 10),
+        (ONE, (ONE[0],), 0),
+        (ONE, (Part(Run(0, 2), (Run(6, 1),)), ONE[1]), 8),
+        (ONE, (Part(Run(0, 2), (Run(5, 1),)), ONE[1]), None),
+        (ONE, (Part(Run(2, 1), (Run(5, 1),)),), None),
+        (ONE, (Part(Run(3, 1), (Run(4, 1),)),), None),
     ],
 )
 def test_piece_of(outer: tuple[Part, ...], inner: tuple[Part, ...], at: int | None) -> None:

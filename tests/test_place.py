@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
 
 from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send
 from ringattn.planner.choose import plan_of, schedule_of
@@ -14,7 +13,7 @@ from ringattn.planner.simulate import REFERENCE, Cluster, simulate
 from ringattn.problem import ITEM_BYTES
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, Route
-from tests.strategies import Case, cases, simple, wire_order
+from tests.strategies import Case, covering, simple, wire_order
 
 each_route = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
 
@@ -51,7 +50,7 @@ def touched(plan: Plan) -> dict[int, set[int]]:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_plans_are_projections_and_verified(route: Route, case: Case) -> None:
     for backward, plans in enumerate(plans_of(case, route)):
         schedule = schedule_of(case.problem, route, bool(backward))
@@ -61,7 +60,7 @@ def test_plans_are_projections_and_verified(route: Route, case: Case) -> None:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_the_arena_holds_what_is_live(route: Route, case: Case) -> None:
     for plan in (plan for plans in plans_of(case, route) for plan in plans):
         steps = touched(plan)
@@ -78,7 +77,7 @@ def test_the_arena_holds_what_is_live(route: Route, case: Case) -> None:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_messages_of_two_plans_meet(route: Route, case: Case) -> None:
     for plans in plans_of(case, route):
         sent: dict[tuple[int, int], list] = defaultdict(list)
@@ -102,7 +101,7 @@ def message(plan: Plan, send: Send) -> list[tuple[int, int]]:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_packs_only_what_does_not_lie_in_one_piece(route: Route, case: Case) -> None:
     for plan in (plan for plans in plans_of(case, route) for plan in plans):
         for step in plan.steps:
@@ -120,7 +119,7 @@ def test_packs_only_what_does_not_lie_in_one_piece(route: Route, case: Case) -> 
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_bytes_and_messages_are_those_of_the_schedule(route: Route, case: Case) -> None:
     problem = case.problem
     for backward, plans in enumerate(plans_of(case, route)):
@@ -136,7 +135,7 @@ def test_bytes_and_messages_are_those_of_the_schedule(route: Route, case: Case) 
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_folds_read_the_rows_they_mean(route: Route, case: Case) -> None:
     for plan in (plan for plans in plans_of(case, route) for plan in plans):
         for fold in (item for step in plan.steps for item in step.work if isinstance(item, Fold)):
@@ -215,7 +214,7 @@ def test_simulated_times(ranks: int) -> None:
     assert simulate(plans, REFERENCE).total_us > 0
 
 
-@given(case=cases())
+@covering
 def test_simulation_ends_whatever_the_plans(case: Case) -> None:
     for route in ROUTES.values():
         times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route)]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 from ringattn.errors import InputError
 from ringattn.planner.choose import schedule_of
@@ -25,7 +24,7 @@ from ringattn.schedule.routes import (
 )
 from ringattn.schedule.text import grid, to_text
 from ringattn.schedule.verify import verify
-from tests.strategies import Case, Spots, cases, simple, spots
+from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
@@ -64,20 +63,20 @@ def expected(case: Case, route: str) -> Traffic:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_forward_sends_what_is_read_and_nothing_else(route: Route, case: Case) -> None:
     assert traffic(schedule_of(case.problem, route, False)) == expected(case, route.name)
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_verified(route: Route, case: Case) -> None:
     for backward in (False, True):
         verify(schedule_of(case.problem, route, backward))
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
     whole = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
     for rank in range(case.ranks):
@@ -86,7 +85,7 @@ def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_rows_are_present_when_they_are_read_or_sent(route: Route, case: Case) -> None:
     problem = case.problem
     for backward in (False, True):
@@ -108,7 +107,7 @@ def test_rows_are_present_when_they_are_read_or_sent(route: Route, case: Case) -
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_every_gradient_reaches_its_home_once(route: Route, case: Case) -> None:
     # Sums as multisets: each (reader, head, row) must end up at the row's owner exactly once.
     sums: dict[tuple[int, int], Counter] = defaultdict(Counter)
@@ -138,7 +137,7 @@ def test_every_gradient_reaches_its_home_once(route: Route, case: Case) -> None:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_backward_mirrors_the_forward(route: Route, case: Case) -> None:
     there, back = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
     edges = {key[1:]: rows for key, rows in traffic(there).items()}
@@ -201,13 +200,28 @@ def test_relays_carry_what_only_farther_ranks_read() -> None:
 
 
 @each_route
-@given(case=cases())
+@covering
 def test_prune_is_idempotent_and_keeps_the_input(route: Route, case: Case) -> None:
     unpruned = forward(case.problem, route)
     before = hash(unpruned.steps)
     once = prune(unpruned)
     assert prune(once) == once and hash(unpruned.steps) == before
     assert len(once.steps) == len(unpruned.steps) == route.steps(case.ranks)
+
+
+def test_prune_keeps_what_both_branches_of_a_fork_want() -> None:
+    # Rank 1 hands KV0 to 2 and, in place of 2, to 3.
+    case = simple("striped", 7, 4, (0, 3, 5, 7))
+    steps = list(forward(case.problem, RING).steps)
+    turned = next(copy for copy in steps[2].copies if copy.block.owner == 0)
+    steps[2] = steps[2]._replace(copies=tuple(copy for copy in steps[2].copies if copy is not turned))
+    steps[1] = steps[1]._replace(copies=(*steps[1].copies, turned._replace(src=1)))
+    pruned = prune(Schedule(case.problem, "fork", tuple(steps)))
+    verify(pruned)
+    sent = {(src, dst): rows for (_, owner, src, dst), rows in traffic(pruned).items() if owner == 0}
+    readers = [case.reads(0, reader) for reader in range(4)]
+    assert sent == {(0, 1): readers[1] | readers[2] | readers[3], (1, 2): readers[2], (1, 3): readers[3]}
+    assert readers[2] - readers[3] and readers[3] - readers[2]
 
 
 def test_steps_are_ordered_the_same_whoever_lists_them() -> None:

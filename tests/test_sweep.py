@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
 from ringattn.sweep import TileTable, tiles_of
-from tests.strategies import Case, cases, simple
+from tests.strategies import Case, covering, simple
 
 
 def inside(tile: Tile) -> np.ndarray:
@@ -17,7 +16,7 @@ def inside(tile: Tile) -> np.ndarray:
     return (q[:, None] - k[None, :] >= tile.band.lo) & (q[:, None] - k[None, :] <= tile.band.hi)
 
 
-@given(cases())
+@covering
 def test_every_allowed_pair_is_computed_exactly_once(case: Case) -> None:
     done = np.zeros_like(case.truth)
     for rank in range(case.ranks):
@@ -29,7 +28,7 @@ def test_every_allowed_pair_is_computed_exactly_once(case: Case) -> None:
     assert np.array_equal(done, case.truth)
 
 
-@given(cases())
+@covering
 def test_rows_hold_the_positions_they_say(case: Case) -> None:
     problem = case.problem
     for rank in range(case.ranks):
@@ -41,7 +40,7 @@ def test_rows_hold_the_positions_they_say(case: Case) -> None:
                     assert positions[list(strip.rows.members())].tolist() == list(strip.positions.members())
 
 
-@given(cases())
+@covering
 def test_every_row_of_a_tile_has_a_partner(case: Case) -> None:
     for rank in range(case.ranks):
         for (_, part), table in tiles_of(case.problem, rank).items():
@@ -54,7 +53,7 @@ def test_every_row_of_a_tile_has_a_partner(case: Case) -> None:
                 assert set(tile.heads.members()) <= set(q_heads.members())
 
 
-@given(cases())
+@covering
 def test_tiles_come_by_owner_then_part(case: Case) -> None:
     for rank in range(case.ranks):
         keys = list(tiles_of(case.problem, rank))

@@ -84,7 +84,7 @@ def test_broadcast_copies(world_size: int) -> None:
 def test_broadcast_refuses_a_source_that_is_no_rank() -> None:
     def fn(ring: LocalTransport) -> None:
         for src in (-1, 2):
-            with pytest.raises(InputError, match="ranks 0 to 1"):
+            with pytest.raises(InputError, match=f"cannot broadcast from rank {src}: the ring has ranks 0 to 1"):
                 broadcast(ring, [torch.ones(1)], src)
 
     on_threads(2, fn)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
+from ringattn.transport import stores
 from ringattn.transport.base import Message
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.stores import group_store, rendezvous_store
@@ -127,10 +128,18 @@ def test_no_default_group_is_said(processes: Processes) -> None:
 
 
 def lives_apart(rank: int, world_size: int) -> None:
-    store = rendezvous_store(rank, world_size, 20.0, run_id="job", restart_count="0")
-    store.set("cause", "of the former life")
-    for run_id, restart_count in [("job", "1"), ("other", "0"), ("job", "0")]:
-        assert not rendezvous_store(rank, world_size, 20.0, run_id=run_id, restart_count=restart_count).check(["cause"])
+    def opened(run_id: str, restart_count: str) -> dist.Store:
+        stores._openings.clear()  # as in a new process
+        return rendezvous_store(rank, world_size, 20.0, run_id=run_id, restart_count=restart_count)
+
+    counts = dict(stores._openings)
+    try:
+        opened("job", "0").set("cause", "of the former life")
+        assert opened("job", "0").check(["cause"])
+        assert not opened("job", "1").check(["cause"])
+        assert not opened("other", "0").check(["cause"])
+    finally:
+        stores._openings.update(counts)
 
 
 def test_a_restarted_job_finds_no_old_keys(processes: Processes) -> None:
@@ -155,17 +164,52 @@ def test_a_rank_that_never_opens_is_named(processes: Processes) -> None:
 
 def lengths_differ(rank: int, world_size: int, sent: int, received: int) -> None:
     ring = meet(rank, world_size, list(range(world_size)), 1.0)
+    failures = (DeadlineError, PeerLostError)  # the second, when the other rank's deadline came first
     if rank == 0:
-        with pytest.raises(DeadlineError, match=rf"rank 0 send to rank 1 'kv' \({sent} bytes"):
+        with pytest.raises(failures, match=rf"rank 0 send to rank 1 'kv' \({sent} bytes"):
             ring.exchange([Message(1, torch.zeros(sent, dtype=torch.uint8), "kv")], []).wait()
     elif rank == 1:
-        with pytest.raises((DeadlineError, PeerLostError), match=rf"rank 1 recv from rank 0 'kv' \({received} bytes"):
+        with pytest.raises(failures, match=rf"rank 1 recv from rank 0 'kv' \({received} bytes"):
             ring.exchange([], [Message(0, torch.zeros(received, dtype=torch.uint8), "kv")]).wait()
 
 
 @pytest.mark.parametrize(("sent", "received"), [(64, 128), (128, 64)])
 def test_lengths_that_differ_never_pass(processes: Processes, sent: int, received: int) -> None:
     processes.run(lengths_differ, sent, received)
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
+    # Gloo drops the connection at rank 0's deadline, before rank 0 can say why; rank 1 has to look twice.
+    ring = meet(rank, world_size, list(range(world_size)), 1.0 if rank == 0 else 20.0)
+    if rank == 0:
+        with pytest.raises(DeadlineError, match="kv 0"):
+            ring.exchange([], [Message(peer, torch.zeros(4), "kv 0") for peer in (1, 2)]).wait()
+    else:
+        with pytest.raises(PeerLostError, match=r"rank 0 failed first: DeadlineError.*kv 0"):
+            contract.receive(ring, 0)
+
+
+def test_a_deadline_is_the_cause_that_its_neighbors_tell(processes: Processes) -> None:
+    processes.run(deadline_wakes_the_neighbor)
+
+
+def deadline_after_a_failure(rank: int, world_size: int) -> None:
+    ring = meet(rank, world_size, list(range(world_size)), 1.0)
+    ring.agree(b"")
+    if rank == 0:
+        with pytest.raises(DeadlineError, match=r"ranks \[1\].*rank 2 failed first: ValueError: no heads"):
+            contract.receive(ring, 1)
+    elif rank == 1:
+        time.sleep(3.0)
+    else:
+        ring.abort(ValueError("no heads"))
+
+
+def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) -> None:
+    processes.run(deadline_after_a_failure)
 
 
 # --- sudden ends -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from operator import eq
 from typing import NamedTuple
 
 import numpy as np
@@ -83,12 +82,17 @@ def piece_of(outer: Content, inner: Content) -> int | None:
     """Where packed `inner` lies inside packed `outer`, in rows times heads, if it lies there in one piece."""
     if outer == inner:
         return 0
-    if len(outer) != 1 or len(inner) != 1:
-        return None
-    spots = list(_locations(outer, inner))
-    packed = accumulate((run.count for run in inner[0].rows), initial=spots[0] or 0)
-    in_one_piece = None not in spots and all(map(eq, spots, packed))
-    return spots[0] * outer[0].heads.count if in_one_piece and spots[0] is not None else None
+    sizes = (size((part,)) for part in outer)
+    bases = dict(zip((part.heads for part in outer), accumulate(sizes, initial=0), strict=False))
+    spots = _locations(outer, inner)
+    first = end = None
+    for heads, rows in inner:
+        for run, row in zip(rows, spots, strict=False):
+            at = None if row is None else bases[heads] + row * heads.count
+            if at is None or end not in (None, at):
+                return None
+            first, end = at if first is None else first, at + run.count * heads.count
+    return first
 
 
 def _locations(outer: Content, inner: Content) -> Iterator[int | None]:

@@ -193,6 +193,17 @@ def agree_is_in_order(ring: Transport) -> None:
     assert came.tolist() == [5.0] * 16
 
 
+def agree_passes_messages_by(ring: Transport) -> None:
+    # Receives of many sizes are posted before the agreement, their sends after it.
+    after, before = neighbors(ring)
+    came = [torch.zeros(size, dtype=torch.uint8) for size in (8, 248, 256, 257, 512)]
+    ticket = ring.exchange([], [Message(before, buffer) for buffer in came])
+    assert ring.agree(bytes(512)) == [bytes(512)] * ring.world_size
+    ring.exchange([Message(after, torch.full_like(buffer, 7)) for buffer in came], []).wait()
+    ticket.wait()
+    assert all(bool((buffer == 7).all()) for buffer in came)
+
+
 def missing_rank_is_named(ring: Transport) -> None:
     if ring.rank == 1:
         time.sleep(SHORT_S + 2.5)
@@ -250,8 +261,9 @@ def first_cause_reaches_all(ring: Transport) -> None:
     else:
         # Rank 2 was busy, and then needs rank 0, which fell only because of rank 1.
         time.sleep(2.0)
-        with pytest.raises(PeerLostError, match="rank 1 failed first: ValueError: k has no heads"):
+        with pytest.raises(PeerLostError, match="rank 1 failed first: ValueError: k has no heads") as caught:
             receive(ring, 0)
+        assert "rank 0 failed first" not in str(caught.value)
         assert_dead(ring, "k has no heads")
     assert time.monotonic() - start < PROMPT_S
 
@@ -323,6 +335,7 @@ CHECKS: list[Check] = [
     bad_messages_are_refused,
     collectives_agree,
     agree_is_in_order,
+    agree_passes_messages_by,
     missing_rank_is_named,
     deadline_is_kept,
     first_cause_reaches_all,
