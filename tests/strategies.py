@@ -203,6 +203,8 @@ NOTABLE = (
     simple("striped", 24, 4, (0, 3, 3, 13, 24), causal=True, window=(2, 0)),
     simple("zigzag", 31, 4, window=(3, 4)),  # reads with gaps, relays that carry more than they read
     simple("zigzag", 24, 8, (0, 5, 24), causal=True),
+    simple("contiguous", 31, 3, window=(2, 3)),  # what two readers need lies apart
+    simple("zigzag", 32, 2, window=(11, 2)),  # what one reader needs lies apart
     simple("contiguous", 31, 5, window=(2, 9)),  # the farthest reader reads the most
     simple("contiguous", 31, 8, causal=True),
     simple("per_document", 31, 4, (0, 1, 9, 9, 31), causal=True),

@@ -16,6 +16,7 @@ from ringattn.geometry import Run
 from ringattn.planner.choose import schedule_of
 from ringattn.schedule.content import Part
 from ringattn.schedule.ops import AttendGrad, Copy, Kind, Merge, PartTiles, Schedule, Step
+from ringattn.schedule.passes import rows_read
 from ringattn.schedule.routes import ROUTES
 from ringattn.schedule.verify import verify
 from ringattn.sweep import TileTable
@@ -219,14 +220,34 @@ def test_a_sum_that_stays_away(route: str) -> None:
 
 @each_route
 def test_an_addition_after_the_sum_has_left(route: str) -> None:
+    # Of two tiles that add to the same rows the second comes too late: the rows that leave are all there.
+    whole = schedule(route, True)
+    spot, item = next(
+        (at, item) for at, step in enumerate(whole.steps) for item in step.work
+        if isinstance(item, AttendGrad) and item.kv.owner != item.rank and len(item.tiles[0].tiles) > 1
+        and rows_read(whole.problem, item.tiles) == rows_read(whole.problem, halves(item)[0])
+    )  # fmt: skip
+    early, late = (item._replace(tiles=half) for half in halves(item))
+    moved = with_step(whole, spot, work=tuple(early if each is item else each for each in whole.steps[spot].work))
+    at = first(whole, lambda step: any(copy.block == item.dkv for copy in step.copies))
+    moved = with_step(moved, at, work=(*moved.steps[at].work, late))
+    with pytest.raises(PlanError, match=rf"adds to {item.dkv} after it was sent"):
+        verify(moved)
+
+
+def halves(item: AttendGrad) -> tuple[tuple[PartTiles], tuple[PartTiles]]:
+    """The first tile, and the others."""
+    (part,) = item.tiles
+    tiles = list(part.tiles)
+    return (PartTiles(part.part, TileTable.of(tiles[:1])),), (PartTiles(part.part, TileTable.of(tiles[1:])),)
+
+
+@each_route
+def test_a_sum_sent_twice_or_by_somebody_else(route: str) -> None:
     whole = schedule(route, True)
     at = first(whole, lambda step: any(copy.block.kind is Kind.DKV for copy in step.copies))
     sent = next(copy for copy in whole.steps[at].copies if copy.block.kind is Kind.DKV)
-    spot, item = next(
-        (n, item) for n, step in enumerate(whole.steps) for item in step.work
-        if isinstance(item, AttendGrad) and item.dkv == sent.block
-    )  # fmt: skip
-    moved = with_step(whole, spot, work=tuple(each for each in whole.steps[spot].work if each is not item))
-    moved = with_step(moved, at, work=(*moved.steps[at].work, item))
-    with pytest.raises(PlanError, match=r"leaves|nothing was added to|after it was sent"):
-        verify(moved)
+    stolen = sent._replace(src=(sent.src + 1) % 4)
+    for copies in ((*whole.steps[at].copies, sent), (stolen, *whole.steps[at].copies)):
+        with pytest.raises(PlanError, match=rf"sends {sent.block} twice or for somebody else"):
+            verify(with_step(whole, at, copies=copies))
