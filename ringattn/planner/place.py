@@ -89,12 +89,9 @@ class _Projection:
 
     def _own_block(self) -> Content:
         """What is packed once of the own K/V: all rows that are ever sent."""
-        return union(
-            copy.content
-            for _, step in self.steps
-            for copy in step.copies
-            if copy.src == self.rank and copy.block == Block(Kind.KV, self.rank)
-        )
+        block = Block(Kind.KV, self.rank)
+        sent = (copy for _, step in self.steps for copy in step.copies if copy.src == self.rank and copy.block == block)
+        return union(dict.fromkeys(copy.content for copy in sent))
 
     def _send(self, copy: Copy, now: int, packs: list[Pack]) -> Send:
         label = f"{copy.block} to rank {copy.dst}"
@@ -145,6 +142,9 @@ class _Projection:
         kv_rows = self._rows_in(kv, tiles)
         if isinstance(item, Attend):
             yield Fold(item.kv.owner, tiles.part, tiles.tiles.with_k_rows(kv_rows), kv)
+            return
+        if kv == dkv or (HOME not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content):
+            yield Fold(item.kv.owner, tiles.part, tiles.tiles.with_k_rows(kv_rows), kv, 0, dkv, 0)
             return
         shift = self._rows_in(dkv, tiles) - kv_rows
         for distance in np.unique(shift).tolist():
