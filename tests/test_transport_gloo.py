@@ -197,8 +197,9 @@ def test_a_deadline_is_the_cause_that_its_neighbors_tell(processes: Processes) -
 
 
 def deadline_after_a_failure(rank: int, world_size: int) -> None:
-    ring = meet(rank, world_size, list(range(world_size)), 1.0)
+    ring = meet(rank, world_size, list(range(world_size)), 20.0)
     ring.agree(b"")
+    ring._timeout_s = 1.0
     if rank == 0:
         with pytest.raises(DeadlineError, match=r"ranks \[1\].*rank 2 failed first: ValueError: no heads"):
             contract.receive(ring, 1)
@@ -206,6 +207,22 @@ def deadline_after_a_failure(rank: int, world_size: int) -> None:
         time.sleep(3.0)
     else:
         ring.abort(ValueError("no heads"))
+
+
+def deadlines_are_told_from_losses(rank: int, world_size: int) -> None:
+    # A wait must not seem to end before its deadline: that would be a lost connection.
+    for timeout_s in (0.0104, 0.0507, 0.1009, 0.0203, 0.0306, 0.2001):
+        ring = meet(rank, world_size, list(range(world_size)), timeout_s)
+        if rank == 0:
+            with pytest.raises(DeadlineError):
+                contract.receive(ring, 1)
+        else:
+            time.sleep(0.4)
+        ring.close()
+
+
+def test_a_deadline_is_not_taken_for_a_loss(processes: Processes) -> None:
+    processes.run(deadlines_are_told_from_losses)
 
 
 def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) -> None:

@@ -10,6 +10,7 @@ Does not know: devices, environment variables, what the bytes mean.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +26,6 @@ from ringattn.transport.messages import Operation, first_cause, listed, operatio
 # itself, before the cause can be written. So the neighbor looks for the cause this long.
 CAUSE_S = 1.0
 POLL_S = 0.02
-SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for "no deadline"
 # Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the
 # length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
 AGREE_TAG = 0
@@ -47,7 +47,10 @@ class _Operation(Operation):
     def wait(self, deadline: float) -> None:
         """Wait once, until `deadline` on the monotonic clock; a second wait returns at once. Raises `RuntimeError`."""
         if self.work is not None:
-            self.work.wait(max(timedelta(seconds=deadline - time.monotonic()), SHORTEST_WAIT))
+            # Gloo counts whole milliseconds, and takes 0 for "no deadline". Rounded up, for a wait that ends before the
+            # deadline is a lost connection.
+            remaining_ms = max(math.ceil((deadline - time.monotonic()) * 1e3), 1)
+            self.work.wait(timedelta(milliseconds=remaining_ms))
             self.work = None
 
 
