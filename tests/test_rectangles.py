@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.engine.rectangles import Rectangle, head_groups, rectangles
+from ringattn.engine.rectangles import Rectangle, head_groups, joined, rectangles
 from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
 
 HEADS = Run(0, 1)
@@ -137,3 +137,35 @@ def test_head_groups_are_few() -> None:
     assert len(list(head_groups(Run(1, 8, 4), 4))) == 1
     assert len(list(head_groups(Run(0, 16, 2), 4))) == 1
     assert len(list(head_groups(Run(5, 2), 8))) == 1
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> list[Tile]:
+    """All tiles of a shard of up to three runs with itself, causal or in a window, keys packed with or without gaps."""
+    starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
+    runs = [Run(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
+    gap = draw(st.integers(0, 1))
+    band = Band(0, draw(st.sampled_from([5, 1 << 60])))
+    rows = [Run(sum(r.count + gap for r in runs[:n]), run.count) for n, run in enumerate(runs)]
+    strips = [Strip(run, row) for run, row in zip(runs, rows, strict=True)]
+    both = [Tile(q, k, band, Run(0, 2)) for q in strips for k in strips]
+    return [tile for tile in both if tile.area()] * draw(st.integers(1, 2))
+
+
+@given(shards())
+def test_joined_rectangles_hold_the_same_pairs(found: list[Tile]) -> None:
+    apart = [rectangle for tile in found for rectangle in rectangles(tile)]
+    together = joined(apart)
+    assert Counter(p for r in together for p in pairs_of(r)) == Counter(p for r in apart for p in pairs_of(r))
+    assert len(together) <= len(apart)
+
+
+def test_a_zigzag_shard_is_one_causal_square_and_its_remote_pair_one_rectangle() -> None:
+    head, tail, heads = Strip(Run(0, 8), Run(0, 8)), Strip(Run(56, 8), Run(8, 8)), Run(0, 2)
+    home = [Tile(q, k, CAUSAL, heads) for q, k in ((head, head), (tail, head), (tail, tail))]
+    square = Rectangle(Run(0, 16), Run(0, 16), True, False, heads)
+    assert joined([r for tile in home for r in rectangles(tile)]) == [square]
+    near, far = Strip(Run(8, 8), Run(0, 8)), Strip(Run(48, 8), Run(8, 8))
+    remote = [Tile(tail, near, CAUSAL, heads), Tile(tail, far, CAUSAL, heads)]
+    full = Rectangle(Run(8, 8), Run(0, 16), False, False, heads)
+    assert joined([r for tile in remote for r in rectangles(tile)]) == [full]

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from ringattn.engine.base import KV, Seed, Softmax
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
-from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, rectangles
+from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Run, Tile
 from ringattn.partial import accumulator_dtype, by_row, merge_
@@ -135,12 +135,8 @@ class AtenEngine:
         """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
         if softmax.softcap is not None:
             raise UnsupportedError(f"engine 'aten' does not support softcap={softmax.softcap}; use engine='plain'")
-        pieces = tuple(
-            (rectangle, heads)
-            for tile in tiles
-            for rectangle in rectangles(tile, self._square_causal_only)
-            for heads in head_groups(tile.heads, softmax.group)
-        )
+        cut = [rectangle for tile in tiles for rectangle in rectangles(tile, self._square_causal_only)]
+        pieces = tuple((one, heads) for one in joined(cut) for heads in head_groups(one.heads, softmax.group))
         return AtenWork(pieces, softmax, self._plain.prepare(tiles, softmax))
 
     def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: AtenWork) -> None:

@@ -53,6 +53,31 @@ def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectang
                 yield Rectangle(q_rows, k_rows, piece.causal, piece.reversed, tile.heads)
 
 
+def joined(found: list[Rectangle]) -> list[Rectangle]:
+    """The same pairs in fewer rectangles, where the rows of several tiles lie side by side.
+
+    Two causal squares and the full one between them become one causal square (the two runs of a zigzag shard); full
+    ones with equal rows on one side and adjacent rows on the other become one. Repeated rectangles are all kept.
+    """
+    rest = dict.fromkeys(found)
+    if len(rest) < len(found):
+        return found
+    grown: Rectangle | None = None
+    for square in sorted(r for r in rest if r.causal and not r.reversed and r.q_rows.count == r.k_rows.count):
+        if grown is not None and _follows(grown.q_rows, square.q_rows) and _follows(grown.k_rows, square.k_rows):
+            between = Rectangle(square.q_rows, grown.k_rows, False, False, grown.heads)
+            rows = _both(grown.q_rows, square.q_rows), _both(grown.k_rows, square.k_rows)
+            whole = Rectangle(*rows, True, False, grown.heads)
+            if between in rest and whole not in rest:
+                for part in (grown, square, between):
+                    del rest[part]
+                square = whole
+                rest[square] = None
+        grown = square
+    full = [r for r in rest if not r.causal]
+    return [*(r for r in rest if r.causal), *_joined_queries(_joined_keys(full))]
+
+
 def head_groups(heads: Run, group: int) -> Iterator[HeadGroup]:
     """A run of query heads cut so that each part can go to a kernel that understands grouped heads.
 
@@ -75,6 +100,33 @@ def head_groups(heads: Run, group: int) -> Iterator[HeadGroup]:
             parts.append(HeadGroup(q_heads, Run(kv_head, 1)))
         start += served
     yield from parts
+
+
+def _joined_keys(full: list[Rectangle]) -> list[Rectangle]:
+    """Full rectangles joined where their queries are equal and their keys adjacent."""
+    done: list[Rectangle] = []
+    for one in sorted(full, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
+        last = done[-1] if done else one
+        if (last.heads, last.q_rows) == (one.heads, one.q_rows) and _follows(last.k_rows, one.k_rows):
+            done[-1] = last._replace(k_rows=_both(last.k_rows, one.k_rows))
+        else:
+            done.append(one)
+    return done
+
+
+def _joined_queries(full: list[Rectangle]) -> list[Rectangle]:
+    """Full rectangles joined where their keys are equal and their queries adjacent."""
+    turned = [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in full]
+    return [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in _joined_keys(turned)]
+
+
+def _follows(first: Run, second: Run) -> bool:
+    """Whether the second run goes on where the first ends."""
+    return first.stride == second.stride and second.start == first.last + first.stride
+
+
+def _both(first: Run, second: Run) -> Run:
+    return Run(first.start, first.count + second.count, first.stride)
 
 
 def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
