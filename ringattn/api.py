@@ -203,15 +203,18 @@ def _check_tensors(
         raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]}")
     if q.shape[3] != k.shape[3]:
         raise InputError(where + f"q has head_dim {q.shape[3]} and k has {k.shape[3]}")
-    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
-        raise InputError(where + f"sinks must have shape ({q.shape[2]},), one per query head, got {tuple(sinks.shape)}")
+    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],)):
+        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise InputError(where + f"sinks must be a tensor of shape ({q.shape[2]},), one per query head, got {got}")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise InputError(f"scale must be a number or None, got {scale!r}")
     return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
 
 
 def _softcap(softcap: float | None) -> float | None:
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
         raise InputError(f"softcap must be positive or None, got {softcap}")
     return softcap

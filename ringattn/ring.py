@@ -188,8 +188,7 @@ class Ring:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        with self.guarded():
-            collectives.barrier(self.transport)
+        self.agree("barrier")
 
     def all_reduce(self, tensors: Many[Tensor]) -> None:
         """Sum tensors over the ranks, in place; the same bits on every rank."""

@@ -59,13 +59,16 @@ class Sequence:
 
         A collective call. Raises `InputError` on every rank when a shard has the wrong length or the ranks disagree.
         """
-        dim = _dimension(x, dim)
         refusal = None
-        if x.shape[dim] != self.counts[self.ring.rank]:
-            refusal = InputError(
-                f"rank {self.ring.rank}: gather got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
-                f"this rank has {self.counts[self.ring.rank]}"
-            )
+        try:
+            dim = _dimension(x, dim)
+            if x.shape[dim] != self.counts[self.ring.rank]:
+                raise InputError(
+                    f"rank {self.ring.rank}: gather got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
+                    f"this rank has {self.counts[self.ring.rank]}"
+                )
+        except InputError as error:
+            refusal = error
         rest = (*x.shape[:dim], *x.shape[dim + 1 :])
         self.ring.agree(f"gather of dim {dim}, other dimensions {rest}, {x.dtype}, {self.layout}", refusal)
         return _Gather.apply(x, self, dim)
@@ -90,8 +93,11 @@ def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple
     """Cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
     try:
         cuts = tuple(int(cut) for cut in cu_seqlens)
+        whole = all(cut == given for cut, given in zip(cuts, cu_seqlens, strict=True))
     except (TypeError, ValueError) as error:
         raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}") from error
+    if not whole:
+        raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}")
     if len(cuts) < 2 or cuts[0] != 0:
         raise InputError(f"cu_seqlens must start with 0 and hold one number more than there are documents, got {cuts}")
     for index, (start, stop) in enumerate(pairwise(cuts)):

@@ -139,7 +139,6 @@ def test_vmap_is_refused() -> None:
 WRONG_TYPES = {"scale": "much", "softcap": "much", "sinks": [0.0] * 4, "schedule": ["ring"]}
 
 
-@pytest.mark.xfail(strict=True, reason="a wrong type is raised before the ranks agree, so the others are not told why")
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_a_wrong_type_on_one_rank(name: str) -> None:
     def change(ring: Ring, arguments: dict[str, Any]) -> None:
@@ -150,7 +149,6 @@ def test_a_wrong_type_on_one_rank(name: str) -> None:
         assert isinstance(error, InputError) and name in str(error)
 
 
-@pytest.mark.xfail(strict=True, reason="gather looks at its dimension before the ranks agree")
 def test_a_dimension_that_does_not_exist_on_one_rank() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)

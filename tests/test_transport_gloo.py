@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
 from ringattn.transport import stores
 from ringattn.transport.base import Message
-from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.gloo import GlooTransport, _Operation
 from ringattn.transport.stores import group_store, rendezvous_store
 from tests.contract import transport_contract as contract
 from tests.contract.processes import Processes
@@ -196,6 +196,26 @@ def test_a_deadline_is_the_cause_that_its_neighbors_tell(processes: Processes) -
     processes.run(deadline_wakes_the_neighbor)
 
 
+class Asked:
+    """Stands in for gloo's handle and keeps the timeout it is asked to wait."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.timeout, self.ends = timeout, time.monotonic() + timeout.total_seconds()
+        return True
+
+
+@pytest.mark.parametrize("timeout_s", [0.0004, 0.02095, 1.0, -1.0, 0.0])
+def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
+    # Gloo counts whole milliseconds, 0 is endless, and a wait that fails early would be taken for a lost connection.
+    operation, asked = _Operation(0, False, Message(1, torch.zeros(1))), Asked()
+    operation.work = asked  # type: ignore[assignment]
+    deadline = time.monotonic() + timeout_s
+    operation.wait(deadline)
+    assert asked.ends >= deadline
+    assert asked.timeout.microseconds % 1000 == 0
+    assert timedelta(0) < asked.timeout <= timedelta(seconds=max(timeout_s, 0.0) + 0.001)
+
+
 def deadline_after_a_failure(rank: int, world_size: int) -> None:
     ring = meet(rank, world_size, list(range(world_size)), 20.0)
     ring.agree(b"")
@@ -207,22 +227,6 @@ def deadline_after_a_failure(rank: int, world_size: int) -> None:
         time.sleep(3.0)
     else:
         ring.abort(ValueError("no heads"))
-
-
-def deadlines_are_told_from_losses(rank: int, world_size: int) -> None:
-    # A wait must not seem to end before its deadline: that would be a lost connection.
-    for timeout_s in (0.0104, 0.0507, 0.1009, 0.0203, 0.0306, 0.2001):
-        ring = meet(rank, world_size, list(range(world_size)), timeout_s)
-        if rank == 0:
-            with pytest.raises(DeadlineError):
-                contract.receive(ring, 1)
-        else:
-            time.sleep(0.4)
-        ring.close()
-
-
-def test_a_deadline_is_not_taken_for_a_loss(processes: Processes) -> None:
-    processes.run(deadlines_are_told_from_losses)
 
 
 def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) -> None:

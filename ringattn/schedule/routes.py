@@ -49,7 +49,7 @@ ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT)}
 
 def route_named(name: str) -> Route:
     """The route called `name`. Raises `InputError` for others."""
-    if name not in ROUTES:
+    if not isinstance(name, str) or name not in ROUTES:
         raise InputError(f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}")
     return ROUTES[name]
 
