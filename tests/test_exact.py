@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from ringattn import Ring
+from ringattn.engine.base import KV, Seed
+from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
@@ -146,6 +150,47 @@ def test_rows_without_a_key_are_exactly_nothing(ranks: int, engine: str) -> None
     lse = run(with_sinks, ranks, "zigzag", "ring", torch.float32, engine=engine)["lse"]
     sinks = inputs(with_sinks, torch.float32).sinks
     assert sinks is not None and torch.equal(lse[:, :, :7], sinks[None, :, None].expand(1, -1, 7))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_undefined_gradient_of_a_blind_lse_goes_nowhere(ranks: int) -> None:
+    # Where lse is -inf its gradient is often inf or nan; a sink of -inf is none.
+    trial = VARIANTS["blind rows"]._replace(sinks=True)
+    given = inputs(trial, torch.float64)
+
+    def body(ring: Ring) -> list[torch.Tensor]:
+        seq = ring.sequence(cu_seqlens=trial.documents, layout="zigzag")
+        kv_seq = ring.sequence(cu_seqlens=trial.kv_documents, layout="striped")
+        tensors = [seq.shard(given.q), kv_seq.shard(given.k), kv_seq.shard(given.v), torch.full((4,), float("-inf"))]
+        leaves = [x.clone().double().requires_grad_() for x in tensors]
+        *qkv, sinks = leaves
+        out, lse = ring.attention(*qkv, seq, kv_seq=kv_seq, causal=True, sinks=sinks, return_lse=True)
+        dlse = torch.where(lse.isinf(), float("nan"), 1.0)
+        assert dlse.isnan().any() == ((seq.positions() >= 7) & (seq.positions() < 20)).any()
+        return list(torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)))
+
+    for grads in run_ranks(ranks, body, engine="plain", poison=True):
+        assert all(grad.isfinite().all() for grad in grads)
+        assert (grads[3] == 0).all()
+
+
+def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
+    class Strict(PlainEngine):
+        """Refuses what the contract of engines excludes."""
+
+        seen = 0
+
+        def attend_grad(self, q: torch.Tensor, kv: KV, seed: Seed, dq: torch.Tensor, dkv: KV, work: Any) -> None:
+            assert all(x.stride(-1) == 1 for x in (q, *kv[:2], seed.dout, seed.out, dq, *dkv[:2]))
+            Strict.seen += 1
+            super().attend_grad(q, kv, seed, dq, dkv, work)
+
+    def body(ring: Ring) -> Any:
+        ring.engine_for = lambda *_: Strict()  # type: ignore[method-assign]
+        return on_rank(ring, VARIANTS["strided"], "zigzag", "ring", torch.float64)
+
+    assert greatest_error(joined(run_ranks(2, body)), truth(VARIANTS["strided"], torch.float64)) <= EXACT
+    assert Strict.seen >= 4
 
 
 @pytest.mark.parametrize("engine", ["plain", "aten"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import ClosedError, InputError, PeerLostError, Ring
+from ringattn import ClosedError, DisagreementError, InputError, PeerLostError, Ring
 from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
 from tests.face import RANKS, TOKENS, X, attend, errors, good_call
@@ -156,3 +156,17 @@ def test_a_dimension_that_does_not_exist_on_one_rank() -> None:
 
     for error in errors(body):
         assert isinstance(error, InputError) and "dimension 9 does not exist" in str(error)
+
+
+def test_backwards_in_another_order() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        q = seq.shard(X).requires_grad_()
+        outs = [ring.attention(q, q, q, seq, causal=causal).sum() for causal in (False, True)]
+        for out in outs[::-1] if ring.rank == 1 else outs:
+            out.backward()
+
+    for error in errors(body):
+        assert isinstance(error, DisagreementError)
+        assert "rank 0: call 3: backward of" in str(error) and "band -inf..inf" in str(error)
+        assert "rank 1: call 3: backward of" in str(error) and "band 0..inf" in str(error)
