@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.errors import InputError
-from ringattn.launch.config import help_text, load, option
+from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
 from ringattn.transport.local import LocalWorld
@@ -36,7 +36,10 @@ class CheckConfig:
     """One check. Sizes count the whole sequence."""
 
     ranks: int | None = option(None, "ranks to start; default torchrun's, else 4", least=1)
-    transport: str = option("gloo", "processes or threads of this process", choices=("gloo", "local"))
+    transport: str = option(
+        "gloo", "processes on CPU, threads of this process, or processes with a GPU each",
+        choices=("gloo", "local", "nccl"),
+    )  # fmt: skip
     engine: str = option("auto", "which kernels attend", choices=ringattn.ring.ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
     length_tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
@@ -87,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("check", "Compare every schedule, layout and mask with a dense float64 truth.", CheckConfig))
         return 0
+    from ringattn.launch.config import load  # Hydra, which those who call `worker` need not have
+
     config = load(argv, CheckConfig)
     if config.heads % config.kv_heads:
         raise InputError(f"kv_heads={config.kv_heads}: does not divide heads={config.heads}")
@@ -108,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process of the check."""
     torch.set_num_threads(1)
-    with ringattn.Ring(**_ring_options(spec)) as ring:
+    with ringattn.Ring(transport="nccl" if spec["transport"] == "nccl" else "gloo", **_ring_options(spec)) as ring:
         return check_rank(ring, spec)
 
 
@@ -119,12 +124,12 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
 def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     """All cases on one rank; rank 0 compares and prints. Returns the number of cases and of failures."""
     dtype, length = DTYPES[spec["dtype"]], spec["length_tokens"]
-    inputs = _inputs(spec, dtype)
+    inputs = tuple(x.to(ring.device) for x in _inputs(spec, dtype))
     say: Callable[[str], None] = print if ring.rank == 0 else lambda _: None
     bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
     say(f"{'mask':<24}{'layout':<14}{'schedule':<12}" + "".join(f"{name:>10}" for name in NAMES))
-    failed = torch.zeros(1, dtype=torch.int64)
+    failed = torch.zeros(1, dtype=torch.int64, device=ring.device)
     truths: dict[str, tuple[list[Tensor], list[float]]] = {}
     everything = list(cases())
     for case in everything:

@@ -20,8 +20,8 @@ from rich.table import Table
 from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.explain import Explanation
-from ringattn.launch.config import help_text
 from ringattn.launch.model import head_dim
+from ringattn.launch.options import help_text
 from ringattn.launch.pictures import Agreement, Bars, draw_losses, draw_memory
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.train import write_json

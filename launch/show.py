@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ringattn.explain import Explanation
-from ringattn.launch.config import help_text, load, option
+from ringattn.launch.config import load
+from ringattn.launch.options import help_text, option
 from ringattn.layout import LAYOUTS
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import help_text
+from ringattn.launch.options import help_text
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.text import load_text, windows
 from ringattn.launch.train_config import TrainConfig, check_sizes, load_train

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.launch.config import load, option
+from ringattn.launch.config import load
 from ringattn.launch.model import ModelConfig
+from ringattn.launch.options import option
 from ringattn.layout import LAYOUTS
 from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES

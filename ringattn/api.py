@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         ring, call = ctx.ring, ctx.call
-        ring.agree(f"backward of {call.summary('lse used' if dlse is not None else '')}")
+        ring.agree(f"backward of {call.summary()}")
         if dout is None:
             dout = torch.zeros_like(out)
         seed = _seed(dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)

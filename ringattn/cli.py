@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": ("ringattn.launch.show", "print who sends what to whom, when, and what it costs"),
     "demo": ("ringattn.launch.demo", "train with four processes and with one, compare, check, and draw"),
     "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
+    "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
 
 

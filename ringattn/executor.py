@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.plan import HOME, Add, Fold, Plan, PlanStep, record_elements
 from ringattn.pool import Pool
 from ringattn.records import TORCH_DTYPE, Home, Place, Records, add, from_row, pack
 from ringattn.schedule.content import size
-from ringattn.transport.base import Message, Transport
+from ringattn.transport.base import Hop, Message, Transport
 
 
 @dataclass
@@ -32,6 +32,14 @@ FoldInto = Callable[[KV, KV | None, Any], None]
 """(keys and values, their gradients in a backward pass, prepared tiles): one engine call."""
 
 
+class _Bound(NamedTuple):
+    """What a pass needs besides its tensors."""
+
+    pool_bytes: int
+    buffers: list[Records]
+    hops: list[Hop | None]
+
+
 class Executor:
     """A plan with its tiles prepared for an engine. Reusable; one pass at a time."""
 
@@ -44,7 +52,7 @@ class Executor:
             for item in step.work
             if isinstance(item, Fold)
         }
-        self._bound: tuple[int, list[Records]] | None = None
+        self._bound: _Bound | None = None
 
     def run(
         self,
@@ -58,7 +66,9 @@ class Executor:
         """One pass: `home` holds the own K and V, `grads` the accumulators of their gradients in a backward pass."""
         pool.begin_pass(self.plan.arena_bytes)
         try:
-            buffers = self._bind(pool)
+            if self._bound is None or self._bound.pool_bytes != pool.nbytes:
+                self._bound = self._bind(transport, pool)
+            buffers = self._bound.buffers
 
             def place(buffer: int, at_home: Home | None) -> Place:
                 if buffer != HOME:
@@ -67,12 +77,12 @@ class Executor:
                 return at_home
 
             ticket = None
-            for step in self.plan.steps:
+            for step, hop in zip(self.plan.steps, self._bound.hops, strict=True):
                 if ticket is not None:
                     ticket.wait()
                 for gather in step.packs:
                     pack(place(gather.source, home), buffers[gather.into])
-                ticket = transport.exchange(*self._messages(step, buffers)) if step.sends or step.recvs else None
+                ticket = hop.start() if hop is not None else None
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
                 for item in step.work:
@@ -91,6 +101,23 @@ class Executor:
         counters.messages += self.plan.messages
         counters.bytes_sent += self.plan.bytes_sent
 
+    def unbind(self) -> None:
+        """Let go of the pool's memory; the next pass binds anew."""
+        self._bound = None
+
+    def _bind(self, transport: Transport, pool: Pool) -> _Bound:
+        """The plan's buffers as views of the pool, and its hops over them; made again only when the pool has grown."""
+        problem, buffers = self.plan.problem, []
+        for buffer in self.plan.buffers:
+            count = size(buffer.content) * record_elements(problem)
+            flat = pool.slot(buffer.offset_bytes, (count,), TORCH_DTYPE[buffer.dtype])
+            buffers.append(Records(flat, buffer.content, problem.batch, problem.head_dim, problem.value_dim))
+        hops = [
+            transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
+            for step in self.plan.steps
+        ]
+        return _Bound(pool.nbytes, buffers, hops)
+
     def _messages(self, step: PlanStep, buffers: Sequence[Records]) -> tuple[list[Message], list[Message]]:
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
         sends = [
@@ -98,15 +125,3 @@ class Executor:
             for send in step.sends
         ]
         return sends, [Message(recv.peer, buffers[recv.buffer].flat, where + recv.label) for recv in step.recvs]
-
-    def _bind(self, pool: Pool) -> list[Records]:
-        """The plan's buffers as views of the pool, made again only when the pool has grown."""
-        if self._bound is None or self._bound[0] != pool.nbytes:
-            problem = self.plan.problem
-            views = []
-            for buffer in self.plan.buffers:
-                count = size(buffer.content) * record_elements(problem)
-                flat = pool.slot(buffer.offset_bytes, (count,), TORCH_DTYPE[buffer.dtype])
-                views.append(Records(flat, buffer.content, problem.batch, problem.head_dim, problem.value_dim))
-            self._bound = pool.nbytes, views
-        return self._bound[1]

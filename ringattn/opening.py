@@ -7,28 +7,39 @@ Does not know: attention, schedules.
 from __future__ import annotations
 
 import os
+import socket
+import warnings
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ringattn.errors import InputError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
+from ringattn.transport.nccl.advice import warnings_for
+from ringattn.transport.nccl.bootstrap import Host
+from ringattn.transport.nccl.device import CudaDevice
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.select import open_binding
+from ringattn.transport.nccl.transport import NcclTransport
 from ringattn.transport.stores import group_store, rendezvous_store
 
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
 
 
-def open_transport(group: Any, transport: str, timeout_s: float) -> Transport:
-    """The transport of this rank."""
+def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None) -> Transport:
+    """The transport of this rank: for auto nccl where there is a CUDA device, else gloo, and local when alone."""
     if transport not in TRANSPORTS:
         raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
-    if transport == "nccl":
-        raise UnsupportedError("transport='nccl' is not built yet; use gloo for several processes")
+    if nccl is not None and transport not in ("auto", "nccl"):
+        raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
     if isinstance(group, dist.DeviceMesh):
         group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, store = 0, None
     if group is not None or (dist.is_available() and dist.is_initialized()):
         store, rank, world_size = group_store(group)
     elif world_size > 1:
@@ -43,11 +54,52 @@ def open_transport(group: Any, transport: str, timeout_s: float) -> Transport:
             run_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
             restart_count=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
         )
-    if world_size == 1:
+    if world_size == 1 and transport != "nccl":
         return LocalWorld(1, timeout_s).transport(0)
     if transport == "local":
         raise InputError(
             f"transport='local' joins threads of one process, and there are {world_size} processes; "
             "use gloo, or ringattn.testing.run_ranks for threads"
         )
-    return GlooTransport.open(store, rank, world_size, timeout_s)
+    folder = os.environ.get("RINGATTN_FLIGHT_DIR")
+    flight_dir = Path(folder) if folder else None
+    if transport == "nccl" or (transport == "auto" and torch.cuda.is_available()):
+        return _open_nccl(store or dist.HashStore(), rank, world_size, timeout_s, nccl or NcclOptions(), flight_dir)
+    assert store is not None
+    return GlooTransport.open(store, rank, world_size, timeout_s, flight_dir)
+
+
+def _open_nccl(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, options: NcclOptions, flight_dir: Path | None
+) -> NcclTransport:
+    """NCCL on this process's GPU."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"rank {rank}: transport='nccl' needs a CUDA device, and torch finds none; use gloo for tensors on CPU"
+        )
+    binding = open_binding(options)
+    others = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    for warning in warnings_for(os.environ, binding.version, others):
+        warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
+    name = socket.gethostname()
+    return NcclTransport.open(
+        store,
+        rank,
+        world_size,
+        timeout_s,
+        binding=binding,
+        gpu=CudaDevice(_gpu_index(rank)),
+        options=options,
+        host=Host(name, os.environ.get("NCCL_HOSTID", name), os.getpid()),
+        flight_dir=flight_dir,
+    )
+
+
+def _gpu_index(rank: int) -> int:
+    """The GPU that the caller has made current, else torchrun's LOCAL_RANK; the only one where there is one."""
+    count, current, local = torch.cuda.device_count(), torch.cuda.current_device(), os.environ.get("LOCAL_RANK")
+    if current != 0 or local is None or count == 1:
+        return current
+    if int(local) >= count:
+        raise InputError(f"rank {rank}: LOCAL_RANK is {local}, but this host shows {count} GPUs; start one rank a GPU")
+    return int(local)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
+from hashlib import sha256
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ringattn import api
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, engine_named
-from ringattn.errors import ClosedError, DisagreementError, InputError
+from ringattn.errors import ClosedError, DisagreementError, InputError, RingError
 from ringattn.executor import Counters, Executor, FoldInto
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
@@ -32,6 +33,7 @@ from ringattn.records import Home
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
+from ringattn.transport.nccl.options import NcclOptions
 
 _active: ContextVar[Sequence | None] = ContextVar("ringattn_active_sequence", default=None)
 
@@ -40,7 +42,8 @@ class Ring:
     """A group of ranks that attend together.
 
     `group`: a ProcessGroup, a DeviceMesh (its dimension `cp`), or None: the default process group if there is one,
-    else torchrun's variables, else this process alone. `transport`: auto, gloo, local (alone only), or a `Transport`.
+    else torchrun's variables, else this process alone. `transport`: auto (nccl where there is a CUDA device, else
+    gloo), nccl, gloo, local (alone only), or a `Transport`. `nccl`: options of that transport, for experts.
     `engine`: auto, aten or plain. `timeout_s`: the deadline of every wait. `dkv_wire_dtype`: what dK and dV travel in,
     None for the accumulator dtype (float32; float64 for float64 inputs).
 
@@ -57,6 +60,7 @@ class Ring:
         timeout_s: float = 600.0,
         dkv_wire_dtype: torch.dtype | str | None = None,
         poison: bool = False,
+        nccl: NcclOptions | None = None,
     ) -> None:
         """Opens the ring on this rank; returns when all ranks have come. `poison` fills unused memory with NaN."""
         if engine not in ENGINES:
@@ -67,11 +71,14 @@ class Ring:
         if self.dkv_wire_dtype is not None and self.dkv_wire_dtype not in ITEM_BYTES:
             raise InputError(f"dkv_wire_dtype={dkv_wire_dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
         self.engine = engine
-        self.transport = open_transport(group, transport, timeout_s) if isinstance(transport, str) else transport
+        if isinstance(transport, str):
+            transport = open_transport(group, transport, timeout_s, nccl)
+        self.transport = transport
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
         self._calls = 0
+        self._agreed: set[bytes] = set()
         self._end: str | None = None
 
     @property
@@ -188,7 +195,15 @@ class Ring:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.agree("barrier")
+        self.agree("barrier", always=True)
+
+    def synchronize(self) -> None:
+        """Return when all exchanges have arrived; raises what has failed. Local, not a barrier.
+
+        On a GPU the host runs ahead and hears of a lost peer at a later call: synchronize before results are kept.
+        """
+        with self.guarded():
+            self.transport.drain()
 
     def all_reduce(self, tensors: Many[Tensor]) -> None:
         """Sum tensors over the ranks, in place; the same bits on every rank."""
@@ -204,6 +219,16 @@ class Ring:
         self.agree(f"broadcast from {src} of {_shapes(tensors)}", refusal)
         with self.guarded():
             collectives.broadcast(self.transport, tensors, src)
+
+    def replay(self, graph: Any) -> None:
+        """Replay a `torch.cuda.CUDAGraph` of calls of this ring on the current stream, under one deadline for it all.
+
+        All ranks capture and replay the same calls. Run a call once before capturing it, capture with
+        `capture_error_mode="thread_local"`, and drop the graph before the ring is closed.
+        """
+        self.agree("replay of a captured graph")
+        with self.guarded():
+            self.transport.replay(graph.replay)
 
     @contextmanager
     def activate(self, seq: Sequence | None) -> Iterator[None]:
@@ -251,25 +276,40 @@ class Ring:
         """The engine of a call: the chosen one, or for auto the fastest that can do it."""
         return engine_named(self.engine, softcap, device)
 
-    def agree(self, summary: str, refusal: InputError | None = None) -> None:
-        """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere."""
+    def agree(self, summary: str, refusal: InputError | None = None, always: bool = False) -> None:
+        """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere.
+
+        Where the transport itself notices a rank that makes another call, one agreement on a call is enough, unless
+        `always`.
+        """
         self.check_open()
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal
             return
         self._calls += 1
-        mine = f"refused {refusal}" if refusal is not None else f"call {self._calls}: {summary}"
-        with self.guarded():
-            answers = [answer.decode() for answer in self.transport.agree(mine.encode())]
+        mine = f"refused {refusal}" if refusal is not None else summary
+        digest = sha256(mine.encode()).digest()[:8]
+        noticed = self.transport.announce(self._calls, digest, mine)
+        if noticed and digest in self._agreed and refusal is None and not always:
+            return
+        try:
+            with self.guarded():
+                answers = [answer.decode() for answer in self.transport.agree(f"{self._calls}: {mine}".encode())]
+        except RingError:
+            if refusal is not None:
+                raise refusal from None
+            raise
         if refusal is not None:
             raise refusal
-        for rank, answer in enumerate(answers):
+        told = [answer.partition(": ")[2] for answer in answers]
+        for rank, answer in enumerate(told):
             if answer.startswith("refused "):
                 raise InputError(f"rank {rank} refused the call, so all ranks do: {answer.removeprefix('refused ')}")
         if len(set(answers)) > 1:
-            listed = "\n".join(f"  rank {rank}: {answer}" for rank, answer in enumerate(answers))
+            listed = "\n".join(f"  rank {rank}: call {answer}" for rank, answer in enumerate(answers))
             raise DisagreementError(f"the ranks do not ask for the same:\n{listed}")
+        self._agreed.add(digest)
 
     def run(self, call: api.Call, fold: FoldInto, home: Home, grads: Home | None = None) -> None:
         """One pass of a call that all ranks agreed on; backward where `grads` is given."""
@@ -279,7 +319,11 @@ class Ring:
             if key not in self._executors:
                 plan = plan_of(call.problem, call.route, self.rank, grads is not None)
                 self._executors[key] = Executor(plan, call.engine, call.softmax)
-            self._executors[key].run(self.transport, self.pool, self._counters, fold, home, grads)
+            executor = self._executors[key]
+            if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is free only when nobody views it
+                for bound in self._executors.values():
+                    bound.unbind()
+            executor.run(self.transport, self.pool, self._counters, fold, home, grads)
 
     def check_open(self) -> None:
         """Raise `ClosedError` unless the ring is alive."""

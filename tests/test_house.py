@@ -35,7 +35,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 FAMILIES = [set(FLOORS[6]), set(FLOORS[5]), {"planner", "plan"}, set(FLOORS[1])]  # may import each other
-SHARED = {"partial", "testing"}  # what every room of its own floor may import
+SHARED = {"observe", "partial", "testing"}  # what every room of its own floor may import
 DOORS = {"cli", "__main__"}  # they open the other rooms of floor 7
 TORCH_FREE = [room for room, floor in FLOOR.items() if floor <= 3 and room != "kernels"]
 

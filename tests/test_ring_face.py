@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, UnsupportedError
 from ringattn.testing import run_ranks
-from tests.face import RANKS, TOKENS, Change, X, attend, errors
+from tests.face import DEADLINE_S, RANKS, TOKENS, Change, X, attend, errors
 
 
 def setting(**values: Any) -> Change:
@@ -170,7 +170,7 @@ def test_a_barrier_beside_another_call() -> None:
         ({"timeout_s": float("nan")}, r"timeout_s must be positive, got nan"),
         ({"dkv_wire_dtype": torch.int8}, r"dkv_wire_dtype=torch\.int8 is not supported; use one of float64"),
         ({"transport": "pigeon"}, r"transport='pigeon' is not known; choose one of auto, local, gloo, nccl"),
-        ({"transport": "nccl"}, r"transport='nccl' is not built yet"),
+        ({"transport": "nccl"}, r"needs a CUDA device, and torch finds none"),
     ],
 )
 def test_bad_options_of_a_ring(options: dict[str, Any], message: str) -> None:
@@ -205,3 +205,20 @@ def test_bad_sequences(options: dict[str, Any], message: str) -> None:
 def test_documents_are_counted_in_whole_tokens(cu_seqlens: Any) -> None:
     with Ring() as ring, pytest.raises(InputError, match=r"cu_seqlens must be integers"):
         ring.sequence(cu_seqlens=cu_seqlens)
+
+
+def test_only_some_ranks_may_use_lse() -> None:
+    # Nothing on the wire depends on it. The truth: all use it, and it counts on rank 1 only.
+    def grad(ring: Ring, everywhere: bool) -> Tensor:
+        seq = ring.sequence(TOKENS)
+        x = seq.shard(X).double().requires_grad_()
+        out, lse = ring.attention(x, x, x, seq, causal=True, return_lse=True)
+        loss = out.sum()
+        if everywhere or ring.rank == 1:
+            loss = loss + lse.sum() * (ring.rank == 1)
+        loss.backward()
+        return x.grad
+
+    some = run_ranks(RANKS, lambda ring: grad(ring, False), engine="plain", timeout_s=DEADLINE_S)
+    truth = run_ranks(RANKS, lambda ring: grad(ring, True), engine="plain", timeout_s=DEADLINE_S)
+    assert all(torch.equal(a, b) for a, b in zip(some, truth, strict=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringattn.errors import InputError
-from ringattn.launch.config import help_text
+from ringattn.launch.options import help_text
 from ringattn.launch.text import VOCABULARY, load_text, windows
 from ringattn.launch.train_config import TrainConfig, load_train
 from ringattn.testing import run_ranks

@@ -2,16 +2,19 @@
 
 A transport moves bytes between the ranks of one ring. It promises: all messages of one `exchange` are in flight at
 once; the k-th message sent to a peer meets the k-th message received from it; every wait has a deadline; a failure is
-an error that names rank, peer, label and bytes, on every rank.
+an error that names rank, peer, label and bytes, on every rank. It may run the exchanges of a rank one after another, so
+no exchange may need one that is started later.
 Does not know: attention, schedules, blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from ringattn.errors import UnsupportedError
 
 
 class Message(NamedTuple):
@@ -34,6 +37,14 @@ class Ticket(Protocol):
         ...
 
 
+class Hop(Protocol):
+    """An exchange that was bound to its buffers once and can be started again and again, one at a time."""
+
+    def start(self) -> Ticket:
+        """Start all sends and receives at once, like `Transport.exchange`."""
+        ...
+
+
 class Transport(Protocol):
     """One rank's end of the ring. Used by one thread at a time."""
 
@@ -50,6 +61,29 @@ class Transport(Protocol):
         """Start all sends and receives at once. Buffers belong to the transport until the ticket's `wait` returns."""
         ...
 
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
+        """Check and prepare an exchange without starting it."""
+        ...
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        """Say that this rank makes its `call`-th call, described by `digest` and, for errors, by `words`.
+
+        True if the transport itself notices, at its waits, when other ranks make another call; ranks that have agreed
+        on such a call once then need not agree again.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Return when everything exchanged so far has arrived, also on a device. Raises what has failed."""
+        ...
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """Call `run`, which launches a captured CUDA graph of passes of this ring, under one deadline for all of it.
+
+        Raises `UnsupportedError` where there are no graphs.
+        """
+        ...
+
     def agree(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank: a small all-gather on the control plane, with the deadline."""
         ...
@@ -59,5 +93,35 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave in good order. Idempotent."""
+        """Leave in good order. Idempotent. Raises a failure that no call has been told of yet."""
         ...
+
+
+class Rebound:
+    """A `Hop` for transports that gain nothing from binding: it remembers the messages."""
+
+    def __init__(self, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        self._transport, self._sends, self._recvs = transport, sends, recvs
+
+    def start(self) -> Ticket:
+        """See `Hop.start`."""
+        return self._transport.exchange(self._sends, self._recvs)
+
+
+class HostTransport:
+    """What transports have in common whose `wait` holds the host until the bytes are there."""
+
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
+        """See `Transport.bind`; the messages are checked when the hop starts."""
+        return Rebound(self, sends, recvs)  # type: ignore[arg-type]
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        """See `Transport.announce`: such a transport notices nothing."""
+        return False
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """See `Transport.replay`."""
+        raise UnsupportedError("passes on the host cannot be captured as CUDA graphs; use transport='nccl'")
+
+    def drain(self) -> None:
+        """See `Transport.drain`: whatever has been waited for is there."""

@@ -92,8 +92,8 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[torch.dtype, li
 
 
 def _wire(transport: Transport, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` values that can be exchanged."""
-    return transport.allocate(count * dtype.itemsize).view(dtype)
+    """`count` values for a moment, in plain memory: `allocate` is for what stays."""
+    return torch.empty(count, dtype=dtype, device=transport.device)
 
 
 def _packed(transport: Transport, dtype: torch.dtype, tensors: list[torch.Tensor]) -> torch.Tensor:

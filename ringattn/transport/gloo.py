@@ -1,8 +1,10 @@
 """A ring whose ranks are processes on CPU, over a gloo group of its own.
 
 Promises: the user's process groups are never touched, whether they exist before or after; several rings may be open at
-once; every wait ends within the deadline; a rank that fails publishes its cause in the store before it drops its
-connections, and every other rank re-states that first cause. A transport that has raised a failure is dead.
+once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the others
+are listened to; a rank that fails publishes its cause in the store before it drops its connections, and every other
+rank re-states that first cause; a rank that is stopped or killed publishes none, and is named by the silence of its
+pulse. A transport that has raised a failure is dead.
 A message whose ends differ in bytes never meets its partner, so both ranks reach the deadline. A rank that dies while a
 large message to it is half written is noticed by the sender at the deadline only; gloo does not say it earlier.
 Does not know: devices, environment variables, what the bytes mean.
@@ -14,18 +16,20 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, TransportError
-from ringattn.transport.base import Message
-from ringattn.transport.messages import Operation, first_cause, listed, operations
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, Part
+from ringattn.transport.base import HostTransport, Message
+from ringattn.transport.board import Board
+from ringattn.transport.diagnosis import BEAT_S, Diagnosis
+from ringattn.transport.messages import Operation, listed, operations
+from ringattn.transport.pulse import Beating
 
-# A rank publishes its cause just before its connections fall, except that gloo drops the pair of a timed-out wait by
-# itself, before the cause can be written. So the neighbor looks for the cause this long.
-CAUSE_S = 1.0
-POLL_S = 0.02
+DATA_LANE = 0
 # Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the
 # length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
 AGREE_TAG = 0
@@ -61,41 +65,54 @@ class _Agreement(_Operation):
 
 
 class GlooTicket:
-    """The operations of one exchange."""
+    """The operations of one exchange, their entry in the flight record, and where they were posted, for errors."""
 
-    def __init__(self, transport: GlooTransport, operations: list[_Operation]) -> None:
+    def __init__(self, transport: GlooTransport, operations: list[_Operation], flight: Flight, where: str) -> None:
         self._transport = transport
-        self._operations = operations
+        self.operations = operations
+        self.flight = flight
+        self.where = where
 
     def wait(self) -> None:
         """See `Ticket.wait`. A second wait returns at once."""
-        if self._operations:
-            self._transport._finish(self._operations, "")
-            self._operations = []
+        if self.operations:
+            self._transport._finish(self)
+            self.operations = []
 
 
-class GlooTransport:
+class GlooTransport(HostTransport):
     """One rank of a ring of processes."""
 
     name = "gloo"
     device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroupGloo, store: dist.Store, timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroupGloo, store: dist.Store, timeout_s: float, flight_dir: Path | None = None
+    ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self._group: dist.ProcessGroupGloo | None = group
-        self._store = store
+        self._board = Board(store, self.rank, self.world_size)
+        self._diagnosis = Diagnosis(self._board)
         self._timeout_s = timeout_s
         self._agreements = 0
         self._end: BaseException | None = None
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
+        self._flights = FlightRecord(self.rank, self.world_size, self.name)
+        self._flight_dir = flight_dir
+        self._beating: Beating | None = None
+        if self.world_size > 1:
+            self._beating = Beating(self._board.clone().store, self.rank, BEAT_S, self._flights.where)
 
     @classmethod
-    def open(cls, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> GlooTransport:
+    def open(
+        cls, store: dist.Store, rank: int, world_size: int, timeout_s: float, flight_dir: Path | None = None
+    ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
-        Raises `DeadlineError` that names the ranks which did not come.
+        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. Raises `DeadlineError`
+        that names the ranks which did not come.
         """
         try:
             store.set(f"arrived/{rank}", "1")
@@ -104,7 +121,7 @@ class GlooTransport:
             missing = [other for other in range(world_size) if not _holds(store, f"arrived/{other}")]
             who = f"ranks {missing} did not come" if missing else "all ranks came, but could not connect"
             raise DeadlineError(f"rank {rank} opened a ring of {world_size}: {who} within {timeout_s} s") from error
-        return cls(group, store, timeout_s)
+        return cls(group, store, timeout_s, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -114,8 +131,7 @@ class GlooTransport:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> GlooTicket:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
         posted = operations(_Operation, self.rank, self.world_size, self.device, sends, recvs)
-        self._post(posted)
-        return GlooTicket(self, posted)
+        return self._post(posted, DATA_LANE, "")
 
     def agree(self, payload: bytes) -> list[bytes]:
         """See `Transport.agree`. The n-th call of every rank meets the n-th call of the others; any payload length.
@@ -144,21 +160,16 @@ class GlooTransport:
         return [payloads[rank] for rank in range(self.world_size)]
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`."""
+        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
         if self._end is None:
-            try:
-                self._store.compare_set("cause", "", first_cause(self.rank, cause))
-            except RuntimeError:
-                pass  # the store's host is gone; the neighbors notice the lost connections all the same
-            self._drop(cause)
+            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
+                cause.add_note(left)
+            self._fail(cause)
 
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
-            try:
-                self._store.set(f"closed/{self.rank}", "1")
-            except RuntimeError:
-                pass  # without the store's host nobody can be told
+            self._board.leave()
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def _swap(self, peers: list[int], sent: torch.Tensor, received: dict[int, torch.Tensor], label: str) -> None:
@@ -166,12 +177,15 @@ class GlooTransport:
         sends = [Message(peer, sent, label) for peer in peers]
         recvs = [Message(peer, received[peer], label) for peer in peers]
         posted: list[_Operation] = operations(_Agreement, self.rank, self.world_size, self.device, sends, recvs)
-        self._post(posted)
-        self._finish(posted, f" in {label}")
+        self._post(posted, CONTROL_LANE, f" in {label}").wait()
 
-    def _post(self, posted: list[_Operation]) -> None:
+    def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooTicket:
         """Hand operations to gloo, which keeps the order of each pair of ranks and direction."""
         self._check_open()
+        parts = tuple(_part(operation) for operation in posted)
+        # What sends and receives nothing is no exchange, and is not recorded.
+        flight = self._flights.begin(lane, parts) if parts else Flight(0, lane, parts)
+        ticket = GlooTicket(self, posted, flight, where)
         for operation in posted:
             try:
                 # No name may hold the group here: an error keeps this frame, and with it the connections.
@@ -179,59 +193,57 @@ class GlooTransport:
                     [operation.buffer.detach()], operation.peer, operation.tag
                 )
             except RuntimeError as error:
-                raise self._failure(operation, posted, error, None, "") from error
+                raise self._failure(operation, ticket, error, None) from error
             self._in_flight.add(operation)
+        flight.state, flight.started_s = RUNNING, time.time()
+        return ticket
 
-    def _finish(self, posted: list[_Operation], where: str) -> None:
+    def _finish(self, ticket: GlooTicket) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
         deadline = time.monotonic() + self._timeout_s
-        for operation in posted:
+        for operation in ticket.operations:
             try:
                 operation.wait(deadline)
             except RuntimeError as error:
-                raise self._failure(operation, posted, error, deadline, where) from error
-        self._in_flight.difference_update(posted)
+                raise self._failure(operation, ticket, error, deadline) from error
+        self._in_flight.difference_update(ticket.operations)
+        ticket.flight.state, ticket.flight.done_s = DONE, time.time()
 
     def _failure(
-        self, failed: _Operation, posted: list[_Operation], error: RuntimeError, deadline: float | None, where: str
+        self, failed: _Operation, ticket: GlooTicket, error: RuntimeError, deadline: float | None
     ) -> TransportError:
         """End this transport, and say why as well as can be known."""
-        failure: TransportError
+        ticket.flight.state = FAILED
+        kind: type[TransportError] = PeerLostError
         if deadline is not None and time.monotonic() >= deadline:
-            pending = [operation for operation in posted if _unfinished(operation)]
-            silent = sorted({operation.peer for operation in pending})
-            failure = DeadlineError(
-                f"rank {self.rank}{where}: no answer from ranks {silent} within {self._timeout_s} s; "
-                f"pending: {listed(pending)}{self._earlier_cause()}"
+            kind = DeadlineError
+            pending = [operation for operation in ticket.operations if _unfinished(operation)]
+            late = sorted({operation.peer for operation in pending})
+            message = (
+                f"rank {self.rank}{ticket.where}: no answer from ranks {late} within {self._timeout_s} s; "
+                f"pending: {listed(pending)}; {self._diagnosis.of_deadline(late)}"
             )
         else:
-            known = self._known_cause(failed.peer, deadline)
-            failure = PeerLostError(f"{failed}{where}: {known or f'rank {failed.peer} is gone ({error})'}")
-        self.abort(failure)
+            message = f"{failed}{ticket.where}: {self._diagnosis.of_loss(failed.peer, error)}"
+        left = self._recorded(f"{kind.__name__}: {message}")
+        failure = kind(f"{message}; {left}" if left else message)
+        self._fail(failure)
         return failure
 
-    def _known_cause(self, peer: int, deadline: float | None) -> str | None:
-        """The first published cause, or that `peer` closed in good order; None when the peer left without a word."""
-        until = min(time.monotonic() + CAUSE_S, deadline or float("inf"))
+    def _recorded(self, cause: str) -> str:
+        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
+        if self._flight_dir is None:
+            return ""
         try:
-            while True:
-                if self._store.check(["cause"]):
-                    return self._store.get("cause").decode()
-                if self._store.check([f"closed/{peer}"]):
-                    return f"rank {peer} closed its ring"
-                if time.monotonic() >= until:
-                    return None
-                time.sleep(POLL_S)
-        except RuntimeError:
-            return f"rank {peer} is gone, and the store's host (rank 0) is gone, so no first cause can be read"
+            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
+        except OSError as error:
+            return f"rank {self.rank} could not write its flight record: {error}"
 
-    def _earlier_cause(self) -> str:
-        """What another rank has published before this one reached its deadline."""
-        try:
-            return f"; {self._store.get('cause').decode()}" if self._store.check(["cause"]) else ""
-        except RuntimeError:
-            return "; the store's host (rank 0) is gone"
+    def _fail(self, cause: BaseException) -> None:
+        """Publish, then drop: a neighbor that wakes finds the cause."""
+        self._board.publish_cause(cause)
+        self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
         """Let go of everything that keeps a connection open; gloo then wakes the neighbors."""
@@ -239,6 +251,8 @@ class GlooTransport:
         for operation in self._in_flight:
             operation.work = None
         self._group = None
+        if self._beating is not None:
+            self._beating.stop()
 
     def _check_open(self) -> None:
         if self._end is not None:
@@ -252,6 +266,12 @@ def _unfinished(operation: _Operation) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def _part(operation: _Operation) -> Part:
+    """An operation as the flight record keeps it."""
+    op = "send" if operation.sends else "recv"
+    return Part(op, operation.peer, operation.nbytes, operation.buffer.data_ptr(), operation.label)
 
 
 def _holds(store: dist.Store, key: str) -> bool:

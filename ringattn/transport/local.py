@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
-from ringattn.transport.base import Message
+from ringattn.transport.base import HostTransport, Message
 from ringattn.transport.messages import Operation, first_cause, listed, operations
 
 
@@ -68,9 +68,13 @@ class LocalWorld:
         if send.nbytes != recv.nbytes or send.buffer.dtype != recv.buffer.dtype:
             send.refusal = recv.refusal = f"two ends of one message do not match: {send}, but {recv}"
         else:
-            with torch.no_grad():
-                recv.buffer.detach().view(-1).copy_(send.buffer.view(-1))
-            send.done = recv.done = True
+            self._deliver(send, recv)
+
+    def _deliver(self, send: _Operation, recv: _Operation) -> None:
+        """Move the bytes of one message whose ends match."""
+        with torch.no_grad():
+            recv.buffer.detach().view(-1).copy_(send.buffer.view(-1))
+        send.done = recv.done = True
 
     def _forget(self, rank: int) -> None:
         """Never touch the buffers of `rank` again."""
@@ -140,7 +144,7 @@ class LocalTicket:
             self._operations = []
 
 
-class LocalTransport:
+class LocalTransport(HostTransport):
     """One rank of a `LocalWorld`."""
 
     name = "local"

@@ -1,0 +1,71 @@
+"""Options of a command as a dataclass: defaults, units, limits and help lines.
+
+Does not know: which commands there are, how values are given; needs nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, field, fields, is_dataclass
+from importlib import resources
+from typing import Any, get_type_hints
+
+from ringattn.errors import InputError
+
+CONF = "ringattn.launch.conf"
+
+
+def option(default: Any, about: str, **limits: Any) -> Any:
+    """A field with its help line and its limits: `least` and `above` (inclusive, exclusive), `choices`."""
+    return field(default=default, metadata={"about": about, **limits})
+
+
+def check_limits(config: Any) -> None:
+    """Raise `InputError`, with the key first, if a value is not within the limits of its field."""
+    for key, value, described in leaves(config):
+        limits = described.metadata
+        if value is None:
+            continue
+        if "least" in limits and not value >= limits["least"]:
+            raise InputError(f"{key}={value}: must be at least {limits['least']}")
+        if "above" in limits and not value > limits["above"]:
+            raise InputError(f"{key}={value}: must be more than {limits['above']}")
+        if "choices" in limits and value not in limits["choices"]:
+            raise InputError(f"{key}={value}: choose one of {', '.join(limits['choices'])}")
+
+
+def help_text(command: str, purpose: str, schema: type) -> str:
+    """The text of `--help`: every key with its default and its meaning, from the fields of the dataclass `schema`."""
+    rows = [("key", "default", "meaning")]
+    for key, value, described in leaves(schema()):
+        choices = described.metadata.get("choices")
+        about = described.metadata["about"] + (f" ({', '.join(choices)})" if choices else "")
+        rows.append((key, "" if value in (None, "") else str(value), about))
+    # A default that is much longer than the others must not push the meanings off the screen.
+    wide, middle = max(len(row[0]) for row in rows), min(24, max(len(row[1]) for row in rows))
+    lines = [f"  {key:<{wide}}  {default:<{middle}}  {about}" for key, default, about in rows]
+    named = [f"{group}={name}" for group in groups(schema) for name in presets_of(group)]
+    if named:
+        lines += ["", f"presets: {', '.join(named)}"]
+    return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """(dotted key, value, field) of each option, nested ones included."""
+    for described in fields(config):
+        value = getattr(config, described.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{described.name}.")
+        else:
+            yield f"{prefix}{described.name}", value, described
+
+
+def groups(schema: Any) -> list[str]:
+    """The nested dataclasses of a schema; each may have a folder of presets."""
+    hints = get_type_hints(schema)
+    return [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
+
+
+def presets_of(group: str) -> list[str]:
+    """The names that a group can be set to."""
+    return sorted(file.name.removesuffix(".yaml") for file in (resources.files(CONF) / group).iterdir())

@@ -1,0 +1,1 @@
+"""What a rank saw, kept for afterwards."""

@@ -1,0 +1,116 @@
+"""The flight record: the last exchanges of a rank, kept in a fixed ring and written out when something goes wrong.
+
+Promises: recording an exchange costs a few microseconds and no memory beyond the ring; a dump is JSON that
+`ringattn flight` merges over the ranks, and counts what the ring has dropped, so that the k-th send still meets the
+k-th receive.
+Does not know: transports, schedules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CAPACITY = 2048
+POSTED, RUNNING, DONE, FAILED, CAPTURED = "posted", "running", "done", "failed", "captured"
+CONTROL_LANE = -1
+"""The lane of agreements, which never meet the messages of an exchange."""
+
+
+class Part(NamedTuple):
+    """One message of an exchange. `op`: send or recv; `slot`: address of the buffer."""
+
+    op: str
+    peer: int
+    nbytes: int
+    slot: int
+    label: str
+
+
+class Flight:
+    """One exchange. Times in seconds of this host's clock; `sequence` counts the exchanges of the rank from 0."""
+
+    __slots__ = ("done_s", "lane", "parts", "posted_s", "sequence", "started_s", "state")
+
+    def __init__(self, sequence: int, lane: int, parts: tuple[Part, ...]) -> None:
+        self.sequence, self.lane, self.parts = sequence, lane, parts
+        self.posted_s, self.started_s, self.done_s = time.time(), 0.0, 0.0
+        self.state = POSTED
+
+    @property
+    def label(self) -> str:
+        """The label of its first message."""
+        return self.parts[0].label if self.parts else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {name: getattr(self, name) for name in self.__slots__ if name != "parts"}
+        return {**facts, "parts": [part._asdict() for part in self.parts]}
+
+
+class FlightRecord:
+    """The last `CAPACITY` exchanges of one rank."""
+
+    def __init__(self, rank: int, world_size: int, transport: str) -> None:
+        self.rank, self.world_size, self.transport = rank, world_size, transport
+        self.count = 0
+        self._ring: list[Flight | None] = [None] * CAPACITY
+        self._dropped: Counter[tuple[int, str, int]] = Counter()
+
+    def begin(self, lane: int, parts: tuple[Part, ...]) -> Flight:
+        """A new entry, in the state POSTED."""
+        flight = Flight(self.count, lane, parts)
+        oldest = self._ring[self.count % CAPACITY]
+        if oldest is not None:
+            self._dropped.update((oldest.lane, part.op, part.peer) for part in oldest.parts)
+        self._ring[self.count % CAPACITY] = flight
+        self.count += 1
+        return flight
+
+    def last(self) -> Flight | None:
+        """The newest entry."""
+        return self._ring[(self.count - 1) % CAPACITY] if self.count else None
+
+    def where(self) -> str:
+        """Where this rank is, for a pulse: the label of its last exchange, or `idle after` it; may be read anytime."""
+        flight = self.last()
+        if flight is None:
+            return "idle"
+        return f"idle after {flight.label}" if flight.state == DONE else flight.label
+
+    def entries(self) -> list[Flight]:
+        """Oldest first."""
+        first = max(0, self.count - CAPACITY)
+        return [flight for n in range(first, self.count) if (flight := self._ring[n % CAPACITY]) is not None]
+
+    def dump(self, folder: Path, cause: str) -> Path:
+        """Write `flight-<rank>.json` into `folder` and return its path. Raises `OSError`.
+
+        `dropped` counts the messages, by lane, direction and peer, of the exchanges that are no longer in the ring.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "transport": self.transport,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "written_s": time.time(),
+            "cause": cause,
+            "exchanges": self.count,
+            "dropped": [
+                {"lane": lane, "op": op, "peer": peer, "messages": count}
+                for (lane, op, peer), count in sorted(self._dropped.items())
+            ],
+            "flights": [flight.as_dict() for flight in self.entries()],
+        }
+        path = folder / f"flight-{self.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        partial.rename(path)
+        return path

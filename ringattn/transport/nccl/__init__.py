@@ -1,0 +1,1 @@
+"""Raw NCCL: one process per GPU, called directly and not through `torch.distributed`."""

@@ -1,0 +1,220 @@
+"""A communicator: one lane on which this rank's hops run one after another.
+
+States: new, opening, ready, failed, closed. Promises: opening has a deadline; a hop is one group, whatever it holds;
+nothing is destroyed at garbage collection; closing and aborting are idempotent and bounded; a fork or a second thread
+is refused before it reaches NCCL.
+Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
+Does not know: stores, streams' contents, what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
+from ringattn.transport.nccl.device import Device
+from ringattn.transport.nccl.waiting import Deadline, wait_until
+
+ABORT_S = 10.0
+"""How long an abort may take before it counts as stuck."""
+
+Watch = Callable[[], None]
+"""Raises when the ring has failed meanwhile."""
+
+
+class State(Enum):
+    """The life of a communicator."""
+
+    NEW = "new"
+    OPENING = "opening"
+    READY = "ready"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Call(NamedTuple):
+    """One send or receive of a hop."""
+
+    sends: bool
+    pointer: int
+    nbytes: int
+    peer: int
+
+
+class Communicator:
+    """One lane of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
+
+    def __init__(
+        self, binding: Binding, device: Device, rank: int, world_size: int, config: CommConfig, timeout_s: float
+    ) -> None:
+        if not config.blocking and Capability.NONBLOCKING not in binding.capabilities:
+            config = config._replace(blocking=True)
+        self.state = State.NEW
+        self.handle = 0
+        self.rank, self.world_size, self.config = rank, world_size, config
+        self._binding, self._device, self._timeout_s = binding, device, timeout_s
+        self.pid = os.getpid()
+        self._using = threading.Lock()
+        self._asking = threading.Lock()  # a handle that is being freed is not asked for its state
+
+    def open(self, unique_id: bytes, watch: Watch) -> None:
+        """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
+        self._begin("init", lambda: self._binding.init(self.world_size, unique_id, self.rank, self.config), watch)
+
+    def open_child(self, parent: Communicator, watch: Watch) -> None:
+        """Join a communicator with this configuration over the ranks of a ready `parent`."""
+        self._begin("split", lambda: self._binding.split(parent.handle, 0, self.rank, self.config), watch)
+
+    def launch(self, calls: Sequence[Call], stream: int, watch: Watch) -> None:
+        """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
+
+        Raises `ClosedError` unless ready, `RingError` for a fork or a second thread, `NcclError`, `DeadlineError`.
+        """
+        if not self._using.acquire(blocking=False):
+            raise RingError(f"rank {self.rank}: two threads use one ring at once; give each thread its own")
+        try:
+            if self.state is not State.READY or os.getpid() != self.pid:
+                self._refuse()
+            binding, handle = self._binding, self.handle
+            where, status = "ncclGroupStart", binding.group_start()
+            if not status:
+                for sends, pointer, nbytes, peer in calls:
+                    call = binding.send if sends else binding.recv
+                    status = call(pointer, nbytes, peer, handle, stream)
+                    if status and status != Status.IN_PROGRESS:
+                        where = f"{'ncclSend to' if sends else 'ncclRecv from'} rank {peer}"
+                        break
+                else:
+                    where, status = "ncclGroupEnd", 0
+                ended = binding.group_end()  # also after an error, or the thread would queue for ever
+                status = status or ended
+            if status:
+                self._settle(where, status, watch)
+        finally:
+            self._using.release()
+
+    def error(self) -> NcclError | None:
+        """What NCCL reports about this communicator by itself, None while it is healthy. For the supervisor."""
+        with self._asking:
+            if self.state is not State.READY:
+                return None
+            status = self._binding.state(self.handle)
+            if status in (Status.SUCCESS, Status.IN_PROGRESS):
+                return None
+            return NcclError("asynchronous error", status, self._binding.last_error(self.handle))
+
+    def abort(self, join_s: float = ABORT_S) -> bool:
+        """Stop what runs on the lane and free it; False when that does not end within `join_s`. Idempotent."""
+        with self._asking:
+            if self.state in (State.FAILED, State.CLOSED):
+                return True
+            self.state = State.FAILED
+            handle, self.handle = self.handle, 0
+        if not handle:
+            return True
+        held = self._using.acquire(timeout=1.0)  # a hop that is being launched sees the failure within milliseconds
+        try:
+            return self._bounded(lambda: self._binding.abort(handle), join_s)
+        finally:
+            if held:
+                self._using.release()
+
+    def close(self, deadline: Deadline) -> None:
+        """Free a lane whose hops have all run, together with all other ranks. Aborts what does not end in time."""
+        with self._asking:
+            if self.state is not State.READY:
+                return
+            self.state = State.CLOSED
+            handle, self.handle = self.handle, 0
+        try:
+            if Capability.FINALIZE in self._binding.capabilities:
+                self._binding.finalize(handle)
+                if not wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline):
+                    raise DeadlineError("finalize")
+            if not self._bounded(lambda: self._binding.destroy(handle), deadline.timeout_s):
+                raise DeadlineError("destroy")
+        except (NcclError, DeadlineError):
+            self._bounded(lambda: self._binding.abort(handle), deadline.timeout_s)
+
+    def _begin(self, what: str, make: Callable[[], int], watch: Watch) -> None:
+        """From new to ready."""
+        if self.state is not State.NEW:
+            raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
+        self.state = State.OPENING
+        deadline = Deadline(self._timeout_s)
+        try:
+            if self.config.blocking:
+                self.handle = self._open_blocking(what, make, deadline, watch)
+            else:
+                self.handle = make()
+                self._settle(what, Status.IN_PROGRESS, watch, deadline)
+        except BaseException:
+            self.abort()
+            raise
+        self.state = State.READY
+
+    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: Watch) -> int:
+        """`make()` on a thread that is left behind if it never returns: nothing else bounds a blocking open."""
+        made: list[int] = []
+        failed: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                self._device.activate()
+                made.append(make())
+            except BaseException as error:  # raised again below
+                failed.append(error)
+
+        threading.Thread(target=body, name="ringattn-open", daemon=True).start()
+        if not wait_until(lambda: bool(made or failed), deadline, watch):
+            raise DeadlineError(f"rank {self.rank}: {what} of the communicator did not end in {self._timeout_s} s")
+        if failed:
+            raise failed[0]
+        return made[0]
+
+    def _settle(self, where: str, status: int, watch: Watch, deadline: Deadline | None = None) -> None:
+        """Wait until the communicator has done what it was told; only then may its streams be given other work."""
+        deadline = deadline or Deadline(self._timeout_s)
+        current = status
+
+        def settled() -> bool:
+            nonlocal current
+            if self.handle == 0:  # aborted meanwhile; `watch` says why
+                return False
+            current = self._binding.state(self.handle)
+            return current != Status.IN_PROGRESS
+
+        if current == Status.IN_PROGRESS and not wait_until(settled, deadline, watch):
+            raise DeadlineError(f"rank {self.rank}: {where} was still in progress after {deadline.timeout_s} s")
+        if current != Status.SUCCESS:
+            raise NcclError(f"rank {self.rank}: {where}", current, self._binding.last_error(self.handle))
+
+    def _bounded(self, call: Callable[[], None], join_s: float) -> bool:
+        """Run a call that may hang on a thread of its own; False when it does, or fails."""
+        done = threading.Event()
+
+        def body() -> None:
+            self._device.activate()
+            try:
+                call()
+            except NcclError:
+                return
+            done.set()
+
+        thread = threading.Thread(target=body, name="ringattn-free", daemon=True)
+        thread.start()
+        thread.join(join_s)
+        return done.is_set()
+
+    def _refuse(self) -> None:
+        if os.getpid() != self.pid:
+            raise RingError(
+                f"rank {self.rank}: this ring belongs to process {self.pid}, and this is {os.getpid()}, its fork; "
+                "start processes with spawn and open a Ring in each"
+            )
+        raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")

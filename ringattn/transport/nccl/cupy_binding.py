@@ -1,0 +1,218 @@
+"""NCCL through `cupy.cuda.nccl`: the calls of a hop on blocking communicators, and none of the capabilities.
+
+Promises: see `Binding`. A cupy communicator that is collected calls ncclCommDestroy, a collective that hangs beside a
+dead peer; so each one is kept from collection, also at exit, until `destroy` or `abort` has emptied it.
+Cupy drops what ncclCommDestroy and ncclCommAbort answer, so neither raises.
+Sources: cupy_backends/cuda/libs/nccl.pyx of cupy 14.
+Does not know: the C functions, what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ringattn.errors import UnsupportedError
+from ringattn.transport.nccl.binding import (
+    Capability,
+    CommConfig,
+    MissingError,
+    NcclError,
+    Status,
+    check_unique_id,
+    dead_handle,
+    end_leaked_groups,
+    version_text,
+)
+from ringattn.transport.nccl.library import load_library, refuse_copies
+
+FLOOR_CUPY = 14
+"""The first major version whose unique ids are bytes; 13 has tuples of signed ints."""
+
+
+class CupyBinding:
+    """The communicators of cupy behind int handles; see `Binding`.
+
+    `path` names the libnccl, see `load_library`; it is loaded before cupy is, so that cupy finds it in the process.
+    Raises `UnsupportedError` if cupy is missing, too old, or uses another libnccl.
+    """
+
+    name = "cupy"
+    capabilities: frozenset[Capability] = frozenset()
+
+    def __init__(self, path: str | None = None) -> None:
+        library = load_library(path)
+        self._nccl = _cupy_nccl()
+        refuse_copies(library.path)
+        self.path, self.version = library.path, self._nccl.get_version()
+        if self.version != library.version:
+            raise UnsupportedError(
+                f"cupy uses NCCL {version_text(self.version)} and {self.path} is {version_text(library.version)}; "
+                "use the ctypes binding, or reinstall cupy"
+            )
+        self._uint8 = self._nccl.NCCL_UINT8
+        self._communicators: dict[int, Any] = {}
+
+    def unique_id(self) -> bytes:
+        """See `Binding.unique_id`."""
+        try:
+            return self._nccl.get_unique_id()
+        except (RuntimeError, KeyError) as error:
+            raise _typed("ncclGetUniqueId", error) from error
+
+    def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
+        """See `Binding.init`; `config` must be blocking and otherwise empty."""
+        for capability, asked in (
+            (Capability.NONBLOCKING, not config.blocking),
+            (Capability.MAX_CTAS, config.max_ctas is not None),
+            (Capability.NAME, config.name is not None),
+        ):
+            if asked:
+                raise _missing(capability)
+        check_unique_id(unique_id)
+        communicator = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
+        _keep(communicator)  # before it holds anything, for an init that fails may leave a handle behind
+        try:
+            communicator.__init__(world_size, unique_id, rank)
+        except (RuntimeError, KeyError) as error:
+            end_leaked_groups(self.group_end)
+            communicator.abort()
+            _release(communicator)
+            raise _typed("ncclCommInitRankConfig", error) from error
+        self._communicators[communicator.comm] = communicator
+        return communicator.comm
+
+    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
+        """Refused: cupy splits without a config."""
+        raise _missing(Capability.SPLIT)
+
+    def state(self, comm: int) -> int:
+        """See `Binding.state`; INVALID_ARGUMENT for a handle that is not alive."""
+        communicator = self._communicators.get(comm)
+        return Status.INVALID_ARGUMENT if communicator is None else _status(communicator.check_async_error)
+
+    def group_start(self) -> int:
+        """See `Binding.group_start`."""
+        return _status(self._nccl.groupStart)
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
+        """See `Binding.send`; INVALID_ARGUMENT for a handle that is not alive."""
+        communicator = self._communicators.get(comm)
+        if communicator is None:
+            return Status.INVALID_ARGUMENT
+        try:
+            communicator.send(pointer, nbytes, self._uint8, peer, stream)
+        except (RuntimeError, KeyError) as error:
+            return _status_of(error)
+        return 0
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
+        """See `Binding.recv`; INVALID_ARGUMENT for a handle that is not alive."""
+        communicator = self._communicators.get(comm)
+        if communicator is None:
+            return Status.INVALID_ARGUMENT
+        try:
+            communicator.recv(pointer, nbytes, self._uint8, peer, stream)
+        except (RuntimeError, KeyError) as error:
+            return _status_of(error)
+        return 0
+
+    def group_end(self) -> int:
+        """See `Binding.group_end`."""
+        return _status(self._nccl.groupEnd)
+
+    def finalize(self, comm: int) -> None:
+        """Refused: cupy has no ncclCommFinalize; `destroy` flushes a blocking communicator by itself."""
+        raise _missing(Capability.FINALIZE)
+
+    def destroy(self, comm: int) -> None:
+        """See `Binding.destroy`."""
+        communicator = self._communicators.pop(comm, None)
+        if communicator is None:
+            raise dead_handle("ncclCommDestroy", comm)
+        communicator.destroy()
+        _release(communicator)
+
+    def abort(self, comm: int) -> None:
+        """See `Binding.abort`. Nothing happens to a handle that is not alive; of two threads one aborts."""
+        communicator = self._communicators.pop(comm, None)
+        if communicator is not None:
+            communicator.abort()
+            _release(communicator)
+
+    def mem_alloc(self, nbytes: int) -> int:
+        """Refused: cupy has no ncclMemAlloc."""
+        raise _missing(Capability.MEMORY)
+
+    def mem_free(self, pointer: int) -> None:
+        """Refused: cupy has no ncclMemFree."""
+        raise _missing(Capability.MEMORY)
+
+    def register(self, comm: int, pointer: int, nbytes: int) -> int:
+        """Refused: cupy has no ncclCommRegister."""
+        raise _missing(Capability.REGISTER)
+
+    def deregister(self, comm: int, handle: int) -> None:
+        """Refused: cupy has no ncclCommDeregister."""
+        raise _missing(Capability.REGISTER)
+
+    def last_error(self, comm: int) -> str:
+        """Empty: cupy has no ncclGetLastError."""
+        return ""
+
+
+def _cupy_nccl() -> ModuleType:
+    try:
+        cupy = importlib.import_module("cupy")
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the cupy binding needs cupy ({error}): pip install 'ringattn[cu13]' or 'ringattn[cu12]', whichever "
+            "matches torch.version.cuda, or use the ctypes binding"
+        ) from error
+    if int(cupy.__version__.split(".")[0]) < FLOOR_CUPY:
+        raise UnsupportedError(
+            f"the cupy binding needs cupy {FLOOR_CUPY} or newer, not {cupy.__version__}; install that"
+        )
+    if not nccl.available:
+        raise UnsupportedError("this cupy was built without NCCL; install its wheel, or use the ctypes binding")
+    return nccl
+
+
+def _missing(capability: Capability) -> MissingError:
+    return MissingError(f"{capability.value} is not offered by cupy.cuda.nccl; do without it or use the ctypes binding")
+
+
+def _status(function: Callable[[], object]) -> int:
+    """What NCCL answered to `function`, which raises instead."""
+    try:
+        function()
+    except (RuntimeError, KeyError) as error:
+        return _status_of(error)
+    return 0
+
+
+def _status_of(error: RuntimeError | KeyError) -> int:
+    """The status behind what cupy raises: its NcclError, or a KeyError where it has no name for the status (7, 8)."""
+    status = error.args[0] if isinstance(error, KeyError) else getattr(error, "status", None)
+    if not isinstance(status, int):
+        raise error
+    return status
+
+
+def _typed(function: str, error: RuntimeError | KeyError) -> NcclError:
+    """With cupy's text, which is NCCL's description of the status."""
+    return NcclError(function, _status_of(error), "" if isinstance(error, KeyError) else str(error))
+
+
+def _keep(communicator: object) -> None:
+    """One reference more than the interpreter knows of, so that not even its exit collects the object."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+
+
+def _release(communicator: object) -> None:
+    """Undo `_keep`, once the communicator holds nothing that could be destroyed."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))

@@ -1,0 +1,113 @@
+"""What the NCCL transport asks of CUDA, and nothing more: streams, events, memory, in torch's own words.
+
+Promises: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one.
+Does not know: NCCL, ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        """Whether everything before it has run. Never asked of an event that was recorded in a capture."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle that NCCL is given."""
+        ...
+
+    def wait_event(self, event: Event) -> None:
+        """Later work of this stream runs after `event`. Does not block the host."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU as this process sees it."""
+
+    torch_device: torch.device
+    uuid: str
+
+    def activate(self) -> None:
+        """Make it the current device of the calling thread."""
+        ...
+
+    def new_stream(self) -> Stream:
+        """A stream of the highest priority."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream that the caller computes on."""
+        ...
+
+    def new_event(self) -> Event: ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Plain device memory, a flat uint8 tensor."""
+        ...
+
+    def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
+        """Memory that somebody else allocated, as a flat uint8 tensor that keeps `owner` alive while any view lives."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        ...
+
+
+class _Memory:
+    """Device memory with the interface that torch reads; whoever views it holds `owner`."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class CudaDevice:
+    """A GPU through `torch.cuda`."""
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.uuid = str(torch.cuda.get_device_properties(index).uuid)
+
+    def activate(self) -> None:
+        """See `Device.activate`."""
+        torch.cuda.set_device(self.torch_device)
+
+    def new_stream(self) -> Stream:
+        """See `Device.new_stream`. Torch takes -1 for high."""
+        return cast(Stream, torch.cuda.Stream(self.torch_device, priority=-1))
+
+    def current_stream(self) -> Stream:
+        """See `Device.current_stream`."""
+        return cast(Stream, torch.cuda.current_stream(self.torch_device))
+
+    def new_event(self) -> Event:
+        """Without timing, which would cost the device time."""
+        return cast(Event, torch.cuda.Event())
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device.empty`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
+        """See `Device.wrap`."""
+        return torch.as_tensor(_Memory(pointer, nbytes, owner), device=self.torch_device)
+
+    def is_capturing(self) -> bool:
+        """See `Device.is_capturing`."""
+        return torch.cuda.is_current_stream_capturing()

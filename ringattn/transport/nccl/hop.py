@@ -1,0 +1,114 @@
+"""One hop, bound once and started many times: the group of its sends and receives, between two events.
+
+The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived; the
+host waits for neither. Promises: starting and waiting costs a few microseconds of Python (`bench/hop.py`) and no device
+allocation; inside a CUDA graph's capture events are fresh and nobody queries them.
+Does not know: schedules, deadlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ringattn.observe.flight import CAPTURED, Flight, Part
+from ringattn.transport.messages import Operation, listed
+from ringattn.transport.nccl.communicator import Call
+from ringattn.transport.nccl.device import Event
+
+if TYPE_CHECKING:
+    from ringattn.transport.nccl.transport import NcclTransport
+
+
+class NcclTicket:
+    """A started hop. Keeps its buffers alive until it has arrived."""
+
+    __slots__ = ("done", "flight", "hop", "ready", "started_at", "waited")
+
+    def __init__(self, hop: NcclHop | Replay, flight: Flight, ready: Event, done: Event) -> None:
+        self.hop, self.flight, self.ready, self.done = hop, flight, ready, done
+        self.started_at = 0.0
+        self.waited = False
+
+    def wait(self) -> None:
+        """See `Ticket.wait`: later work of the current stream runs after the exchange. A second wait is harmless."""
+        transport = self.hop.transport
+        transport.check()
+        if not self.waited:
+            transport.gpu.current_stream().wait_event(self.done)
+            self.waited = True
+            transport.check()
+
+
+class Arrived:
+    """The ticket of a hop without a byte."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+Started = NcclTicket | Arrived
+
+
+class NcclHop:
+    """The messages of one hop with everything worked out beforehand."""
+
+    def __init__(self, transport: NcclTransport, operations: Sequence[Operation]) -> None:
+        self.transport, self.operations = transport, operations
+        self._calls = tuple(Call(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
+        self._parts = tuple(
+            Part("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label) for o in operations
+        )
+
+    def __str__(self) -> str:
+        return listed(self.operations)
+
+    def start(self) -> Started:
+        """Put the hop on the communication stream, behind what the current stream holds now."""
+        transport = self.transport
+        transport.check()
+        if not self._calls:
+            return Arrived()
+        gpu, supervisor, stream = transport.gpu, transport.supervisor, transport.stream
+        capturing = gpu.is_capturing()
+        if capturing or not supervisor.free:
+            ready, done = gpu.new_event(), gpu.new_event()
+        else:
+            ready, done = supervisor.free.popleft()
+        ready.record(gpu.current_stream())
+        stream.wait_event(ready)
+        flight = transport.record.begin(0, self._parts)
+        supervisor.where = self._parts[0].label
+        transport.launch(self._calls)
+        supervisor.started += 1
+        done.record(stream)
+        ticket = NcclTicket(self, flight, ready, done)
+        if capturing:
+            flight.state = CAPTURED
+        else:
+            supervisor.tickets.append(ticket)
+        return ticket
+
+
+class Replay:
+    """A captured pass that runs again: many hops between two events, of which only the whole can be watched."""
+
+    def __init__(self, transport: NcclTransport) -> None:
+        self.transport = transport
+
+    def run(self, replay: Callable[[], None]) -> None:
+        """Call `replay`, which puts the graph on the current stream."""
+        transport, gpu = self.transport, self.transport.gpu
+        ready, done = gpu.new_event(), gpu.new_event()
+        ready.record(gpu.current_stream())
+        flight = transport.record.begin(0, ())
+        transport.supervisor.where = str(self)
+        replay()
+        transport.supervisor.started += 1
+        done.record(gpu.current_stream())
+        ticket = NcclTicket(self, flight, ready, done)
+        ticket.waited = True  # it ran on the caller's own stream
+        transport.supervisor.tickets.append(ticket)
+
+    def __str__(self) -> str:
+        return "a replayed pass"

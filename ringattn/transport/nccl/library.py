@@ -1,0 +1,164 @@
+"""Which libnccl this process uses, and what it can do.
+
+Promises: the library that torch or cupy has loaded is found before any other; a process with two copies of libnccl, one
+older than `FLOOR_VERSION`, or none is refused with what to do about it. The version is what the library says of itself,
+for a wheel's metadata may be about another file.
+Sources: dlopen(3) on names without a slash, proc(5) on maps; `nccl.h` of 2.13 to 2.29 for the versions in `NEEDS`.
+Does not know: communicators, environment variables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch  # a CUDA build brings its own libnccl, which has to be in the process before one is looked for
+
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.transport.nccl.binding import FLOOR_VERSION, Capability, MissingError, version_text
+
+SONAME = "libnccl.so.2"
+WHEEL = "nvidia.nccl"
+"""Where NVIDIA's wheels put it; a namespace package, the same for the CUDA 12 and 13 variants."""
+
+REQUIRED = (
+    "ncclGetVersion",
+    "ncclGetUniqueId",
+    "ncclCommInitRankConfig",
+    "ncclCommGetAsyncError",
+    "ncclCommAbort",
+    "ncclCommDestroy",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclSend",
+    "ncclRecv",
+)
+"""Without these nothing works; all are older than `FLOOR_VERSION`."""
+
+
+class Need(NamedTuple):
+    """What a capability takes: a version as `ncclGetVersion` counts, and functions."""
+
+    since: int
+    functions: tuple[str, ...] = ()
+
+
+NEEDS = {
+    Capability.LAST_ERROR: Need(21300, ("ncclGetLastError",)),
+    Capability.NONBLOCKING: Need(21400),
+    Capability.FINALIZE: Need(21400, ("ncclCommFinalize",)),
+    Capability.MAX_CTAS: Need(21700),
+    Capability.SPLIT: Need(21800, ("ncclCommSplit",)),
+    Capability.MEMORY: Need(21900, ("ncclMemAlloc", "ncclMemFree")),
+    Capability.REGISTER: Need(21900, ("ncclCommRegister", "ncclCommDeregister")),
+    Capability.NAME: Need(22700),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """One loaded libnccl. `path` is its file; `version` counts as `ncclGetVersion` does."""
+
+    cdll: ctypes.CDLL
+    path: str
+    version: int
+    capabilities: frozenset[Capability]
+
+    def require(self, capability: Capability) -> None:
+        """Raise `MissingError` if the library lacks `capability`."""
+        if capability not in self.capabilities:
+            raise MissingError(
+                f"{capability.value} needs NCCL {version_text(NEEDS[capability].since)}, and {self.path} is "
+                f"{version_text(self.version)}{self._absent(capability)}; do without it or install a newer NCCL"
+            )
+
+    def _absent(self, capability: Capability) -> str:
+        absent = [name for name in NEEDS[capability].functions if not hasattr(self.cdll, name)]
+        return f" without {' and '.join(absent)}" if absent else ""
+
+
+def load_library(path: str | None = None) -> Library:
+    """The libnccl of this process: `path` if given, else the one in use, else the system's, else the wheel's.
+
+    Raises `InputError` if `path` cannot be loaded, and `UnsupportedError` if there is none, if there are two, or if it
+    is too old.
+    """
+    cdll = _load(path)
+    if absent := [name for name in REQUIRED if not hasattr(cdll, name)]:
+        raise UnsupportedError(f"{cdll._name} is no complete NCCL, it lacks {', '.join(absent)}. {_remedy()}")
+    used = _file_at(ctypes.cast(cdll.ncclGetVersion, ctypes.c_void_p).value or 0)
+    refuse_copies(used)
+    number = ctypes.c_int()
+    cdll.ncclGetVersion(ctypes.byref(number))
+    version = number.value
+    if version < FLOOR_VERSION:
+        versions = f"{version_text(version)}; ringattn needs {version_text(FLOOR_VERSION)} or newer"
+        raise UnsupportedError(f"{used} is NCCL {versions}. {_remedy()}")
+    capabilities = frozenset(
+        capability
+        for capability, need in NEEDS.items()
+        if version >= need.since and all(hasattr(cdll, name) for name in need.functions)
+    )
+    return Library(cdll, used, version, capabilities)
+
+
+def refuse_copies(used: str) -> None:
+    """Raise `UnsupportedError` if a libnccl other than the file `used` is mapped into this process."""
+    copies = {used} | {file for _, _, file in _mappings() if re.fullmatch(r"libnccl\.so[.\d]*", Path(file).name)}
+    if len(copies) > 1:
+        raise UnsupportedError(
+            f"two copies of libnccl in one process: {' and '.join(sorted(copies))}. They do not know of each other's "
+            "communicators and may differ in version. Keep one: uninstall the wheel that torch does not use "
+            f"(`pip uninstall nvidia-nccl-cu12` or `-cu13`), take its folder out of LD_LIBRARY_PATH, or give no path"
+        )
+
+
+def _load(path: str | None) -> ctypes.CDLL:
+    if path is not None:
+        try:
+            return ctypes.CDLL(path)
+        except OSError as error:
+            raise InputError(f"no libnccl at {path!r}: {error}. Give the path of {SONAME}, or none") from error
+    causes = []
+    for name in (SONAME, *_wheel_files()):
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            causes.append(str(error))
+    raise UnsupportedError(f"no libnccl in this process, on the library path or in a wheel ({causes[-1]}). {_remedy()}")
+
+
+def _wheel_files() -> list[str]:
+    try:
+        spec = importlib.util.find_spec(WHEEL)
+    except ModuleNotFoundError:  # not even the parent package
+        return []
+    folders = spec.submodule_search_locations if spec else None
+    return [str(Path(folder, "lib", SONAME)) for folder in folders or ()]
+
+
+def _remedy() -> str:
+    """What to install beside this torch."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return "This torch has no CUDA: install a CUDA build of it, and `ringattn[cu12]` or `ringattn[cu13]` to match"
+    return f"This torch has CUDA {cuda}: pip install 'ringattn[cu{cuda.split('.')[0]}]'"
+
+
+def _mappings() -> list[tuple[int, int, str]]:
+    """(first address, end, file) of what is mapped from files into this process."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, file = line.split(maxsplit=5)
+        if file.startswith("/"):
+            start, end = addresses.split("-")
+            found.append((int(start, 16), int(end, 16), file))
+    return found
+
+
+def _file_at(address: int) -> str:
+    return next(file for start, end, file in _mappings() if start <= address < end)

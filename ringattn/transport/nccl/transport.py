@@ -1,0 +1,283 @@
+"""A ring whose ranks are processes with a GPU each, over raw NCCL.
+
+Promises: one group per hop on a stream of its own, ordered with the caller's stream by events, so the host never waits
+inside a pass; every exchange has a deadline that the supervisor keeps; a failure is raised by the next call of the ring
+or by its close, never swallowed; NCCL's communicators are shared with nobody.
+A wait orders streams and returns at once. Results that a failure has spoiled are therefore told one call later: call
+`drain` before they are kept.
+Does not know: attention, schedules, environment variables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.observe.flight import FlightRecord
+from ringattn.transport.base import Message
+from ringattn.transport.board import Board
+from ringattn.transport.messages import Operation, operations
+from ringattn.transport.nccl.agreement import Agreement
+from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
+from ringattn.transport.nccl.bootstrap import Arrival, Host, all_ready, arrive, check_fit, share_unique_id
+from ringattn.transport.nccl.calls import CallWindow
+from ringattn.transport.nccl.communicator import Call, Communicator
+from ringattn.transport.nccl.device import Device
+from ringattn.transport.nccl.hop import NcclHop, Replay, Started
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.slots import Slots
+from ringattn.transport.nccl.supervisor import Supervisor
+from ringattn.transport.nccl.waiting import Deadline, wait_until
+from ringattn.transport.pulse import Pulse
+
+LINGER_S = 5.0
+"""How long a rank that closes waits for the others: only together can they free a communicator in good order."""
+EXIT_LINGER_S = 1.0
+DEFAULT_NAME = "ringattn"
+STUCK_ABORT_EXIT_CODE = 75
+
+_open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
+
+
+class NcclTransport:
+    """One rank of a ring over NCCL. Made by `open`."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        board: Board,
+        binding: Binding,
+        gpu: Device,
+        options: NcclOptions,
+        timeout_s: float,
+        flight_dir: Path | None,
+        leave: Callable[[str], None],
+    ) -> None:
+        """Not connected yet; see `open`."""
+        self.rank, self.world_size, self.device = board.rank, board.world_size, gpu.torch_device
+        self.gpu, self.options = gpu, options
+        self.record = FlightRecord(board.rank, board.world_size, self.name)
+        self.stream = gpu.new_stream()
+        self._board, self._binding = board, binding
+        self._lanes: list[Communicator] = []
+        self._calls = CallWindow()
+        self.supervisor = Supervisor(board, self._lanes, gpu, self.record, self._calls, timeout_s, flight_dir, leave)
+        self._slots = Slots(binding, gpu, self._lanes, self.can_register)
+        self._timeout_s = timeout_s
+        self._agreement = Agreement(board, self._calls, self.supervisor, timeout_s)
+        self._end: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        *,
+        binding: Binding,
+        gpu: Device,
+        options: NcclOptions,
+        host: Host,
+        flight_dir: Path | None = None,
+        leave: Callable[[str], None] | None = None,
+    ) -> NcclTransport:
+        """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
+
+        `leave` ends the process when even an abort is stuck. Raises `DeadlineError` that names the ranks which did
+        not come, `InputError` when the ranks do not fit together, `NcclError`.
+        """
+        gpu.activate()
+        ring = cls(Board(store, rank, world_size), binding, gpu, options, timeout_s, flight_dir, leave or _leave)
+        try:
+            ring.supervisor.start()
+            ring._meet(host)
+        except DeadlineError as error:
+            named = DeadlineError(f"{error}{ring.supervisor.diagnosis(Pulse(store, rank))}")
+            ring.abort(named)
+            raise named from error
+        except BaseException as error:
+            ring.abort(error)
+            raise
+        _open.add(ring)
+        return ring
+
+    @property
+    def can_register(self) -> bool:
+        """Whether slots are NCCL's own registered memory."""
+        return self.options.register and {Capability.MEMORY, Capability.REGISTER} <= self._binding.capabilities
+
+    @property
+    def lane(self) -> Communicator:
+        """The communicator that hops run on."""
+        return self._lanes[-1]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of `nbytes` on the GPU, for long use: NCCL's own registered memory where it can be."""
+        self.check()
+        if self.gpu.is_capturing():
+            raise RingError(f"rank {self.rank}: the first run of a pass allocates its slots; run it, then capture it")
+        return self._slots.allocate(nbytes, self._quiet)
+
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NcclHop:
+        """See `Transport.bind`."""
+        return NcclHop(self, operations(Operation, self.rank, self.world_size, self.device, sends, recvs))
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Started:
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
+        return self.bind(sends, recvs).start()
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """See `Transport.replay`."""
+        self.check()
+        Replay(self).run(run)
+
+    def launch(self, calls: Sequence[Call]) -> None:
+        """Put one group on the communication stream; `NcclHop` does the rest."""
+        self.lane.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Transport.agree`, through the store. Raises `DisagreementError` when a rank went on without agreeing."""
+        self.check()
+        try:
+            return self._agreement.agree(payload)
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        """See `Transport.announce`: the supervisors compare calls while they wait."""
+        self._calls.announce(call, digest, words)
+        return True
+
+    def drain(self) -> None:
+        """Return when every exchange has arrived. Raises what has failed."""
+        tickets = list(self.supervisor.tickets)
+        deadline = Deadline(self._timeout_s * (1 + len(tickets)))
+        self.check()
+        if not wait_until(lambda: all(ticket.done.query() for ticket in tickets), deadline, self.check):
+            raise DeadlineError(f"rank {self.rank}: exchanges did not end within {deadline.timeout_s} s")
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        if self.supervisor.failure is not None:
+            self._end = self.supervisor.failure
+            raise self.supervisor.failure
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`."""
+        if self._end is None:
+            self._end = cause
+        self.supervisor.fail(cause, self._board)
+        self.supervisor.stop()
+        _open.discard(self)
+
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """See `Transport.close`. Waits up to `linger_s` for the others, then leaves alone.
+
+        Raises a failure that no call has been told of.
+        """
+        if self._end is not None:
+            return
+        try:
+            self.drain()
+        except RingError as error:
+            self.abort(error)
+            raise
+        self._board.leave()
+        self._end = ClosedError(f"rank {self.rank} closed its ring")
+        together = False
+        with suppress(RuntimeError):  # without the store's host nobody can be waited for
+            together = wait_until(lambda: self._board.complete("closed"), Deadline(linger_s))
+        self.supervisor.stop()
+        self._free(together)
+        _open.discard(self)
+
+    def _quiet(self) -> None:
+        """Return when neither an exchange nor the caller's stream can touch memory that nobody views any more."""
+        self.drain()
+        computed = self.gpu.new_event()
+        computed.record(self.gpu.current_stream())
+        if not wait_until(computed.query, Deadline(self._timeout_s), self.check):
+            raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {self._timeout_s} s")
+
+    def _meet(self, host: Host) -> None:
+        """From the store to a warm communicator."""
+        board, watch, deadline = self._board, self.supervisor.watch, Deadline(self._timeout_s)
+        mine = Arrival(
+            self.rank, host, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
+        )
+        check_fit(arrive(board, mine, deadline, watch))
+        unique_id = share_unique_id(board, self._binding.unique_id, deadline, watch)
+        name = self.options.name or (DEFAULT_NAME if Capability.NAME in self._binding.capabilities else None)
+        config = CommConfig(max_ctas=self.options.max_ctas, name=name)
+        lane = self._new_lane(config)
+        lane.open(unique_id, watch)
+        if self.options.blocking_child:
+            self._new_lane(config._replace(blocking=True)).open_child(lane, watch)
+        self._warm_up()
+        all_ready(board, deadline, watch)
+        self.supervisor.where = "idle"
+
+    def _new_lane(self, config: CommConfig) -> Communicator:
+        lane = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
+        self._lanes.append(lane)
+        return lane
+
+    def _warm_up(self) -> None:
+        """One byte in both directions: NCCL connects peers at their first message, which may block."""
+        if self.world_size == 1:
+            return
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        for sent_to, heard_from in ((after, before), (before, after)):
+            there, here = self.gpu.empty(1), self.gpu.empty(1)
+            self.exchange([Message(sent_to, there, "warm-up")], [Message(heard_from, here, "warm-up")]).wait()
+        self.drain()
+
+    def _free(self, together: bool) -> None:
+        """Give the lanes and the memory back; alone only by abort, for a collective would wait for ever."""
+        if together:
+            self._slots.unregister()
+        for lane in reversed(self._lanes):
+            if together:
+                lane.close(Deadline(LINGER_S))
+            else:
+                lane.abort()
+        self._slots.free()
+
+
+def _leave(why: str) -> None:
+    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
+    print(f"ringattn: {why}", file=sys.stderr, flush=True)
+    os._exit(STUCK_ABORT_EXIT_CODE)
+
+
+def _version() -> str:
+    """Ours, where it is installed."""
+    try:
+        return version("ringattn")
+    except PackageNotFoundError:
+        return "a checkout"
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whoever forgot to close leaves briefly, and without a hang."""
+    for ring in list(_open):
+        with suppress(RingError, OSError):
+            if ring._lanes and ring._lanes[0].pid == os.getpid():
+                ring.close(EXIT_LINGER_S)

@@ -1,0 +1,15 @@
+"""Whether an error says who is at fault.
+
+Does not know: which errors there are.
+"""
+
+from __future__ import annotations
+
+import re
+
+VERBS = "is silent|is behind|is gone|failed first|refused|does not ask|and rank . do not ask|do not ask"
+
+
+def blames(culprit: int, message: str) -> bool:
+    """Whether a message says that `culprit` is at fault, and does not only list it among the peers."""
+    return re.search(rf"rank {culprit} ({VERBS})", message) is not None

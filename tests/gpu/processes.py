@@ -1,0 +1,196 @@
+"""What the processes of the GPU checks do, started by torchrun: `python -m tests.gpu.processes JOB.json`.
+
+Several ranks may share one GPU: each then takes itself for a host of its own, and bytes go over sockets of the loopback
+interface. The same functions run over gloo on CPU, as a rehearsal.
+Does not know: which answers are good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn import Ring
+from ringattn.testing import dense_attention
+
+ALONE_ON_A_HOST = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+TOKENS = 101
+STALL_CYCLES = 1 << 37  # over a minute of a kernel that does nothing
+TRIES = 6
+LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count (\d+) datatype \d+ op \d+ root (\d+)")
+
+
+def prepare(spec: dict[str, Any]) -> None:
+    """Before anything touches CUDA or NCCL."""
+    rank = os.environ["RANK"]
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    if spec["transport"] == "nccl" and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID=f"ringattn-{os.environ['MASTER_PORT']}-{rank}")
+    if "log" in spec:
+        os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL", NCCL_DEBUG_FILE=f"{spec['log']}-{rank}")
+
+
+def open_ring(spec: dict[str, Any], timeout_s: float = 120.0, **options: Any) -> Ring:
+    return Ring(transport=spec["transport"], engine="plain", timeout_s=timeout_s, **options)
+
+
+def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
+    """A sequence, this rank's q, k and v, and what must come out."""
+    generator = torch.Generator().manual_seed(seed)
+    full = [torch.randn(1, TOKENS, 4, 32, generator=generator, dtype=torch.float64).to(ring.device) for _ in range(3)]
+    seq = ring.sequence(TOKENS, layout="zigzag")
+    truth = seq.shard(dense_attention(*full, causal=True)[0])
+    return seq, [seq.shard(x) for x in full], truth
+
+
+def exact(spec: dict[str, Any]) -> Any:
+    """Every mask, layout and schedule against float64, forward and backward."""
+    from ringattn.launch.check import worker
+
+    return worker(spec["check"])
+
+
+def order(spec: dict[str, Any]) -> Any:
+    """What the plans send and receive, and what NCCL's own log says was called: [verb, peer, bytes] in order."""
+    with open_ring(spec) as ring:
+        seq, (q, k, v), _ = tensors(ring)
+        q.requires_grad_()
+        for schedule in ("ring", "direct"):
+            ring.attention(q, k, v, seq, causal=True, schedule=schedule).sum().backward()
+        ring.synchronize()
+        planned: list[list[Any]] = []
+        for executor in ring._executors.values():
+            for hop in executor._bound.hops:  # type: ignore[union-attr]
+                planned += [["Send" if o.sends else "Recv", o.peer, o.nbytes] for o in hop.operations] if hop else []
+    files = list(Path(spec["log"]).parent.glob(f"{Path(spec['log']).name}-{os.environ['RANK']}*"))
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    called = [[m[1], int(m[3]), int(m[2])] for line in lines if (m := LOG_LINE.search(line))]
+    return {"planned": planned, "called": called, "tail": lines[-3:]}
+
+
+def graph(spec: dict[str, Any]) -> Any:
+    """A forward pass, captured once and replayed with other inputs; the greatest error of each replay."""
+    from ringattn.transport.nccl.options import NcclOptions
+
+    with open_ring(spec, nccl=NcclOptions(blocking_child=spec["blocking_child"])) as ring, torch.no_grad():
+        seq, held, _ = tensors(ring)
+        for _ in range(2):
+            ring.attention(*held, seq, causal=True)
+        ring.synchronize()
+        torch.cuda.synchronize()
+        ring.barrier()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            out = ring.attention(*held, seq, causal=True)
+        errors, took_ms = [], []
+        for seed in range(1, 6):
+            _, fresh, truth = tensors(ring, seed)
+            for into, x in zip(held, fresh, strict=True):
+                into.copy_(x)
+            torch.cuda.synchronize()
+            ring.barrier()
+            start = time.perf_counter()
+            ring.replay(captured)
+            ring.synchronize()
+            took_ms.append((time.perf_counter() - start) * 1e3)
+            errors.append(float((out - truth).abs().max()))
+        captured.reset()
+        return {"errors": errors, "replay_ms": took_ms}
+
+
+def fault(spec: dict[str, Any]) -> Any:
+    """One rank is lost in a pass; what the others were told, and how long after."""
+    kind, culprit, note = spec["kind"], spec["culprit"], Path(spec["note"])
+    with open_ring(spec) as meeting:  # the deadline is no measure for processes that still load libraries
+        meeting.barrier()
+    ring = open_ring(spec, timeout_s=spec["timeout_s"])
+    seq, (q, k, v), truth = tensors(ring)
+    out = ring.attention(q, k, v, seq, causal=True)
+    ring.synchronize()
+    assert float((out - truth).abs().max()) < 1e-10  # type: ignore[operator]
+    ring.barrier()
+    if ring.rank == culprit:
+        write(note, {"at_s": time.monotonic(), "pid": os.getpid()})
+        if kind == "stall":
+            torch.cuda._sleep(STALL_CYCLES)
+        else:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+    seen = {"kind": "nothing", "message": "", "at_s": time.monotonic()}
+    for _ in range(TRIES):
+        try:
+            ring.attention(q, k, v, seq, causal=True)
+            ring.synchronize()
+        except Exception as error:
+            seen = {"kind": type(error).__name__, "message": str(error), "at_s": time.monotonic()}
+            break
+    return seen
+
+
+def abort(spec: dict[str, Any]) -> Any:
+    """Rank 0 waits on the device for a message that never comes, and aborts; how long that takes, and the rest."""
+    from ringattn.transport.base import Message
+
+    ring = open_ring(spec)
+    if ring.rank != 0:
+        time.sleep(4.0)
+        seen = ""
+        try:
+            ring.barrier()
+        except Exception as error:
+            seen = str(error)
+        return {"heard": seen}
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8, device=ring.device)
+    ring.transport.exchange([], [Message(1, buffer, "never sent")]).wait()
+    time.sleep(1.0)
+    start = time.perf_counter()
+    ring.transport.abort(ValueError("rank 0 gives up"))
+    took_s = time.perf_counter() - start
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"abort_s": took_s, "device_free_s": time.perf_counter() - start}
+
+
+def write(path: Path, content: Any) -> None:
+    """All of it or nothing."""
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.rename(path)
+
+
+def main(job: Path) -> None:
+    """One rank's life. Ignores SIGTERM, for torchrun ends survivors as soon as a rank dies."""
+    spec = json.loads(job.read_text(encoding="utf-8"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    prepare(spec)
+    try:
+        answer = globals()[spec["entry"]](spec)
+    except Exception:
+        answer = {"traceback": traceback.format_exc()}
+    write(job.parent / f"answer-{os.environ['RANK']}.json", answer)
+    sys.stdout.flush()
+    os._exit(0)  # a kernel that still spins must not hold the process
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""One GPU, one communicator of one rank: every part of a hop on the real library, with P virtual ranks.
+
+`tests/test_gpu_rehearsal.py` runs the same bodies over the simulated library on CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Ring
+from ringattn.launch.check import CheckConfig, cases, check_rank
+from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
+from ringattn.transport.nccl.communicator import Call, Communicator
+from ringattn.transport.nccl.device import CudaDevice, Device
+from ringattn.transport.nccl.options import BINDINGS, NcclOptions
+from ringattn.transport.nccl.select import open_binding
+from ringattn.transport.nccl.waiting import Deadline, wait_until
+from tests.gpu.kept import keep
+from tests.gpu.loopback import LoopbackWorld, on_loopback
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # LL and simple protocols, and beyond what NCCL buffers
+
+
+def nothing() -> None:
+    """A watch that never raises."""
+
+
+def own_stream() -> Any:
+    """A CUDA stream of this thread's own."""
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
+@pytest.fixture(params=BINDINGS)
+def binding(request: pytest.FixtureRequest) -> Binding:
+    if request.param == "cupy":
+        pytest.importorskip("cupy", reason="cupy is not installed")
+    return open_binding(NcclOptions(binding=request.param))
+
+
+@pytest.fixture
+def gpu() -> Device:
+    torch.cuda.set_device(0)
+    return CudaDevice(0)
+
+
+@pytest.fixture
+def lane(binding: Binding, gpu: Device) -> Iterator[Communicator]:
+    made = Communicator(binding, gpu, 0, 1, CommConfig(), 60.0)
+    made.open(binding.unique_id(), nothing)
+    yield made
+    made.close(Deadline(10.0))
+
+
+def arrived(gpu: Device, stream: Any) -> bool:
+    event = gpu.new_event()
+    event.record(stream)
+    return wait_until(event.query, Deadline(30.0))
+
+
+def hop(lane: Communicator, gpu: Device, stream: Any, calls: list[Call]) -> None:
+    """One group behind the current stream, and the current stream behind it."""
+    ready, done = gpu.new_event(), gpu.new_event()
+    ready.record(gpu.current_stream())
+    stream.wait_event(ready)
+    lane.launch(calls, stream.cuda_stream, nothing)
+    done.record(stream)
+    gpu.current_stream().wait_event(done)
+
+
+# --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
+
+
+def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] = SIZES) -> None:
+    """Each size arrives whole and in order, three messages to a group."""
+    stream = gpu.new_stream()
+    for nbytes in sizes:
+        sent = [gpu.empty(nbytes).fill_(n + 1) for n in range(3)]
+        came = [gpu.empty(nbytes).zero_() for _ in range(3)]
+        pairs = zip(sent, came, strict=True)
+        calls = [
+            call
+            for out, into in pairs
+            for call in (Call(True, out.data_ptr(), nbytes, 0), Call(False, into.data_ptr(), nbytes, 0))
+        ]
+        hop(lane, gpu, stream, calls)
+        assert arrived(gpu, stream)
+        assert [bool((buffer == n + 1).all()) for n, buffer in enumerate(came)] == [True] * 3, nbytes
+
+
+def every_schedule_is_exact(world: LoopbackWorld, dtype: str, streams: Any) -> list[int]:
+    """All masks, layouts and schedules against float64; the sizes of the groups that were launched."""
+    spec = vars(CheckConfig(transport="nccl", dtype=dtype, engine="plain", length_tokens=101))
+
+    def body(ring: Ring) -> dict[str, int]:
+        return check_rank(ring, spec)
+
+    for result in on_loopback(world, body, streams, engine="plain", poison=True, timeout_s=60.0):
+        assert result == {"cases": len(list(cases())), "failed": 0}
+    return world.group_sizes
+
+
+# --- on the GPU ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_every_size(lane: Communicator, gpu: Device, binding: Binding) -> None:
+    bytes_of_every_size(lane, gpu)
+    keep("nccl_loopback", f"bytes of every size, {binding.name}", list(SIZES))
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [("fp64", 2), ("fp64", 8), ("fp32", 4), ("bf16", 4)])
+def test_every_schedule_is_exact(dtype: str, ranks: int, gpu: Device) -> None:
+    binding = open_binding(NcclOptions())
+    world = LoopbackWorld(ranks, binding, gpu)
+    sizes = every_schedule_is_exact(world, dtype, own_stream)
+    world.end()
+    assert max(sizes) >= 2 * ranks  # P sends and P receives in one group
+    keep("nccl_loopback", f"exact, {dtype}, {ranks} virtual ranks", {"groups": len(sizes), "largest group": max(sizes)})
+
+
+def test_plain_memory_is_exact_too(gpu: Device) -> None:
+    world = LoopbackWorld(4, open_binding(NcclOptions()), gpu, registered=False)
+    sizes = every_schedule_is_exact(world, "fp32", own_stream)
+    world.end()
+    keep("nccl_loopback", "exact, fp32, 4 virtual ranks, plain memory", {"groups": len(sizes)})
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
+def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device) -> None:
+    """Microseconds of the host: a group of one send and one receive, with both events."""
+    if not blocking and Capability.NONBLOCKING not in binding.capabilities:
+        pytest.skip(f"{binding.name} has no non-blocking communicators")
+    lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
+    lane.open(binding.unique_id(), nothing)
+    stream, buffers = gpu.new_stream(), [gpu.empty(1 << 20) for _ in range(2)]
+    calls = [Call(sends, buffer.data_ptr(), 1 << 20, 0) for sends, buffer in zip((False, True), buffers, strict=True)]
+    took_us = []
+    for n in range(220):
+        start = time.perf_counter()
+        hop(lane, gpu, stream, calls)
+        if n >= 20:
+            took_us.append((time.perf_counter() - start) * 1e6)
+    assert arrived(gpu, stream)
+    lane.close(Deadline(10.0))
+    keep("nccl_loopback", f"host cost of a hop, {binding.name}, {'' if blocking else 'non-'}blocking, us",
+         {"median": round(median(took_us), 1), "least": round(min(took_us), 1)})  # fmt: skip
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
+def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: Device) -> None:
+    binding = open_binding(NcclOptions())
+    lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
+    lane.open(binding.unique_id(), nothing)
+    sent, came = gpu.empty(1 << 16), gpu.empty(1 << 16)
+    calls = [Call(True, sent.data_ptr(), 1 << 16, 0), Call(False, came.data_ptr(), 1 << 16, 0)]
+    stream = gpu.new_stream()
+
+    hop(lane, gpu, stream, calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        hop(lane, gpu, stream, calls)
+    for value in (3, 5, 7):
+        sent.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool((came == value).all())
+    del graph
+    lane.close(Deadline(10.0))
+    keep("nccl_loopback", f"captured and replayed, {'' if blocking else 'non-'}blocking", "exact in 3 replays")

@@ -1,0 +1,117 @@
+"""Real NCCL between processes, which may all share one GPU: exact, in order, captured, and never hanging.
+
+`tests/test_gpu_rehearsal.py` runs the same functions over gloo on CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.bench.faults import run_torchrun
+from ringattn.launch.check import CheckConfig, cases
+from tests.blame import blames
+from tests.gpu.kept import keep
+
+pytestmark = pytest.mark.gpu
+
+DEADLINE_S = 6.0
+GRACE_S = 2.0
+
+
+def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: Any) -> list[Any]:
+    """`tests.gpu.processes.<entry>` on `ranks` processes; answers by rank, None of one that was lost."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"entry": entry, "transport": transport, **spec}))
+
+    def wake() -> None:
+        """Let a stopped rank go on when all others have answered, so that it can be ended."""
+        note, answered = folder / "note.json", len(list(folder.glob("answer-*.json")))
+        if spec.get("kind") == "stop" and note.exists() and answered == ranks - 1:
+            with suppress(ProcessLookupError):
+                os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
+
+    ended = run_torchrun(["-m", "tests.gpu.processes", str(job)], job, wake, ranks)
+    files = [folder / f"answer-{rank}.json" for rank in range(ranks)]
+    answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    failed = [answer["traceback"] for answer in answers if answer is not None and "traceback" in answer]
+    assert not failed and any(answers), "\n".join([*failed, ended.printed])
+    return answers
+
+
+# --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
+
+
+def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl") -> None:
+    spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", length_tokens=61))
+    answers = run(folder, "exact", ranks, transport, check=spec)
+    assert answers == [{"cases": len(list(cases())), "failed": 0}] * ranks
+
+
+def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl") -> dict[str, Any]:
+    """Seconds from the fault to the named error, by surviving rank."""
+    culprit, note = 1, folder / "note.json"
+    answers = run(
+        folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S
+    )  # fmt: skip
+    happened_s = json.loads(note.read_text())["at_s"]
+    found = {}
+    for rank in set(range(ranks)) - {culprit}:
+        answer = answers[rank]
+        assert answer is not None, f"rank {rank} said nothing"
+        assert blames(culprit, answer["message"]), answer
+        found[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
+    assert max(found.values()) <= DEADLINE_S + GRACE_S, found
+    return found
+
+
+# --- on the GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "fp64"), (3, "fp32"), (4, "fp64"), (4, "bf16")])
+def test_every_schedule_is_exact(ranks: int, dtype: str, tmp_path: Path) -> None:
+    every_schedule_is_exact(tmp_path, ranks, dtype)
+    keep("nccl_processes", f"exact, {dtype}, {ranks} processes", len(list(cases())))
+
+
+def test_nccl_is_called_as_the_plan_says(tmp_path: Path) -> None:
+    for rank, answer in enumerate(run(tmp_path, "order", 3, log=str(tmp_path / "nccl"))):
+        warm_up = answer["called"][:4]
+        assert sorted(call[0] for call in warm_up) == ["Recv", "Recv", "Send", "Send"], answer["tail"]
+        assert answer["called"][4:] == answer["planned"], f"rank {rank}"
+        keep("nccl_processes", f"call order equals the plan, rank {rank}", len(answer["planned"]))
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "stall"])
+def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
+    keep("nccl_processes", f"seconds to the named error, {kind}", a_lost_rank_is_named(tmp_path, kind, 3))
+
+
+@pytest.mark.parametrize("blocking_child", [False, True], ids=["nonblocking", "blocking child"])
+def test_a_pass_is_captured_and_replayed(blocking_child: bool, tmp_path: Path) -> None:
+    answers = run(tmp_path, "graph", 2, blocking_child=blocking_child)
+    assert all(max(answer["errors"]) < 1e-10 for answer in answers), answers
+    name = "blocking child" if blocking_child else "non-blocking"
+    keep("nccl_processes", f"captured pass replayed, {name}, ms", [answer["replay_ms"] for answer in answers])
+
+
+def test_abort_frees_the_device(tmp_path: Path) -> None:
+    answers = run(tmp_path, "abort", 2)
+    assert answers[0]["device_free_s"] < 10.0
+    assert "rank 0 failed first: ValueError: rank 0 gives up" in answers[1]["heard"]
+    keep("nccl_processes", "abort with a waiting exchange, s", answers[0])
+
+
+def test_all_gpus_of_this_machine(tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("this machine has one GPU; with several, one rank runs on each")
+    every_schedule_is_exact(tmp_path, count, "bf16")
+    keep("nccl_processes", f"exact, bf16, one rank on each of {count} GPUs", len(list(cases())))

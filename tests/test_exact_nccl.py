@@ -1,0 +1,60 @@
+"""Exact attention over the real NCCL transport on simulated GPUs, forward and backward, in registered memory.
+
+With `lazy` the device moves bytes as late as it may, so a forgotten wait would read old ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringattn.schedule.routes import ROUTES
+from ringattn.transport.nccl.binding import Capability
+from ringattn.transport.nccl.options import NcclOptions
+from tests.nccl_rings import EVERYTHING, on_rings, results
+from tests.simulated.world import SimWorld
+from tests.trial import Trial, greatest_error, joined, on_rank, truth
+
+EXACT = 1e-10
+TRIALS = {
+    "causal": (Trial(causal=True, heads=(4, 2), lse=True), "zigzag"),
+    "window": (Trial(window=(6, 2), sinks=True), "contiguous"),
+    "documents": (Trial(causal=True, documents=(0, 5, 5, 18, 19, 37)), "per_document"),
+    "short": (Trial(tokens=3, causal=True), "striped"),
+}
+RING = {"engine": "plain", "timeout_s": 30.0, "poison": True}
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", TRIALS)
+def test_exact(name: str, ranks: int, lazy: bool) -> None:
+    trial, layout = TRIALS[name]
+    world = SimWorld(ranks, lazy=lazy)
+    found = results(on_rings(
+        world, lambda ring: [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in ROUTES], ring=RING
+    ))  # fmt: skip
+    assert world.violations == []
+    for schedule, parts in zip(ROUTES, zip(*found, strict=True), strict=True):
+        assert greatest_error(joined(list(parts)), truth(trial, torch.float64)) <= EXACT, schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "capabilities"),
+    [
+        (NcclOptions(register=False), EVERYTHING),
+        (NcclOptions(blocking_child=True, max_ctas=4), EVERYTHING),
+        (NcclOptions(), EVERYTHING - {Capability.MEMORY}),
+        (NcclOptions(), frozenset()),
+    ],
+    ids=["plain memory", "blocking child", "no ncclMemAlloc", "nothing but send and receive"],
+)
+def test_exact_with_less(options: NcclOptions, capabilities: frozenset[Capability]) -> None:
+    trial, layout = TRIALS["causal"]
+    world = SimWorld(3)
+    found = results(on_rings(
+        world, lambda ring: on_rank(ring, trial, layout, "ring", torch.float64), ring=RING, options=options,
+        capabilities=capabilities,
+    ))  # fmt: skip
+    assert world.violations == []
+    assert greatest_error(joined(found), truth(trial, torch.float64)) <= EXACT

@@ -1,0 +1,171 @@
+"""The parts of the NCCL transport that need neither a GPU nor a library: meeting, comparing calls, advice, waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ringattn.errors import DeadlineError, DisagreementError, InputError
+from ringattn.transport.board import Board
+from ringattn.transport.nccl.advice import warnings_for
+from ringattn.transport.nccl.bootstrap import Arrival, Host, all_ready, arrive, check_fit, share_unique_id
+from ringattn.transport.nccl.calls import WINDOW, CallWindow
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.waiting import LONGEST_NAP_S, Deadline, wait_until
+
+
+def arrival(rank: int, **changes: Any) -> Arrival:
+    made = Arrival(rank, Host("node", "node", 100 + rank), f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
+    return replace(made, **changes)
+
+
+def nothing() -> None:
+    """A watch that never raises."""
+
+
+def together(ranks: int, body: Callable[[Board], Any]) -> list[Any]:
+    """`body(board)` on a thread a rank; results or errors by rank."""
+    store, results = HashStore(), [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(Board(store.clone(), rank, ranks))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+# --- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_everyone_learns_of_everyone() -> None:
+    def body(board: Board) -> Any:
+        deadline = Deadline(10)
+        found = arrive(board, arrival(board.rank), deadline, nothing)
+        unique_id = share_unique_id(board, lambda: bytes(range(128)), deadline, nothing)
+        all_ready(board, deadline, nothing)
+        time.sleep(0.2)
+        return found, unique_id, board.holds("unique_id")
+
+    for result in together(3, body):
+        assert result == ([arrival(rank) for rank in range(3)], bytes(range(128)), False)
+
+
+def test_missing_ranks_are_named() -> None:
+    def body(board: Board) -> Any:
+        return arrive(board, arrival(board.rank), Deadline(0.3), nothing) if board.rank != 1 else None
+
+    results = together(3, body)
+    for rank in (0, 2):
+        assert isinstance(results[rank], DeadlineError)
+        assert f"rank {rank} opened a ring of 3: ranks [1] did not come within 0.3 s" in str(results[rank])
+
+
+def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
+    store = HashStore()
+    with pytest.raises(DeadlineError, match=r"rank 1: rank 0 made no unique id within 0\.1 s"):
+        share_unique_id(Board(store, 1, 2), bytes, Deadline(0.1), nothing)
+    with pytest.raises(DeadlineError, match=r"rank 1: the communicators of ranks \[0\] were not ready"):
+        all_ready(Board(store, 1, 2), Deadline(0.1), nothing)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"nccl_version": 22907}, DisagreementError, r"NCCL version: 2\.28\.9 on ranks .*2\.29\.7 on ranks \[1\]"),
+        ({"ringattn_version": "0.2.0"}, DisagreementError, r"ringattn version: .*0\.2\.0 on ranks \[1\]"),
+        ({"registers": False}, DisagreementError, r"registered slots: .*False on ranks \[1\]"),
+        ({"options": NcclOptions(binding="cupy")}, DisagreementError, r"binding: .*cupy on ranks \[1\]"),
+        ({"options": NcclOptions(max_ctas=4)}, DisagreementError, r"max_ctas: None on ranks \[0, 2\]; 4 on ranks"),
+        ({"options": NcclOptions(name="x")}, DisagreementError, r"name: .*x on ranks \[1\]"),
+        ({"options": NcclOptions(blocking_child=True)}, DisagreementError, r"blocking_child: .*True on ranks \[1\]"),
+        ({"gpu_uuid": "GPU-2"}, InputError, r"rank 1 \(process 101\), rank 2 \(process 102\) use the same GPU GPU-2"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    check_fit([arrival(rank) for rank in range(3)])
+    with pytest.raises(kind, match=words):
+        check_fit([arrival(0), arrival(1, **changes), arrival(2)])
+
+
+def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
+    check_fit([arrival(rank, gpu_uuid="GPU-0", host=Host("node", f"ring-{rank}", rank)) for rank in range(3)])
+
+
+# --- comparing calls -------------------------------------------------------------------------------------------------
+
+
+def window(*digests: bytes, first: int = 1) -> CallWindow:
+    made = CallWindow()
+    for number, digest in enumerate(digests, first):
+        made.announce(number, digest, f"words of {digest!r}")
+    return made
+
+
+def test_the_first_call_that_differs_is_found() -> None:
+    mine, theirs = window(b"a", b"b", b"c"), window(b"a", b"x", b"c")
+    difference = mine.differs(theirs.status("here", 0))
+    assert difference is not None and difference.startswith("call 2 is another there")
+    assert "words of b'c'" in difference
+    late = window(b"a", b"b").differs(window(b"a", b"x").status("here", 0))
+    assert late is not None and "now at 'words of b'x''" in late and "here 'words of b'b''" in late
+
+
+def test_ranks_that_are_apart_are_compared_by_number() -> None:
+    mine = window(*[bytes([n]) for n in range(10)])
+    for ahead in (window(bytes([9]), b"new", first=10), window(b"new", first=11), CallWindow()):
+        assert mine.differs(ahead.status("there", 0)) is None
+        assert ahead.differs(mine.status("there", 0)) is None
+    assert mine.differs(window(b"old", first=1).status("there", 0)) is not None
+
+
+def test_the_window_is_bounded() -> None:
+    long = window(*[bytes([n % 250]) for n in range(10 * WINDOW)])
+    assert len(long.status("x", 0)) < 60 * WINDOW
+    assert CallWindow.place(long.status("forward step 3", 7)) == (7, "forward step 3")
+
+
+# --- advice ----------------------------------------------------------------------------------------------------------
+
+
+def test_advice() -> None:
+    assert warnings_for({}, 22809, other_nccl_groups=False) == []
+    (order,) = warnings_for({}, 22809, other_nccl_groups=True)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in order
+    assert warnings_for({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22809, other_nccl_groups=True) == []
+    (old,) = warnings_for({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22503, other_nccl_groups=True)
+    assert "NCCL 2.25.3 keeps no order" in old
+    both = warnings_for({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809, other_nccl_groups=True)
+    assert len(both) == 2 and "CUDA_DEVICE_MAX_CONNECTIONS=1" in both[1]
+    with pytest.raises(InputError, match="NCCL_COMM_ID is set"):
+        warnings_for({"NCCL_COMM_ID": "127.0.0.1:2000"}, 22809, other_nccl_groups=False)
+
+
+def test_bad_options_are_refused() -> None:
+    for bad, words in (({"binding": "nccl4py"}, "ctypes, cupy"), ({"max_ctas": 0}, "between 1 and 64")):
+        with pytest.raises(InputError, match=words):
+            NcclOptions(**bad)
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_wait_until() -> None:
+    assert wait_until(lambda: True, Deadline(0.0))
+    start = time.monotonic()
+    assert not wait_until(lambda: False, Deadline(0.2))
+    assert 0.2 <= time.monotonic() - start < 0.2 + 10 * LONGEST_NAP_S
+    with pytest.raises(ValueError, match="the ring has failed"):
+        wait_until(lambda: False, Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("the ring has failed")))

@@ -1,0 +1,275 @@
+"""The NCCL transport over simulated GPUs: the contract of all transports, and exact attention.
+
+What this proves: the real transport, communicator, supervisor and bootstrap obey NCCL's rules as the simulator knows
+them. What it does not: that NCCL has no others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ringattn import Ring
+from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.transport.base import Message
+from ringattn.transport.nccl.communicator import State
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.transport import NcclTransport
+from tests.blame import blames
+from tests.contract.transport_contract import ONE_AFTER_ANOTHER, WORLD_SIZE, Check, timeout_s
+from tests.nccl_rings import on_gpus, on_rings, open_on, results
+from tests.simulated.faults import Died, Stall
+from tests.simulated.library import SimLibrary
+from tests.simulated.world import SimWorld
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("check", ONE_AFTER_ANOTHER, ids=lambda check: check.__name__)
+def test_contract(check: Check, lazy: bool) -> None:
+    world = SimWorld(WORLD_SIZE, lazy=lazy, any_memory=True, limit_s=8.0)
+    results(on_gpus(world, check, timeout_s=timeout_s(check), options=NcclOptions(register=False)))
+    assert world.violations == []
+
+
+def around(ring: NcclTransport, sent: torch.Tensor, came: torch.Tensor) -> Any:
+    """A hop to the next rank."""
+    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+    return ring.bind([Message(after, sent, "out")], [Message(before, came, "in")])
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_captured_pass_is_replayed() -> None:
+    world = SimWorld(3)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(3 * 512).view(3, 512)
+        hops = [around(ring, slots[0], slots[1]), around(ring, slots[1], slots[2])]
+        with world.capture(ring.rank) as graph:
+            for hop in hops:
+                hop.start().wait()
+            with pytest.raises(RingError, match="run it, then capture it"):
+                ring.allocate(64)
+        for value in (3, 5):
+            slots[0].fill_(10 * value + ring.rank)
+            ring.replay(graph.replay)
+            ring.drain()
+            assert bool((slots[2] == 10 * value + (ring.rank - 2) % 3).all())
+        time.sleep(0.3)  # the supervisor looks meanwhile, and asks no captured event
+        graph.reset()
+
+    results(on_gpus(world, body))
+    assert world.violations == []
+
+
+def test_a_replay_has_a_deadline() -> None:
+    world = SimWorld(3)
+
+    def body(ring: NcclTransport) -> str:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        compute = ring.gpu.new_stream()  # one that does not hold the host
+        ring.gpu.current_stream = lambda: compute  # type: ignore[method-assign]
+        with world.capture(ring.rank) as graph:
+            hop.start().wait()
+        if ring.rank == 1:
+            time.sleep(2.0)
+        else:
+            ring.replay(graph.replay)
+        said = _error(ring.drain)
+        graph.reset()
+        return said
+
+    said = results(on_gpus(world, body, timeout_s=1.0))
+    assert "a replayed pass" in said[0] and "rank 1 is behind" in said[0] + said[2]
+
+
+def test_rings_replay_together() -> None:
+    world = SimWorld(2)
+
+    def body(ring: Ring) -> int:
+        runs = []
+        for _ in range(3):
+            ring.replay(SimpleNamespace(replay=lambda: runs.append(1)))
+        ring.synchronize()
+        return len(runs)
+
+    assert results(on_rings(world, body)) == [3, 3]
+
+
+# --- life ------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
+    world = SimWorld(2)
+
+    def body(ring: Ring) -> list[int]:
+        counts = []
+        for _ in range(4):
+            ring.all_reduce([torch.ones(3)])
+            counts.append(ring.transport._agreement._number)  # type: ignore[attr-defined]
+        ring.barrier()
+        ring.barrier()
+        return [*counts, ring.transport._agreement._number]  # type: ignore[attr-defined]
+
+    world = SimWorld(2, any_memory=True)
+    assert results(on_rings(world, body)) == [[1, 1, 1, 1, 3]] * 2
+
+
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimWorld(2, any_memory=True)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        hop.start().wait()
+        ring.agree(b"")
+        if ring.rank == 0:
+            ring.lane.pid = os.getpid() + 1
+            with pytest.raises(RingError, match="its fork; start processes with spawn"):
+                hop.start()
+            ring.lane.pid = os.getpid()
+        hop.start().wait()
+
+    results(on_gpus(world, body))
+
+
+def test_a_second_thread_is_refused() -> None:
+    world = SimWorld(2, faults=[Stall(0, "send", 2)], limit_s=10.0)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        if ring.rank == 0:
+            threading.Timer(0.4, lambda: world.release(0)).start()
+            threading.Thread(target=lambda: time.sleep(0.2) or refused.append(_error(hop.start))).start()
+        hop.start().wait()
+        ring.agree(b"")
+
+    refused: list[str] = []
+    results(on_gpus(world, body))
+    assert len(refused) == 1 and "two threads use one ring at once" in refused[0]
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except RingError as error:
+        return str(error)
+    return ""
+
+
+def test_memory_is_given_back_and_communicators_end_once() -> None:
+    world = SimWorld(3)
+
+    def body(ring: NcclTransport) -> None:
+        for nbytes in (512, 4096, 1 << 16):  # each replaces the one before
+            slots = ring.allocate(2 * nbytes).view(2, nbytes)
+            around(ring, slots[0], slots[1]).start().wait()
+
+    results(on_gpus(world, body))
+    assert world.violations == []
+
+
+def test_a_close_that_is_alone_aborts_soon() -> None:
+    world = SimWorld(2, any_memory=True)
+    store, seconds, said = HashStore(), {}, []
+
+    def live(rank: int) -> None:
+        ring = open_on(world, rank, store.clone())
+        if rank == 0:
+            start = time.monotonic()
+            ring.close(linger_s=0.5)
+            ring.close()
+            seconds[rank] = time.monotonic() - start
+            assert ring.lane.state is State.FAILED  # aborted: a destroy would wait for the other
+        else:
+            time.sleep(1.5)
+            slots = torch.zeros(2, 8, dtype=torch.uint8)
+            said.append(_error(lambda: around(ring, slots[0], slots[1]).start().wait()))
+            ring.abort(ValueError("done"))
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert 0.4 < seconds[0] < 2.0
+    assert "rank 0 closed its ring" in said[0]
+
+
+def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
+    world = SimWorld(2, lazy=True, any_memory=True)
+
+    def body(ring: NcclTransport) -> None:
+        if ring.rank == 0:
+            slots = torch.zeros(2, 8, dtype=torch.uint8)
+            around(ring, slots[0], slots[1]).start()  # never waited for
+            time.sleep(1.2)
+            with pytest.raises(DeadlineError, match="no answer from ranks"):
+                ring.close()
+            with pytest.raises(ClosedError):
+                ring.agree(b"")
+        else:
+            time.sleep(1.2)
+
+    on_gpus(world, body, timeout_s=0.5)
+
+
+def test_a_missing_rank_is_named_at_opening() -> None:
+    world = SimWorld(3)
+    store, said = HashStore(), {}
+
+    def live(rank: int) -> None:
+        with pytest.raises(RingError) as caught:
+            open_on(world, rank, store.clone(), timeout_s=0.6)
+        said[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all("ranks [1] did not come" in message for message in said.values()) and len(said) == 2
+
+
+def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, init = SimWorld(3), SimLibrary.init
+
+    def fatal(self: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: Any) -> int:
+        if rank == 1:
+            world.dead.add(1)
+            raise Died("rank 1 died")
+        return init(self, world_size, unique_id, rank, config)
+
+    monkeypatch.setattr(SimLibrary, "init", fatal)
+    outcomes = on_gpus(world, lambda ring: None, timeout_s=1.0)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, RingError) and blames(1, str(outcomes[rank].error))
+        assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
+
+
+def test_the_flight_record_is_written(tmp_path: Path) -> None:
+    world = SimWorld(2, any_memory=True)
+
+    def body(ring: NcclTransport) -> None:
+        slots = torch.zeros(2, 8, dtype=torch.uint8)
+        if ring.rank == 0:
+            around(ring, slots[0], slots[1]).start().wait()
+        else:
+            time.sleep(1.5)
+            ring.check()
+
+    outcomes = on_gpus(world, body, timeout_s=0.6, flight_dir=tmp_path)
+    assert all(isinstance(outcome.error, RingError) for outcome in outcomes)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["flight-0.json", "flight-1.json"]
+    assert "no answer from ranks [1]" in (tmp_path / "flight-0.json").read_text()
