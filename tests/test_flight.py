@@ -16,8 +16,18 @@ import torch
 from ringattn import cli
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
 from ringattn.launch.flight import main, read_records
-from ringattn.observe.divergence import divergences
-from ringattn.observe.flight import CAPACITY, CONTROL_LANE, DONE, FAILED, RUNNING, FlightRecord, Part
+from ringattn.observe.divergence import divergences, first_unfinished
+from ringattn.observe.flight import (
+    CAPACITY,
+    CAPTURED,
+    CONTROL_LANE,
+    DONE,
+    FAILED,
+    LAUNCHING,
+    RUNNING,
+    FlightRecord,
+    Part,
+)
 from ringattn.transport.base import Message
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.stores import rendezvous_store
@@ -102,6 +112,26 @@ def test_the_rank_that_never_posted_is_named_before_those_that_wait(tmp_path: Pa
         "no partner: rank 0 recv from rank 2 'step 0' (8 bytes, exchange 0); rank 2 never posted its send to rank 0; "
         "the last that it posted was exchange 3, 'step 3'",
     ]
+
+
+def test_a_rank_inside_a_launch_has_not_posted(tmp_path: Path) -> None:
+    a, b = pair()
+    post(a, "send", 1, "n 0")
+    post(b, "recv", 0, "m 0")
+    post(a, "send", 1, "n 1", state=RUNNING)
+    post(b, "recv", 0, "m 1", state=LAUNCHING)
+    (words,) = told(tmp_path, a, b)
+    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'm 0'" in words
+    assert words.endswith("it is inside the launch of exchange 1")
+
+
+def test_captured_exchanges_are_not_under_way(tmp_path: Path) -> None:
+    a, b = pair()
+    post(a, "send", 1, "n 0", state=CAPTURED)
+    post(b, "recv", 0, "m 0", state=CAPTURED)
+    post(a, "send", 1, "n 1", state=RUNNING)
+    assert told(tmp_path, a, b)[0].startswith("no partner: rank 0 send to rank 1 'n 1'")
+    assert first_unfinished(read_records(tmp_path)[1]) is None
 
 
 def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -> None:

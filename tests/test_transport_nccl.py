@@ -19,6 +19,8 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.launch.flight import read_records
+from ringattn.observe.divergence import divergences
 from ringattn.transport.base import Message
 from ringattn.transport.nccl.communicator import State
 from ringattn.transport.nccl.options import NcclOptions
@@ -258,18 +260,17 @@ def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch
         assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
 
 
-def test_the_flight_record_is_written(tmp_path: Path) -> None:
-    world = SimWorld(2, any_memory=True)
+def test_the_flight_records_name_the_rank_that_is_stuck_in_a_launch(tmp_path: Path) -> None:
+    world = SimWorld(3, faults=[Stall(1, "group_end", 4)], limit_s=10.0)
+    threading.Timer(4.0, lambda: world.release(1)).start()
 
     def body(ring: NcclTransport) -> None:
-        slots = torch.zeros(2, 8, dtype=torch.uint8)
-        if ring.rank == 0:
+        slots = ring.allocate(1024).view(2, 512)
+        for _ in range(5):
             around(ring, slots[0], slots[1]).start().wait()
-        else:
-            time.sleep(1.5)
-            ring.check()
 
-    outcomes = on_gpus(world, body, timeout_s=0.6, flight_dir=tmp_path)
+    outcomes = on_gpus(world, body, deadline_s=0.6, flight_dir=tmp_path)
     assert all(isinstance(outcome.error, RingError) for outcome in outcomes)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["flight-0.json", "flight-1.json"]
-    assert "no answer from ranks [1]" in (tmp_path / "flight-0.json").read_text()
+    assert f"flight record: {tmp_path / 'flight-0.json'}" in outcomes[0].error.__notes__  # type: ignore[union-attr]
+    first = divergences(read_records(tmp_path))[0]
+    assert "rank 1 never posted" in first and first.endswith("it is inside the launch of exchange 4"), first

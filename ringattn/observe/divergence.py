@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ringattn.observe.flight import DONE
+from ringattn.observe.flight import CAPTURED, DONE, LAUNCHING
 
 Record = Mapping[str, Any]
 """A dump of one rank, see `FlightRecord.dump`."""
@@ -66,9 +66,11 @@ def label_of(flight: Mapping[str, Any]) -> str:
 
 
 def first_unfinished(record: Record, until_s: float = math.inf) -> Mapping[str, Any] | None:
-    """The oldest exchange that was not done at `until_s`, seconds of the clock."""
+    """The oldest exchange that was under way at `until_s`, seconds of the clock."""
     for flight in record["flights"]:
-        if flight["posted_s"] <= until_s and (flight["state"] != DONE or flight["done_s"] > until_s):
+        if flight["state"] in (LAUNCHING, CAPTURED) or flight["posted_s"] > until_s:
+            continue
+        if flight["state"] != DONE or flight["done_s"] > until_s:
             return flight
     return None
 
@@ -126,8 +128,11 @@ def _unanswered(more: Stream, fewer: Stream, waiting: Record, owing: Record, owe
     """
     until_s = waiting["written_s"]
     distance = ABSENT if first_unfinished(owing, until_s) is None else WAITING
-    posted = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
+    begun = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
+    posted = [flight for flight in begun if flight["state"] != LAUNCHING]
     where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "no exchange at all"
+    if begun and begun[-1]["state"] == LAUNCHING:
+        where += f"; it is inside the launch of exchange {begun[-1]['sequence']}"
     words = f"rank {owing['rank']} never posted its {owed}; the last that it posted was {where}"
     if fewer.total < more.first:
         sequence = waiting["flights"][0]["sequence"]
@@ -141,7 +146,7 @@ def _streams(record: Record, op: str, peer: Record) -> dict[int, Stream]:
     """The messages of a rank to or from a peer, by lane."""
     ends: dict[int, list[End]] = defaultdict(list)
     for flight in record["flights"]:
-        if flight["posted_s"] <= peer["written_s"]:
+        if flight["posted_s"] <= peer["written_s"] and flight["state"] != LAUNCHING:
             for part in flight["parts"]:
                 if (part["op"], part["peer"]) == (op, peer["rank"]):
                     ends[flight["lane"]].append(End(record["rank"], part, flight))

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CAPACITY = 2048
-POSTED, RUNNING, DONE, FAILED, CAPTURED = "posted", "running", "done", "failed", "captured"
+LAUNCHING, POSTED, RUNNING, DONE, FAILED, CAPTURED = "launching", "posted", "running", "done", "failed", "captured"
+"""LAUNCHING: inside the library's call, so peers cannot meet it; CAPTURED: in a CUDA graph, where nobody watches it."""
 CONTROL_LANE = -1
 """The lane of agreements, which never meet the messages of an exchange."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ringattn.observe.flight import CAPTURED, Flight, Part
+from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, Part
 from ringattn.transport.messages import Operation, listed
 from ringattn.transport.nccl.communicator import Call
 from ringattn.transport.nccl.device import Event
@@ -78,14 +78,14 @@ class NcclHop:
         ready.record(gpu.current_stream())
         stream.wait_event(ready)
         flight = transport.record.begin(0, self._parts)
+        flight.state = LAUNCHING
         supervisor.where = self._parts[0].label
         transport.launch(self._calls)
+        flight.state = CAPTURED if capturing else POSTED
         supervisor.started += 1
         done.record(stream)
         ticket = NcclTicket(self, flight, ready, done)
-        if capturing:
-            flight.state = CAPTURED
-        else:
+        if not capturing:
             supervisor.tickets.append(ticket)
         return ticket
 

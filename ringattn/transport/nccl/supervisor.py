@@ -198,6 +198,6 @@ class Supervisor:
         if self._flight_dir is None:
             return
         try:
-            self._record.dump(self._flight_dir, str(error))
+            error.add_note(f"flight record: {self._record.dump(self._flight_dir, str(error))}")
         except OSError as trouble:
             print(f"ringattn rank {self._own.rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
