@@ -275,7 +275,9 @@ def test_no_process_is_left(planted: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal.Signals) -> None:
     code = (
-        "import sys\nfrom ringattn.launch.ranks import run_ranks_in_processes as run\n"
+        # A test run that was started in the background inherits an ignored SIGINT.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ringattn.launch.ranks import run_ranks_in_processes as run\n"
         f"run('{planted}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
