@@ -35,7 +35,8 @@ bench: $(STAMP) ## the benchmarks, each behind its correctness gate
 # there is no git.
 gpu-check: ## the checks that need a CUDA device, with the system's Python and torch
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
-	@PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu --durations=15 tests/test_gpu.py tests/gpu
+	@PYTHONPATH=. $(PYTHON) -m pytest -v -m gpu --durations=15 --session-timeout=450 \
+		tests/gpu/test_processes.py tests/gpu/test_loopback.py tests/test_gpu.py
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist outputs multirun .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -134,7 +134,8 @@ def run_torchrun(
     `job` is a file that the program's command line names. Raises `RingError` when a process outlives torchrun or
     `JOB_S`; all are ended then.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *more]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={ranks}", *more]
     # For every connection to a store torch asks the name service who the other end is, and a question that is lost
     # costs five seconds by default: more than the deadline.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
@@ -152,7 +153,7 @@ def run_torchrun(
         finally:
             left = _end(agent, job)
         log.seek(0)
-        printed = log.read()[-4000:].decode(errors="replace")
+        printed = log.read()[-20000:].decode(errors="replace")
     if late or left:
         raise RingError(f"{'torchrun did not end' if late else f'processes {left} outlived torchrun'}:\n{printed}")
     return Ended(agent.returncode, printed)

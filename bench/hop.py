@@ -84,6 +84,9 @@ class NoDevice:
     def activate(self) -> None:
         """Nothing."""
 
+    def watch_captures(self) -> None:
+        """Nothing."""
+
     def new_stream(self) -> Stream:
         """See `Device.new_stream`."""
         return NoStream()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
+from ringattn.transport.board import Board
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.nccl.advice import warnings_for
@@ -72,7 +73,17 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
 def _open_nccl(
     store: dist.Store, rank: int, world_size: int, timeout_s: float, options: NcclOptions, flight_dir: Path | None
 ) -> NcclTransport:
-    """NCCL on this process's GPU."""
+    """NCCL on this process's GPU. A rank that cannot open tells the others why, which wait for it already."""
+    try:
+        return _on_gpu(store, rank, world_size, timeout_s, options, flight_dir)
+    except Exception as error:
+        Board(store, rank, world_size).publish_cause(error)
+        raise
+
+
+def _on_gpu(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, options: NcclOptions, flight_dir: Path | None
+) -> NcclTransport:
     if not torch.cuda.is_available():
         raise UnsupportedError(
             f"rank {rank}: transport='nccl' needs a CUDA device, and torch finds none; use gloo for tensors on CPU"
@@ -80,8 +91,11 @@ def _open_nccl(
     binding = open_binding(options)
     others = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     for warning in warnings_for(os.environ, binding.version, others):
-        warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
+        warnings.warn(f"rank {rank}: {warning}", stacklevel=5)
     name = socket.gethostname()
+    nccl_id = os.environ.get("NCCL_HOSTID", name)
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # then NCCL lets ranks share a GPU
+        nccl_id += f"/{rank}"
     return NcclTransport.open(
         store,
         rank,
@@ -90,7 +104,7 @@ def _open_nccl(
         binding=binding,
         gpu=CudaDevice(_gpu_index(rank)),
         options=options,
-        host=Host(name, os.environ.get("NCCL_HOSTID", name), os.getpid()),
+        host=Host(name, nccl_id, os.getpid()),
         flight_dir=flight_dir,
     )
 

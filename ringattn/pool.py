@@ -76,13 +76,17 @@ class Pool:
         self.release(0, self.nbytes)
         self._running.release()
 
+    def release_arena(self) -> None:
+        """Let go of the memory. Views that still exist keep it."""
+        self._arena = self._arena[:0].clone()
+
     def reset_high_water(self) -> None:
         """Forget the largest pass so far."""
         self.high_water_bytes = 0
 
     def _grow(self, nbytes: int) -> None:
         if nbytes > self.nbytes:
-            self._arena = self._arena[:0].clone()  # the old memory must be free before the new is taken
+            self.release_arena()  # the old memory must be free before the new is taken
             self._arena = self._aligned(nbytes)
             self.release(0, nbytes)
 

@@ -258,10 +258,11 @@ class Ring:
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
+        self._executors.clear()
+        self.pool.release_arena()  # before the transport ends, which gives the memory back
         if self._end is None:
             self._end = "it was closed"
             self.transport.close()
-        self._executors.clear()
 
     def __enter__(self) -> Self:
         return self

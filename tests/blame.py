@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 
-VERBS = "is silent|is behind|is gone|failed first|refused|does not ask|and rank . do not ask|do not ask"
+VERBS = "|".join((
+    "is silent", "is behind", "is stuck in a launch", "is still computing", "is gone", "failed first", "refused",
+    "does not ask", "and rank . do not ask", "do not ask",
+))  # fmt: skip
 
 
 def blames(culprit: int, message: str) -> bool:

@@ -43,11 +43,11 @@ def test_exact(name: str, ranks: int, lazy: bool) -> None:
     ("options", "capabilities"),
     [
         (NcclOptions(register=False), EVERYTHING),
-        (NcclOptions(blocking_child=True, max_ctas=4), EVERYTHING),
+        (NcclOptions(blocking=True, max_ctas=4), EVERYTHING),
         (NcclOptions(), EVERYTHING - {Capability.MEMORY}),
         (NcclOptions(), frozenset()),
     ],
-    ids=["plain memory", "blocking child", "no ncclMemAlloc", "nothing but send and receive"],
+    ids=["plain memory", "blocking", "no ncclMemAlloc", "nothing but send and receive"],
 )
 def test_exact_with_less(options: NcclOptions, capabilities: frozenset[Capability]) -> None:
     trial, layout = TRIALS["causal"]

@@ -14,7 +14,9 @@ from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
 from tests.gpu import test_processes as processes
 from tests.gpu.loopback import LoopbackWorld
+from tests.gpu.processes import in_order
 from tests.gpu.test_loopback import bytes_of_every_size, every_schedule_is_exact, nothing
+from tests.nccl_rings import on_rings, results
 from tests.simulated.device import SimDevice
 from tests.simulated.library import SimLibrary
 from tests.simulated.world import SimWorld
@@ -68,3 +70,10 @@ def test_processes_are_exact(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
     assert len(processes.a_lost_rank_is_named(tmp_path, "kill", 3, "gloo")) == 2
+
+
+def test_the_library_is_called_as_the_plan_says() -> None:
+    world = SimWorld(3)
+    for rank, planned in enumerate(results(on_rings(world, in_order, ring={"engine": "plain"}))):
+        called = [[call.op.title(), call.peer, call.nbytes] for call in world.calls(rank)]
+        assert called[4:] == 2 * planned and len(planned) > 20

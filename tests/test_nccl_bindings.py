@@ -21,7 +21,7 @@ from tests.nccl.library_scenarios import SCENARIOS
 from tests.nccl.stub import COMPILER, build
 
 ROOT = Path(__file__).resolve().parent.parent
-WITHOUT = ("MEM_ALLOC", "REGISTER", "SPLIT", "FINALIZE", "LAST_ERROR")
+WITHOUT = ("MEM_ALLOC", "REGISTER", "FINALIZE", "LAST_ERROR")
 """The functions behind `binding_runs.OPTIONAL`, as the stub's switches; `NAME` goes by the version."""
 
 pytestmark = [

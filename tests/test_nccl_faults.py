@@ -20,13 +20,14 @@ from ringattn.errors import RingError
 from ringattn.transport.nccl.binding import Status
 from tests.blame import blames
 from tests.nccl_rings import Outcome, on_rings
-from tests.simulated.faults import Answer, AsyncError, Die, Died, Fault, Stall
+from tests.simulated.faults import Answer, Die, Died, Fault, Stall
 from tests.simulated.world import SimWorld
 
 DEADLINE_S = 1.0
 GRACE_S = 2.0
 TOKENS = 24
 WARM_HOPS = 2  # of opening
+ASYNCHRONOUS = "meets an asynchronous error"
 
 
 Change = Callable[[int], dict[str, Any]]
@@ -69,7 +70,7 @@ def cases() -> list[Case]:
         for status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR, Status.UNHANDLED_CUDA_ERROR):
             answer = Answer(culprit, "group_end", status, 4)
             found.append(Case(f"is told {status.name} by a launch", culprit, 4, answer))
-        found.append(Case("meets an asynchronous error", culprit, 3, AsyncError(culprit, 25, Status.REMOTE_ERROR)))
+        found.append(Case(ASYNCHRONOUS, culprit, 3))
     otherwise: list[tuple[str, int, int, Change]] = [
         ("refuses its input", 1, 3, lambda n: {"window": (0, 5)} if n == 2 else {}),
         ("has another shape", 2, 3, lambda n: {"tokens": TOKENS + (n == 1)}),
@@ -92,6 +93,13 @@ def call(case: Case, ring: Ring, n: int) -> None:
     ring.synchronize()
 
 
+def break_communicator(world: SimWorld, rank: int) -> None:
+    """NCCL finds by itself that a communicator is broken."""
+    with world.changed:
+        for comm in world.registry.of(rank):
+            comm.fail(Status.REMOTE_ERROR, "an asynchronous error")
+
+
 def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
     """Run the case; the outcomes, and when each rank made its last call that worked."""
     world = SimWorld(case.ranks, faults=[case.fault] if case.fault else [], limit_s=20.0)
@@ -100,6 +108,8 @@ def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
     def body(ring: Ring) -> None:
         last_good[ring.rank] = time.monotonic()
         for n in range(40):
+            if case.name == ASYNCHRONOUS and n == 2 and ring.rank == case.culprit:
+                break_communicator(world, ring.rank)
             call(case, ring, n)
             last_good[ring.rank] = time.monotonic()
             time.sleep(0.05)  # so that a fault that counts polls falls between two calls as well as into one

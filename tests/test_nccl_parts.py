@@ -90,7 +90,7 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
         ({"options": NcclOptions(binding="cupy")}, DisagreementError, r"binding: .*cupy on ranks \[1\]"),
         ({"options": NcclOptions(max_ctas=4)}, DisagreementError, r"max_ctas: None on ranks \[0, 2\]; 4 on ranks"),
         ({"options": NcclOptions(name="x")}, DisagreementError, r"name: .*x on ranks \[1\]"),
-        ({"options": NcclOptions(blocking_child=True)}, DisagreementError, r"blocking_child: .*True on ranks \[1\]"),
+        ({"options": NcclOptions(blocking=True)}, DisagreementError, r"blocking: .*True on ranks \[1\]"),
         ({"gpu_uuid": "GPU-2"}, InputError, r"rank 1 \(process 101\), rank 2 \(process 102\) use the same GPU GPU-2"),
     ],
 )  # fmt: skip
@@ -116,25 +116,33 @@ def window(*digests: bytes, first: int = 1) -> CallWindow:
 
 def test_the_first_call_that_differs_is_found() -> None:
     mine, theirs = window(b"a", b"b", b"c"), window(b"a", b"x", b"c")
-    difference = mine.differs(theirs.status("here", 0))
+    difference = mine.differs(theirs.status())
     assert difference is not None and difference.startswith("call 2 is another there")
-    assert "words of b'c'" in difference
-    late = window(b"a", b"b").differs(window(b"a", b"x").status("here", 0))
-    assert late is not None and "now at 'words of b'x''" in late and "here 'words of b'b''" in late
+    assert "now at 'words of b'c''" in difference and "here 'words of b'c''" in difference
+    assert mine.differs(window(b"a", b"b").status()) is None and mine.differs(CallWindow().status()) is None
 
 
-def test_ranks_that_are_apart_are_compared_by_number() -> None:
-    mine = window(*[bytes([n]) for n in range(10)])
-    for ahead in (window(bytes([9]), b"new", first=10), window(b"new", first=11), CallWindow()):
-        assert mine.differs(ahead.status("there", 0)) is None
-        assert ahead.differs(mine.status("there", 0)) is None
-    assert mine.differs(window(b"old", first=1).status("there", 0)) is not None
+def test_a_difference_shows_in_every_later_call() -> None:
+    # Only the newest calls are kept one by one, and those that differed may have left both windows.
+    mine = window(b"a", *[b"same"] * (10 * WINDOW))
+    theirs = window(b"x", *[b"same"] * (10 * WINDOW))
+    assert mine.differs(theirs.status()) is not None
+
+
+@pytest.mark.parametrize("ahead", [1, WINDOW, 20 * WINDOW])
+def test_ranks_that_are_far_apart_are_compared(ahead: int) -> None:
+    calls = [bytes([n % 250]) for n in range(30 * WINDOW)]
+    mine, theirs = window(*calls[: 10 * WINDOW]), window(*calls[: 10 * WINDOW + ahead])
+    assert mine.differs(theirs.status()) is None and theirs.differs(mine.status()) is None
+    other = window(b"other", *calls[1 : 10 * WINDOW + ahead])
+    assert mine.differs(other.status()) is not None and other.differs(mine.status()) is not None
 
 
 def test_the_window_is_bounded() -> None:
-    long = window(*[bytes([n % 250]) for n in range(10 * WINDOW)])
-    assert len(long.status("x", 0)) < 60 * WINDOW
-    assert CallWindow.place(long.status("forward step 3", 7)) == (7, "forward step 3")
+    long = window(*[bytes([n % 250]) for n in range(100 * WINDOW)])
+    assert len(long.status()) < 60 * 2 * WINDOW
+    assert CallWindow.places(long.status(at="forward step 3"))["at"] == "forward step 3"
+    assert CallWindow.places(long.status())["call"] == 100 * WINDOW
 
 
 # --- advice ----------------------------------------------------------------------------------------------------------
@@ -149,8 +157,9 @@ def test_advice() -> None:
     assert "NCCL 2.25.3 keeps no order" in old
     both = warnings_for({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809, other_nccl_groups=True)
     assert len(both) == 2 and "CUDA_DEVICE_MAX_CONNECTIONS=1" in both[1]
-    with pytest.raises(InputError, match="NCCL_COMM_ID is set"):
-        warnings_for({"NCCL_COMM_ID": "127.0.0.1:2000"}, 22809, other_nccl_groups=False)
+    for name, value in (("NCCL_COMM_ID", "127.0.0.1:2000"), ("NCCL_COMM_BLOCKING", "1")):
+        with pytest.raises(InputError, match=f"{name} is set"):
+            warnings_for({name: value}, 22809, other_nccl_groups=False)
 
 
 def test_bad_options_are_refused() -> None:

@@ -136,7 +136,6 @@ def test_a_split_makes_children_by_color_in_the_order_of_their_keys() -> None:
         (Capability.MAX_CTAS, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, max_ctas=2))),
         (Capability.NAME, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, name="ring"))),
         (Capability.FINALIZE, lambda me: me.library.finalize(me.comm)),
-        (Capability.SPLIT, lambda me: me.library.split(me.comm, 0, 0, CommConfig(True))),
         (Capability.MEMORY, lambda me: me.library.mem_alloc(8)),
         (Capability.MEMORY, lambda me: me.library.mem_free(8)),
         (Capability.REGISTER, lambda me: me.library.register(me.comm, 8, 8)),

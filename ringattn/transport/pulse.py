@@ -78,12 +78,23 @@ class Listening:
 
 
 class Beating:
-    """A daemon thread that beats every `interval_s` with whatever `status()` says, until `stop`."""
+    """A daemon thread that beats every `interval_s` with whatever `status()` says, until `stop`.
 
-    def __init__(self, store: dist.Store, rank: int, interval_s: float, status: Callable[[], str]) -> None:
+    It calls `then()` after each beat, and `lost(error)` once when the store's host is gone.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        interval_s: float,
+        status: Callable[[], str],
+        then: Callable[[], None] = lambda: None,
+        lost: Callable[[RuntimeError], None] = lambda error: None,
+    ) -> None:
         self._pulse = Pulse(store, rank)
         self._interval_s = interval_s
-        self._status = status
+        self._status, self._then, self._lost = status, then, lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"ringattn-pulse-{rank}", daemon=True)
         self._thread.start()
@@ -111,6 +122,7 @@ class Beating:
         try:
             while not self._stopped.is_set():
                 self._pulse.beat(self._status())
+                self._then()
                 self._stopped.wait(self._interval_s)
-        except RuntimeError:
-            pass  # the store's host is gone: nobody can hear
+        except RuntimeError as error:
+            self._lost(error)  # the store's host is gone: nobody can hear

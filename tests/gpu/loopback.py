@@ -22,7 +22,7 @@ from ringattn.transport.nccl.binding import Binding, CommConfig
 from ringattn.transport.nccl.communicator import Call, Communicator
 from ringattn.transport.nccl.device import Device, Event
 from ringattn.transport.nccl.slots import Slots
-from ringattn.transport.nccl.waiting import Deadline, wait_until
+from ringattn.transport.nccl.waiting import Deadline
 
 Result = TypeVar("Result")
 
@@ -32,10 +32,11 @@ class LoopbackWorld(LocalWorld):
 
     def __init__(
         self, world_size: int, binding: Binding, gpu: Device, *, timeout_s: float = 60.0, blocking: bool = False,
-        registered: bool = True,
+        registered: bool = True, synchronize: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """`synchronize` returns when the device is idle: memory that one rank drops, another's stream may read."""
         super().__init__(world_size, timeout_s)
-        self.gpu = gpu
+        self.gpu, self.synchronize = gpu, synchronize
         self.stream = gpu.new_stream()
         config = CommConfig(blocking=blocking, max_ctas=4, name="loopback")
         self.lane = Communicator(binding, gpu, 0, 1, config, timeout_s)
@@ -52,16 +53,8 @@ class LoopbackWorld(LocalWorld):
 
     def end(self) -> None:
         """Free the communicator."""
-        self.slots.unregister()
         self.lane.close(Deadline(10.0))
         self.slots.free()
-
-    def quiet(self) -> None:
-        """Return when neither the exchanges nor this thread's stream can touch unused memory."""
-        for stream in (self.stream, self.gpu.current_stream()):
-            event = self.gpu.new_event()
-            event.record(stream)
-            assert wait_until(event.query, Deadline(self.timeout_s))
 
     def posted(self, operation: _Operation, ready: Event) -> None:
         """The operation may run after `ready`."""
@@ -113,7 +106,7 @@ class LoopbackTransport(LocalTransport):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """NCCL's own memory, registered."""
         with self._loop.changed:
-            return self._loop.slots.allocate(nbytes, self._loop.quiet)
+            return self._loop.slots.allocate(nbytes, self._loop.synchronize)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalTicket:
         """See `Transport.exchange`."""
@@ -144,12 +137,14 @@ def on_loopback(
     def live(rank: int) -> None:
         try:
             world.gpu.activate()
-            with own_stream(), Ring(transport=world.transport(rank), **ring_options) as ring:  # type: ignore[arg-type]
-                results[rank] = body(ring)
+            # Else the backward passes of all threads share one autograd thread, where one would wait for the other.
+            with torch.autograd.set_multithreading_enabled(False), own_stream():
+                with Ring(transport=world.transport(rank), **ring_options) as ring:  # type: ignore[arg-type]
+                    results[rank] = body(ring)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(world.world_size)]
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world.world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,6 +7,7 @@ Does not know: which answers are good.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from ringattn import Ring
+from ringattn.plan import record_elements
+from ringattn.schedule.content import size
 from ringattn.testing import dense_attention
 
 ALONE_ON_A_HOST = {
@@ -35,7 +38,8 @@ ALONE_ON_A_HOST = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 TOKENS = 101
-STALL_CYCLES = 1 << 37  # over a minute of a kernel that does nothing
+STALL_CYCLES = 1 << 36  # over half a minute of a kernel that does nothing
+SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # both of NCCL's protocols, and beyond what it buffers
 TRIES = 6
 LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count (\d+) datatype \d+ op \d+ root (\d+)")
 
@@ -43,6 +47,7 @@ LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count
 def prepare(spec: dict[str, Any]) -> None:
     """Before anything touches CUDA or NCCL."""
     rank = os.environ["RANK"]
+    os.environ["RINGATTN_FLIGHT_DIR"] = spec["flights"]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     if spec["transport"] == "nccl" and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
         os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID=f"ringattn-{os.environ['MASTER_PORT']}-{rank}")
@@ -50,7 +55,7 @@ def prepare(spec: dict[str, Any]) -> None:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL", NCCL_DEBUG_FILE=f"{spec['log']}-{rank}")
 
 
-def open_ring(spec: dict[str, Any], timeout_s: float = 120.0, **options: Any) -> Ring:
+def open_ring(spec: dict[str, Any], timeout_s: float = 20.0, **options: Any) -> Ring:
     return Ring(transport=spec["transport"], engine="plain", timeout_s=timeout_s, **options)
 
 
@@ -70,29 +75,55 @@ def exact(spec: dict[str, Any]) -> Any:
     return worker(spec["check"])
 
 
-def order(spec: dict[str, Any]) -> Any:
-    """What the plans send and receive, and what NCCL's own log says was called: [verb, peer, bytes] in order."""
+def sizes(spec: dict[str, Any]) -> Any:
+    """Messages of every size, each way, in one group; which arrived whole."""
+    from ringattn.transport.base import Message
+
     with open_ring(spec) as ring:
-        seq, (q, k, v), _ = tensors(ring)
-        q.requires_grad_()
+        after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+        whole = []
+        for nbytes in SIZES:
+            sent, came = (torch.full((nbytes,), n, dtype=torch.uint8, device=ring.device) for n in (ring.rank + 1, 0))
+            ring.transport.exchange([Message(after, sent, "sent")], [Message(before, came, "came")]).wait()
+            whole.append(bool((came == before + 1).all()))
+        return {"whole": whole}
+
+
+def in_order(ring: Ring) -> list[list[Any]]:
+    """Two rounds of calls; what the plans of one round send and receive: [verb, peer, bytes] in order."""
+    seq, (q, k, v), _ = tensors(ring)
+    q.requires_grad_()
+    for _ in range(2):
         for schedule in ("ring", "direct"):
             ring.attention(q, k, v, seq, causal=True, schedule=schedule).sum().backward()
-        ring.synchronize()
-        planned: list[list[Any]] = []
-        for executor in ring._executors.values():
-            for hop in executor._bound.hops:  # type: ignore[union-attr]
-                planned += [["Send" if o.sends else "Recv", o.peer, o.nbytes] for o in hop.operations] if hop else []
+    ring.synchronize()
+    planned: list[list[Any]] = []
+    for executor in ring._executors.values():
+        plan = executor.plan
+        item = {at: getattr(torch, buffer.dtype).itemsize for at, buffer in enumerate(plan.buffers)}
+        for step in plan.steps:
+            whole = {recv.buffer: size(plan.buffers[recv.buffer].content) for recv in step.recvs}
+            records = record_elements(plan.problem)
+            planned += [["Recv", r.peer, whole[r.buffer] * records * item[r.buffer]] for r in step.recvs]
+            planned += [["Send", s.peer, s.elements * item[s.buffer]] for s in step.sends]
+    return planned
+
+
+def order(spec: dict[str, Any]) -> Any:
+    """What the plans send and receive, and what NCCL's own log says was called."""
+    with open_ring(spec) as ring:
+        planned = in_order(ring)
     files = list(Path(spec["log"]).parent.glob(f"{Path(spec['log']).name}-{os.environ['RANK']}*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
     called = [[m[1], int(m[3]), int(m[2])] for line in lines if (m := LOG_LINE.search(line))]
-    return {"planned": planned, "called": called, "tail": lines[-3:]}
+    return {"planned": planned, "called": called, "files": [str(file) for file in files], "lines": lines[:10]}
 
 
 def graph(spec: dict[str, Any]) -> Any:
     """A forward pass, captured once and replayed with other inputs; the greatest error of each replay."""
     from ringattn.transport.nccl.options import NcclOptions
 
-    with open_ring(spec, nccl=NcclOptions(blocking_child=spec["blocking_child"])) as ring, torch.no_grad():
+    with open_ring(spec, nccl=NcclOptions(blocking=spec["blocking"])) as ring, torch.no_grad():
         seq, held, _ = tensors(ring)
         for _ in range(2):
             ring.attention(*held, seq, causal=True)
@@ -181,6 +212,8 @@ def main(job: Path) -> None:
     """One rank's life. Ignores SIGTERM, for torchrun ends survivors as soon as a rank dies."""
     spec = json.loads(job.read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(90)
     torch.set_num_threads(1)
     prepare(spec)
     try:

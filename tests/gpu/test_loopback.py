@@ -26,7 +26,7 @@ from tests.gpu.loopback import LoopbackWorld, on_loopback
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # LL and simple protocols, and beyond what NCCL buffers
+SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)
 
 
 def nothing() -> None:
@@ -118,7 +118,7 @@ def test_bytes_of_every_size(lane: Communicator, gpu: Device, binding: Binding) 
 @pytest.mark.parametrize(("dtype", "ranks"), [("fp64", 2), ("fp64", 8), ("fp32", 4), ("bf16", 4)])
 def test_every_schedule_is_exact(dtype: str, ranks: int, gpu: Device) -> None:
     binding = open_binding(NcclOptions())
-    world = LoopbackWorld(ranks, binding, gpu)
+    world = LoopbackWorld(ranks, binding, gpu, synchronize=torch.cuda.synchronize)
     sizes = every_schedule_is_exact(world, dtype, own_stream)
     world.end()
     assert max(sizes) >= 2 * ranks  # P sends and P receives in one group
@@ -126,7 +126,7 @@ def test_every_schedule_is_exact(dtype: str, ranks: int, gpu: Device) -> None:
 
 
 def test_plain_memory_is_exact_too(gpu: Device) -> None:
-    world = LoopbackWorld(4, open_binding(NcclOptions()), gpu, registered=False)
+    world = LoopbackWorld(4, open_binding(NcclOptions()), gpu, registered=False, synchronize=torch.cuda.synchronize)
     sizes = every_schedule_is_exact(world, "fp32", own_stream)
     world.end()
     keep("nccl_loopback", "exact, fp32, 4 virtual ranks, plain memory", {"groups": len(sizes)})

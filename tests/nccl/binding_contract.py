@@ -243,7 +243,6 @@ def what_is_missing_is_refused_by_name(bench: Bench) -> None:
         Capability.MAX_CTAS: [lambda: binding.init(1, bytes(128), 0, plain._replace(max_ctas=2))],
         Capability.NAME: [lambda: binding.init(1, bytes(128), 0, plain._replace(name="ring"))],
         Capability.FINALIZE: [lambda: binding.finalize(comm)],
-        Capability.SPLIT: [lambda: binding.split(comm, 0, 0, plain)],
         Capability.MEMORY: [lambda: binding.mem_alloc(64), lambda: binding.mem_free(64)],
         Capability.REGISTER: [lambda: binding.register(comm, 64, 64), lambda: binding.deregister(comm, 64)],
     }

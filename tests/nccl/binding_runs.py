@@ -26,7 +26,6 @@ OPTIONAL = {
     Capability.NAME,
     Capability.MEMORY,
     Capability.REGISTER,
-    Capability.SPLIT,
     Capability.FINALIZE,
     Capability.LAST_ERROR,
 }
@@ -43,15 +42,12 @@ def every_capability_is_there(bench: Bench) -> None:
 
 def config_arrives(bench: Bench) -> None:
     bench.binding.init(2, bytes(128), 0, CommConfig(blocking=False, max_ctas=4, name="ring é"))
-    comm = bench.binding.init(2, bytes(128), 0, BLOCKING)
-    bench.binding.split(comm, 7, 3, CommConfig(blocking=True, name="child"))
+    bench.binding.init(2, bytes(128), 0, BLOCKING)
     rest = f"netName=- commName={{}} sched={UNDEFINED}"
     head = f"size=80 version=22800 blocking={{}} minCTAs={UNDEFINED} maxCTAs={{}} "
     first, second = (line.split(" ", 4)[4] for line in bench.stub.calls("ncclCommInitRankConfig"))
     assert first == head.format(0, 4) + rest.format("ring é")
     assert second == head.format(1, UNDEFINED) + rest.format("-")
-    config = head.format(1, UNDEFINED) + rest.format("child")
-    assert bench.stub.calls("ncclCommSplit") == [f"ncclCommSplit {comm:#x} 7 3 {config}"]
 
 
 def in_progress_is_no_error(bench: Bench) -> None:
@@ -59,8 +55,6 @@ def in_progress_is_no_error(bench: Bench) -> None:
     comm = bench.binding.init(2, bytes(128), 0, NONBLOCKING)
     waiting = [Status.IN_PROGRESS, Status.IN_PROGRESS, Status.SUCCESS]
     assert [bench.binding.state(comm) for _ in waiting] == waiting
-    child = bench.binding.split(comm, 0, 0, NONBLOCKING)
-    assert [bench.binding.state(child) for _ in waiting] == waiting
     bench.binding.group_start()
     bench.binding.send(64, 1, 1, comm, 0)
     assert bench.binding.group_end() == Status.IN_PROGRESS
@@ -72,19 +66,10 @@ def in_progress_is_no_error(bench: Bench) -> None:
     bench.stub.set_polls(0)
 
 
-def children_are_communicators(bench: Bench) -> None:
-    comm = bench.open()
-    child = bench.binding.split(comm, 0, 0, BLOCKING)
-    assert child not in (0, comm) and bench.binding.state(child) == 0
-    assert bench.binding.split(comm, -1, 0, BLOCKING) == 0
+def no_communicator_has_no_state(bench: Bench) -> None:
     bench.stub.clear()
     assert bench.binding.state(0) == Status.INVALID_ARGUMENT
-    assert bench.stub.log() == []  # no communicator is none, not one more
-    bench.stub.answer("ncclCommSplit", 1, Status.SYSTEM_ERROR)
-    assert failure(lambda: bench.binding.split(comm, 0, 0, BLOCKING)).status == Status.SYSTEM_ERROR
-    assert bench.binding.group_end() == Status.INVALID_USAGE
-    bench.binding.destroy(child)
-    bench.binding.destroy(comm)
+    assert bench.stub.log() == []
 
 
 def memory_is_registered_and_freed(bench: Bench) -> None:
@@ -113,7 +98,6 @@ def dead_handles_reach_no_function(bench: Bench) -> None:
     bench.stub.clear()
     for name, call in {
         "ncclCommFinalize": lambda: bench.binding.finalize(comm),
-        "ncclCommSplit": lambda: bench.binding.split(comm, 0, 0, BLOCKING),
         "ncclCommRegister": lambda: bench.binding.register(comm, 64, 64),
         "ncclCommDeregister": lambda: bench.binding.deregister(comm, 64),
     }.items():
@@ -182,7 +166,7 @@ RUNS: dict[str, tuple[Check, ...]] = {
         every_capability_is_there,
         config_arrives,
         in_progress_is_no_error,
-        children_are_communicators,
+        no_communicator_has_no_state,
         memory_is_registered_and_freed,
         dead_handles_reach_no_function,
         last_words_are_told,

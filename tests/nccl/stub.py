@@ -18,7 +18,7 @@ VERSION = 22809
 
 
 def build(folder: Path, *without: str) -> Path:
-    """The library, made in `folder`, without some functions: MEM_ALLOC, REGISTER, SPLIT, FINALIZE, LAST_ERROR."""
+    """The library, made in `folder`, without some functions: MEM_ALLOC, REGISTER, FINALIZE, LAST_ERROR."""
     assert COMPILER is not None
     made = folder / "libnccl.so.2"
     flags = ["-shared", "-fPIC", "-pthread", f"-Wl,-soname,{made.name}"]
@@ -65,7 +65,7 @@ class Stub:
         self._c.stub_set_version(version)
 
     def set_polls(self, polls: int) -> None:
-        """How often a non-blocking communicator is in progress after each init, split, finalize and group end."""
+        """How often a non-blocking communicator is in progress after each init, finalize and group end."""
         self._c.stub_set_polls(polls)
 
     def set_async(self, comm: int, status: int) -> None:

@@ -75,6 +75,9 @@ class SimDevice:
         """See `Device.activate`."""
         self._world.script.check_alive(self._rank)
 
+    def watch_captures(self) -> None:
+        """See `Device.watch_captures`; here no thread is ever forbidden to ask."""
+
     def new_stream(self) -> SimStream:
         """See `Device.new_stream`. Streams are named in the order of their making."""
         self._streams += 1

@@ -53,9 +53,8 @@ class SimLibrary:
             return self._opened("init", comm)
 
     def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
-        """See `Binding.split`."""
+        """A second communicator for tests, over the ranks of `comm` that pass the same `color`, ordered by `key`."""
         self._checks.enter("split")
-        self._checks.capability(Capability.SPLIT)
         self._checks.config(config)
         with self._world.changed, self._checks.inside("split", comm) as parent:
             return self._opened("split", self._world.registry.split(parent, color, key, config))

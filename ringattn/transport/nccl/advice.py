@@ -18,11 +18,17 @@ LAUNCH_ORDER_SINCE = 22600
 def warnings_for(environment: Mapping[str, str], nccl_version: int, other_nccl_groups: bool) -> list[str]:
     """What a user should hear. `other_nccl_groups`: torch has NCCL process groups in this process.
 
-    Raises `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one.
+    Raises `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one, and for
+    `NCCL_COMM_BLOCKING`, which takes the deadline from opening.
     """
     if environment.get("NCCL_COMM_ID"):
         raise InputError(
             "NCCL_COMM_ID is set, and gives every communicator the same id; unset it: ranks meet through the store"
+        )
+    if environment.get("NCCL_COMM_BLOCKING"):
+        raise InputError(
+            "NCCL_COMM_BLOCKING is set, and overrides how every communicator is made; unset it, and use "
+            "NcclOptions(blocking=...)"
         )
     if not other_nccl_groups:
         return []

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.transport.board import Board
+from ringattn.transport.nccl.accusation import accuse
 from ringattn.transport.nccl.calls import CallWindow
-from ringattn.transport.nccl.supervisor import INTERVAL_S, Supervisor
+from ringattn.transport.nccl.ear import INTERVAL_S
+from ringattn.transport.nccl.supervisor import Supervisor
 from ringattn.transport.nccl.waiting import Deadline, wait_until
 from ringattn.transport.pulse import Pulse
 
@@ -34,8 +36,8 @@ class Agreement:
             board.write(f"{stem}/{board.rank}", payload)
             if not wait_until(lambda: board.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
                 missing = board.missing(stem)
-                silent = self._supervisor.diagnosis(self._pulse)
-                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{silent}")
+                blamed = accuse(board, self._calls, set(missing))
+                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{blamed}")
             answers = [board.read(f"{stem}/{rank}") for rank in board.everyone()]
             if self._number:  # all have come here, so nobody reads the one before any more
                 board.store.delete_key(f"agree/{self._number - 1}/{board.rank}")

@@ -42,8 +42,6 @@ class Capability(Enum):
     MAX_CTAS = "config.maxCTAs"
     NAME = "config.commName"
     FINALIZE = "ncclCommFinalize"
-    SPLIT = "ncclCommSplit"
-    """With a config of its own: a blocking child of a non-blocking communicator."""
     MEMORY = "ncclMemAlloc"
     REGISTER = "ncclCommRegister"
     LAST_ERROR = "ncclGetLastError"
@@ -75,7 +73,7 @@ class MissingError(UnsupportedError):
 class Binding(Protocol):
     """NCCL, as one binding offers it. A communicator is an int handle, 0 is none.
 
-    `init`, `split` and `finalize` return the status SUCCESS or IN_PROGRESS through `state`; methods raise `NcclError`
+    `init` and `finalize` return the status SUCCESS or IN_PROGRESS through `state`; methods raise `NcclError`
     for any other status and `MissingError` for what the capabilities lack. The four calls of a hop (`send`, `recv`,
     `group_start`, `group_end`) raise nothing and return the bare status as an int, for they are on the fast path.
     """
@@ -92,10 +90,6 @@ class Binding(Protocol):
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
         """A new communicator; with a non-blocking config it is ready when `state` says SUCCESS."""
-        ...
-
-    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
-        """A child of `comm` over the ranks that pass the same `color`, ordered by `key`. Collective."""
         ...
 
     def state(self, comm: int) -> int:
@@ -154,7 +148,7 @@ def dead_handle(function: str, comm: int) -> NcclError:
 
 
 def end_leaked_groups(group_end: Callable[[], int]) -> None:
-    """End the groups that a failed `init` or `split` has left open on this thread; such a call stands in no group.
+    """End the groups that a failed `init` has left open on this thread; such a call stands in no group.
 
     `ncclCommInitRankConfig` that fails early returns with the group depth raised (seen with 2.28.9, 2.29.7 and 2.32.3),
     and whatever the thread calls later would be queued and never run.

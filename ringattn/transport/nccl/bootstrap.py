@@ -75,7 +75,7 @@ def check_fit(arrivals: list[Arrival]) -> None:
         ("max_ctas", [str(arrival.options.max_ctas) for arrival in arrivals]),
         ("name", [arrival.options.name for arrival in arrivals]),
         ("registered slots", [str(arrival.registers) for arrival in arrivals]),
-        ("blocking_child", [str(arrival.options.blocking_child) for arrival in arrivals]),
+        ("blocking", [str(arrival.options.blocking) for arrival in arrivals]),
     ):
         if len(set(told)) > 1:
             ranks = defaultdict(list)

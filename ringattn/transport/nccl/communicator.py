@@ -1,8 +1,8 @@
 """A communicator: one lane on which this rank's hops run one after another.
 
 States: new, opening, ready, failed, closed. Promises: opening has a deadline; a hop is one group, whatever it holds;
-nothing is destroyed at garbage collection; closing and aborting are idempotent and bounded; a fork or a second thread
-is refused before it reaches NCCL.
+NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
+aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
 Does not know: stores, streams' contents, what the bytes mean.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
@@ -20,8 +21,10 @@ from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, Ncc
 from ringattn.transport.nccl.device import Device
 from ringattn.transport.nccl.waiting import Deadline, wait_until
 
-ABORT_S = 10.0
-"""How long an abort may take before it counts as stuck."""
+ABORT_S = 60.0
+"""How long an abort may take before it counts as stuck. It waits for what the GPU computes before the pending hops."""
+LEAVE_S = 1.0
+"""How long a launch may take to notice that its communicator is being aborted."""
 
 Watch = Callable[[], None]
 """Raises when the ring has failed meanwhile."""
@@ -59,26 +62,25 @@ class Communicator:
         self.rank, self.world_size, self.config = rank, world_size, config
         self._binding, self._device, self._timeout_s = binding, device, timeout_s
         self.pid = os.getpid()
-        self._using = threading.Lock()
-        self._asking = threading.Lock()  # a handle that is being freed is not asked for its state
+        self._launching = threading.Lock()
+        self._using = threading.Lock()  # NCCL is asked about this communicator by whoever holds it
+        self._ending = threading.Lock()
 
     def open(self, unique_id: bytes, watch: Watch) -> None:
         """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
         self._begin("init", lambda: self._binding.init(self.world_size, unique_id, self.rank, self.config), watch)
-
-    def open_child(self, parent: Communicator, watch: Watch) -> None:
-        """Join a communicator with this configuration over the ranks of a ready `parent`."""
-        self._begin("split", lambda: self._binding.split(parent.handle, 0, self.rank, self.config), watch)
 
     def launch(self, calls: Sequence[Call], stream: int, watch: Watch) -> None:
         """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
 
         Raises `ClosedError` unless ready, `RingError` for a fork or a second thread, `NcclError`, `DeadlineError`.
         """
-        if not self._using.acquire(blocking=False):
+        if not self._launching.acquire(blocking=False):
             raise RingError(f"rank {self.rank}: two threads use one ring at once; give each thread its own")
+        self._using.acquire()
         try:
             if self.state is not State.READY or os.getpid() != self.pid:
+                watch()
                 self._refuse()
             binding, handle = self._binding, self.handle
             where, status = "ncclGroupStart", binding.group_start()
@@ -97,49 +99,60 @@ class Communicator:
                 self._settle(where, status, watch)
         finally:
             self._using.release()
+            self._launching.release()
 
     def error(self) -> NcclError | None:
-        """What NCCL reports about this communicator by itself, None while it is healthy. For the supervisor."""
-        with self._asking:
+        """What NCCL reports about this communicator by itself, None while it is healthy. For the supervisor.
+
+        Asking completes NCCL's pending launch, which is safe on one thread only; a launch in progress asks itself.
+        """
+        if not self._using.acquire(blocking=False):
+            return None
+        try:
             if self.state is not State.READY:
                 return None
             status = self._binding.state(self.handle)
             if status in (Status.SUCCESS, Status.IN_PROGRESS):
                 return None
             return NcclError("asynchronous error", status, self._binding.last_error(self.handle))
+        finally:
+            self._using.release()
 
     def abort(self, join_s: float = ABORT_S) -> bool:
-        """Stop what runs on the lane and free it; False when that does not end within `join_s`. Idempotent."""
-        with self._asking:
+        """Stop what runs on the lane and free it; False when that does not end within `join_s`. Idempotent.
+
+        A launch in progress is waited for, since it sees the failure within milliseconds. One that is stuck inside a
+        blocking communicator cannot be aborted: NCCL would free what it still uses.
+        """
+        with self._ending:
             if self.state in (State.FAILED, State.CLOSED):
                 return True
             self.state = State.FAILED
-            handle, self.handle = self.handle, 0
-        if not handle:
-            return True
-        held = self._using.acquire(timeout=1.0)  # a hop that is being launched sees the failure within milliseconds
+        held = self._using.acquire(timeout=LEAVE_S)
+        if not held and self.config.blocking:
+            return False
+        handle, self.handle = self.handle, 0
         try:
-            return self._bounded(lambda: self._binding.abort(handle), join_s)
+            return not handle or self._bounded(lambda: self._binding.abort(handle), join_s)
         finally:
             if held:
                 self._using.release()
 
-    def close(self, deadline: Deadline) -> None:
-        """Free a lane whose hops have all run, together with all other ranks. Aborts what does not end in time."""
-        with self._asking:
+    def close(self, deadline: Deadline) -> bool:
+        """Free a lane whose hops have all run, together with all other ranks; False when that does not end in time."""
+        with self._ending:
             if self.state is not State.READY:
-                return
+                return self.state is State.CLOSED
             self.state = State.CLOSED
+        with self._using:
             handle, self.handle = self.handle, 0
-        try:
-            if Capability.FINALIZE in self._binding.capabilities:
-                self._binding.finalize(handle)
-                if not wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline):
-                    raise DeadlineError("finalize")
-            if not self._bounded(lambda: self._binding.destroy(handle), deadline.timeout_s):
-                raise DeadlineError("destroy")
-        except (NcclError, DeadlineError):
-            self._bounded(lambda: self._binding.abort(handle), deadline.timeout_s)
+            return self._bounded(lambda: self._free(handle, deadline), deadline.timeout_s)
+
+    def _free(self, handle: int, deadline: Deadline) -> None:
+        if Capability.FINALIZE in self._binding.capabilities:
+            self._binding.finalize(handle)
+            wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline)
+        self._binding.destroy(handle)
 
     def _begin(self, what: str, make: Callable[[], int], watch: Watch) -> None:
         """From new to ready."""
@@ -148,15 +161,18 @@ class Communicator:
         self.state = State.OPENING
         deadline = Deadline(self._timeout_s)
         try:
-            if self.config.blocking:
-                self.handle = self._open_blocking(what, make, deadline, watch)
-            else:
-                self.handle = make()
-                self._settle(what, Status.IN_PROGRESS, watch, deadline)
+            with self._using:
+                if self.config.blocking:
+                    self.handle = self._open_blocking(what, make, deadline, watch)
+                else:
+                    self.handle = make()
+                    self._settle(what, Status.IN_PROGRESS, watch, deadline)
+                if self.state is State.OPENING:
+                    self.state = State.READY
+            watch()
         except BaseException:
             self.abort()
             raise
-        self.state = State.READY
 
     def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: Watch) -> int:
         """`make()` on a thread that is left behind if it never returns: nothing else bounds a blocking open."""
@@ -180,36 +196,30 @@ class Communicator:
     def _settle(self, where: str, status: int, watch: Watch, deadline: Deadline | None = None) -> None:
         """Wait until the communicator has done what it was told; only then may its streams be given other work."""
         deadline = deadline or Deadline(self._timeout_s)
-        current = status
+        current, handle = status, self.handle
 
         def settled() -> bool:
             nonlocal current
-            if self.handle == 0:  # aborted meanwhile; `watch` says why
-                return False
-            current = self._binding.state(self.handle)
+            current = self._binding.state(handle)
             return current != Status.IN_PROGRESS
 
         if current == Status.IN_PROGRESS and not wait_until(settled, deadline, watch):
             raise DeadlineError(f"rank {self.rank}: {where} was still in progress after {deadline.timeout_s} s")
         if current != Status.SUCCESS:
-            raise NcclError(f"rank {self.rank}: {where}", current, self._binding.last_error(self.handle))
+            raise NcclError(f"rank {self.rank}: {where}", current, self._binding.last_error(handle))
 
     def _bounded(self, call: Callable[[], None], join_s: float) -> bool:
-        """Run a call that may hang on a thread of its own; False when it does, or fails."""
-        done = threading.Event()
+        """Run a call that may hang on a thread of its own; False when it does. What it raises changes nothing more."""
 
         def body() -> None:
-            self._device.activate()
-            try:
+            with suppress(Exception):
+                self._device.activate()
                 call()
-            except NcclError:
-                return
-            done.set()
 
         thread = threading.Thread(target=body, name="ringattn-free", daemon=True)
         thread.start()
         thread.join(join_s)
-        return done.is_set()
+        return not thread.is_alive()
 
     def _refuse(self) -> None:
         if os.getpid() != self.pid:

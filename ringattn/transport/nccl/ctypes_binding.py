@@ -70,7 +70,6 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclGetLastError": (c_void_p,),
     "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, c_int, POINTER(Config)),
-    "ncclCommSplit": (c_void_p, c_int, c_int, POINTER(c_void_p), POINTER(Config)),
     "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
     "ncclCommFinalize": (c_void_p,),
     "ncclCommDestroy": (c_void_p,),
@@ -120,14 +119,14 @@ class CtypesBinding:
         check_unique_id(unique_id)
         made, passed = c_void_p(), UniqueId.from_buffer_copy(unique_id)
         arguments = byref(made), world_size, passed, rank, byref(self._config(config))
-        return self._new("ncclCommInitRankConfig", made, arguments)
-
-    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
-        """See `Binding.split`. On an error no group of this thread stays open."""
-        self._library.require(Capability.SPLIT)
-        self._living("ncclCommSplit", comm)
-        made = c_void_p()
-        return self._new("ncclCommSplit", made, (comm, color, key, byref(made), byref(self._config(config))))
+        try:
+            self._call("ncclCommInitRankConfig", *arguments)
+        except NcclError:
+            end_leaked_groups(self.group_end)
+            raise
+        assert made.value is not None  # set before the call returns, also while it is in progress
+        self._live.add(made.value)
+        return made.value
 
     def state(self, comm: int) -> int:
         """See `Binding.state`; INVALID_ARGUMENT for a handle that is not alive."""
@@ -191,18 +190,6 @@ class CtypesBinding:
         status = self._functions[name](*arguments)
         if status not in (Status.SUCCESS, Status.IN_PROGRESS):
             raise NcclError(name, status, self.last_error(0))
-
-    def _new(self, name: str, made: c_void_p, arguments: tuple[object, ...]) -> int:
-        """The handle that a call of `name` leaves in `made`."""
-        try:
-            self._call(name, *arguments)
-        except NcclError:
-            end_leaked_groups(self.group_end)
-            raise
-        comm = made.value or 0
-        if comm:  # a split of no color makes none
-            self._live.add(comm)
-        return comm
 
     def _living(self, name: str, comm: int) -> None:
         if comm not in self._live:

@@ -85,10 +85,6 @@ class CupyBinding:
         self._communicators[communicator.comm] = communicator
         return communicator.comm
 
-    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
-        """Refused: cupy splits without a config."""
-        raise _missing(Capability.SPLIT)
-
     def state(self, comm: int) -> int:
         """See `Binding.state`; INVALID_ARGUMENT for a handle that is not alive."""
         communicator = self._communicators.get(comm)

@@ -6,9 +6,15 @@ Does not know: NCCL, ranks.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol, cast
 
 import torch
+
+from ringattn.errors import UnsupportedError
+
+RELAXED = 2
+"""`cudaStreamCaptureModeRelaxed`."""
 
 
 class Event(Protocol):
@@ -42,6 +48,10 @@ class Device(Protocol):
 
     def activate(self) -> None:
         """Make it the current device of the calling thread."""
+        ...
+
+    def watch_captures(self) -> None:
+        """Let the calling thread query events while other threads capture, whatever the mode of their capture."""
         ...
 
     def new_stream(self) -> Stream:
@@ -87,6 +97,13 @@ class CudaDevice:
     def activate(self) -> None:
         """See `Device.activate`."""
         torch.cuda.set_device(self.torch_device)
+
+    def watch_captures(self) -> None:
+        """See `Device.watch_captures`. Torch has no name for it, so the runtime that torch has loaded is asked."""
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+        mode = ctypes.c_int(RELAXED)
+        if status := runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+            raise UnsupportedError(f"cudaThreadExchangeStreamCaptureMode failed with CUDA error {status}")
 
     def new_stream(self) -> Stream:
         """See `Device.new_stream`. Torch takes -1 for high."""

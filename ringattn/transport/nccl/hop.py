@@ -8,6 +8,7 @@ Does not know: schedules, deadlines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,21 +24,25 @@ if TYPE_CHECKING:
 class NcclTicket:
     """A started hop. Keeps its buffers alive until it has arrived."""
 
-    __slots__ = ("done", "flight", "hop", "ready", "started_at", "waited")
+    __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
 
     def __init__(self, hop: NcclHop | Replay, flight: Flight, ready: Event, done: Event) -> None:
-        self.hop, self.flight, self.ready, self.done = hop, flight, ready, done
+        self.transport, self.hop, self.flight, self.ready, self.done = hop.transport, hop, flight, ready, done
         self.started_at = 0.0
         self.waited = False
 
     def wait(self) -> None:
         """See `Ticket.wait`: later work of the current stream runs after the exchange. A second wait is harmless."""
-        transport = self.hop.transport
+        transport = self.transport
         transport.check()
         if not self.waited:
             transport.gpu.current_stream().wait_event(self.done)
             self.waited = True
             transport.check()
+
+    def release(self) -> None:
+        """It has arrived: let go of the buffers."""
+        del self.hop
 
 
 class Arrived:
@@ -55,6 +60,7 @@ class NcclHop:
 
     def __init__(self, transport: NcclTransport, operations: Sequence[Operation]) -> None:
         self.transport, self.operations = transport, operations
+        self.peers = {o.peer for o in operations}
         self._calls = tuple(Call(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
         self._parts = tuple(
             Part("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label) for o in operations
@@ -80,9 +86,12 @@ class NcclHop:
         flight = transport.record.begin(0, self._parts)
         flight.state = LAUNCHING
         supervisor.where = self._parts[0].label
-        transport.launch(self._calls)
+        supervisor.launching = self, time.monotonic()
+        try:
+            transport.launch(self._calls)
+        finally:
+            supervisor.launching = None
         flight.state = CAPTURED if capturing else POSTED
-        supervisor.started += 1
         done.record(stream)
         ticket = NcclTicket(self, flight, ready, done)
         if not capturing:
@@ -95,6 +104,7 @@ class Replay:
 
     def __init__(self, transport: NcclTransport) -> None:
         self.transport = transport
+        self.peers: set[int] = set()  # all, or none: a graph does not say
 
     def run(self, replay: Callable[[], None]) -> None:
         """Call `replay`, which puts the graph on the current stream."""
@@ -104,7 +114,6 @@ class Replay:
         flight = transport.record.begin(0, ())
         transport.supervisor.where = str(self)
         replay()
-        transport.supervisor.started += 1
         done.record(gpu.current_stream())
         ticket = NcclTicket(self, flight, ready, done)
         ticket.waited = True  # it ran on the caller's own stream

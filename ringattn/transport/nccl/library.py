@@ -52,7 +52,6 @@ NEEDS = {
     Capability.NONBLOCKING: Need(21400),
     Capability.FINALIZE: Need(21400, ("ncclCommFinalize",)),
     Capability.MAX_CTAS: Need(21700),
-    Capability.SPLIT: Need(21800, ("ncclCommSplit",)),
     Capability.MEMORY: Need(21900, ("ncclMemAlloc", "ncclMemFree")),
     Capability.REGISTER: Need(21900, ("ncclCommRegister", "ncclCommDeregister")),
     Capability.NAME: Need(22700),

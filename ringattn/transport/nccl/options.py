@@ -20,8 +20,8 @@ class NcclOptions:
     process has loaded, else the wheel's. `max_ctas`: thread blocks that an exchange may hold on the GPU, None for
     NCCL's choice. `name`: of the communicators in NCCL's log, None for "ringattn" where names are known. `register`:
     slots from `ncclMemAlloc`, registered, where all ranks' libraries can; plain device memory otherwise.
-    `blocking_child`: exchanges run on a blocking child of the communicator, which spares the host NCCL's launch thread
-    at every hop.
+    `blocking`: a blocking communicator, which spares the host NCCL's launch thread at every hop; a launch that is stuck
+    inside it cannot be aborted, and ends the process instead.
     """
 
     binding: str = "ctypes"
@@ -29,7 +29,7 @@ class NcclOptions:
     max_ctas: int | None = None
     name: str | None = None
     register: bool = True
-    blocking_child: bool = False
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         """Raises `InputError` for a value that cannot be."""

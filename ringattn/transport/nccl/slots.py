@@ -35,16 +35,17 @@ class Slots:
         self._unused: list[int] = []
 
     def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
-        """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more; that
-        is given back first.
+        """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more; that is given back
+        first.
 
         Raises `NcclError` when the device has no room.
         """
         if not self.registered or not nbytes:
             return self._device.empty(nbytes)
-        if self._unused:
+        if self._registrations:
             quiet()
             self._free_unused()
+        self._device.activate()
         pointer = self._binding.mem_alloc(nbytes)
         self._registrations[pointer] = []
         block = _Block(pointer)
@@ -53,16 +54,8 @@ class Slots:
             self._registrations[pointer].append((lane, self._binding.register(lane.handle, pointer, nbytes)))
         return self._device.wrap(pointer, nbytes, block)
 
-    def unregister(self) -> None:
-        """Before the lanes are closed in good order: take all memory back from them."""
-        for registrations in self._registrations.values():
-            for lane, handle in registrations:
-                if lane.state is State.READY:
-                    self._binding.deregister(lane.handle, handle)
-            registrations.clear()
-
     def free(self) -> None:
-        """After the lanes have ended: give back what nobody views any more; the rest goes with the process."""
+        """After the lanes have ended, and their registrations with them: give back what nobody views any more."""
         self._free_unused()
 
     def _free_unused(self) -> None:

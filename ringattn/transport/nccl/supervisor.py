@@ -1,9 +1,11 @@
 """Watches one rank's exchanges from a thread of its own, for nobody else waits on the host.
 
-It looks for the first cause of another rank's failure, asks NCCL for asynchronous errors, holds every exchange to its
-deadline, compares calls with the peers that keep it waiting, and ends the ring when one of these says so: publish the
-cause, write the flight record, abort the lanes. Promises: it launches nothing; it queries no event that was
-recorded in a capture; after a failure everything it knows is in one error.
+It holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with what
+the ear hears of other ranks, and ends the ring when one of these says so: abort the lanes, say who is to blame, publish
+the cause, write the flight record. Promises: it launches nothing, and waits for no store; it queries no event that was
+recorded in a capture; whatever is raised on its thread ends the ring; the failure that callers see is told within
+`TELL_S` of being found, even when the store is silent.
+A rank whose own computing never reaches an exchange accuses nobody: its peers do.
 Does not know: schedules, what is exchanged.
 """
 
@@ -19,15 +21,19 @@ from pathlib import Path
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.board import Board
-from ringattn.transport.nccl.binding import NcclError
+from ringattn.transport.nccl.accusation import LISTEN_S, accuse
 from ringattn.transport.nccl.calls import CallWindow
-from ringattn.transport.nccl.communicator import Communicator
+from ringattn.transport.nccl.communicator import ABORT_S, Communicator
 from ringattn.transport.nccl.device import Device, Event
-from ringattn.transport.nccl.hop import NcclTicket
-from ringattn.transport.pulse import Beating, Pulse
+from ringattn.transport.nccl.ear import INTERVAL_S, Ear
+from ringattn.transport.nccl.hop import NcclHop, NcclTicket
 
-INTERVAL_S = 0.1
-LISTEN_S = 5 * INTERVAL_S
+TELL_S = LISTEN_S + 0.8
+"""How long blaming and publishing may take before the failure is raised without."""
+
+
+class BrokenLaneError(PeerLostError):
+    """NCCL reports that a communicator is broken: some rank is to blame."""
 
 
 class Supervisor:
@@ -45,147 +51,167 @@ class Supervisor:
         leave: Callable[[str], None],
     ) -> None:
         """`leave` is told why when even an abort is stuck, and ends the process."""
-        self.failure: RingError | None = None
+        self.failure: BaseException | None = None
         self.where = "opening"
-        self.started = 0
         self.tickets: deque[NcclTicket] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
-        self._own, self._lanes, self._gpu, self._record, self._calls = board, lanes, gpu, record, calls
-        self._board = board.clone()
+        self.launching: tuple[NcclHop, float] | None = None
+        """The hop that NCCL is being given, and since when on the monotonic clock."""
+        self._rank, self._lanes, self._gpu, self._record, self._calls = board.rank, lanes, gpu, record, calls
         self._others = {rank for rank in board.everyone() if rank != board.rank}
-        self._pulse = Pulse(self._board.store, board.rank)
+        self._board, self._telling = board, board.clone()
         self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
         self._unwaited: list[NcclTicket] = []
-        self._ending = threading.Lock()
-        self._stopped = threading.Event()
-        self._store_lost = False
-        self._beating: Beating | None = None
+        self._ticking = threading.Lock()
+        self._first = threading.Lock()
+        self._told, self._ended, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._ear: Ear | None = None
         self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{board.rank}", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, and to beat: on another thread, for this one listens and aborts too."""
-        self._beating = Beating(
-            self._own.clone().store, self._own.rank, INTERVAL_S, lambda: self._calls.status(self.where, self.started)
-        )
+        """Begin to watch, to beat and to listen."""
+        self._ear = Ear(self._board.clone(), self._status)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
+        """End both threads. Idempotent."""
         self._stopped.set()
-        if self._beating is not None:
-            self._beating.stop()
+        if self._ear is not None:
+            self._ear.stop()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10 * INTERVAL_S)
 
     def watch(self) -> None:
         """Raise the failure, if there is one. What every wait on the host does between its naps."""
-        if self.failure is not None:
-            raise self.failure
+        if self._first.locked():
+            self._told.wait(2 * TELL_S)
+            raise self.failure or RingError(f"rank {self._rank}: this ring is failing")
 
-    def fail(self, error: BaseException, board: Board) -> None:
-        """End the ring: the first error stays. Returns when the lanes are aborted. Never raises."""
-        with self._ending:
-            if self.failure is not None:
-                return
-            board.publish_cause(error)
-            failure = error if isinstance(error, RingError) else RingError(f"{type(error).__name__}: {error}")
-            for ticket in list(self.tickets):
-                ticket.flight.state = FAILED
-            self.failure = failure
-        self._write_record(error)
-        for lane in self._lanes:
-            if not lane.abort():
-                self._leave(f"rank {self._own.rank}: the abort is stuck, so the process ends after: {error}")
+    def fail(self, error: BaseException, blame: bool = False) -> None:
+        """End the ring, for `error` if nothing was first. Returns when the lanes are aborted, or stuck. Never raises.
 
-    def diagnosis(self, pulse: Pulse) -> str:
-        """Who is silent or behind, for an error message. `pulse` is the calling thread's."""
-        try:
-            silent = pulse.silent(self._others, LISTEN_S)
-            beats = {rank: beat for rank in self._others if (beat := pulse.heard(rank)) is not None}
-        except RuntimeError:
-            return "; the store's host is gone"
-        places = {rank: self._calls.place(beat.status) for rank, beat in beats.items()}
-        words = [f"rank {rank} is silent (stopped, stuck or gone)" for rank in silent if rank not in places]
-        least = min([started for started, _ in places.values()], default=self.started)
-        for rank, (started, where) in places.items():
-            last = f"at '{where}' after {started} exchanges, this rank after {self.started}"
-            if rank in silent:
-                words.append(f"rank {rank} is silent (stopped, stuck or gone), last heard {last}")
-            elif started == least < self.started:
-                words.append(f"rank {rank} is behind, {last}")
-        return "".join(f"; {each}" for each in words)
+        `blame`: find out which rank is at fault, and say it in the error.
+        """
+        if not self._first.acquire(blocking=False):
+            self._ended.wait(ABORT_S + TELL_S)
+            return
+        for ticket in list(self.tickets):
+            ticket.flight.state = FAILED
+        stuck: list[Communicator] = []
+        aborting = [threading.Thread(target=self._abort, args=(lane, stuck), daemon=True) for lane in self._lanes]
+        for thread in aborting:
+            thread.start()
+        telling = threading.Thread(target=self._tell, args=(error, blame), name="ringattn-tell", daemon=True)
+        telling.start()
+        telling.join(TELL_S)
+        if self.failure is None:
+            self.failure = _said(error, "; the store does not answer: its host has stopped or is gone")
+        self._told.set()
+        self._write_record(self.failure)
+        for thread in aborting:
+            thread.join()
+        self._ended.set()
+        if stuck and threading.current_thread() is self._thread:
+            self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
+
+    def tick(self) -> None:
+        """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
+        with self._ticking:
+            while self.tickets and self.tickets[0].done.query():
+                ticket = self.tickets.popleft()
+                ticket.flight.state, ticket.flight.done_s = DONE, time.time()
+                ticket.release()
+                self._unwaited.append(ticket)
+            waited = [ticket for ticket in self._unwaited if ticket.waited]
+            self._unwaited = [ticket for ticket in self._unwaited if not ticket.waited]
+            self.free.extend((ticket.ready, ticket.done) for ticket in waited)
+
+    def _status(self) -> str:
+        """For the pulse: where this rank is, inside a launch or computing before an exchange, and its calls."""
+        computing = any(not ticket.started_at for ticket in list(self.tickets)[:1])
+        return self._calls.status(at=self.where, launching=self.launching is not None, computing=computing)
+
+    def _abort(self, lane: Communicator, stuck: list[Communicator]) -> None:
+        if not lane.abort():
+            stuck.append(lane)
+
+    def _tell(self, error: BaseException, blame: bool) -> None:
+        """Name the guilty, publish the cause; on a thread of its own, for the store may never answer."""
+        words = accuse(self._telling, self._calls, self._waited_for()) if blame else ""
+        failure = _said(error, words)
+        self._telling.publish_cause(failure if words else error)
+        self.failure = failure
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        self._gpu.activate()
-        while not self._stopped.wait(INTERVAL_S):
-            try:
+        try:
+            self._gpu.activate()
+            self._gpu.watch_captures()
+            while not self._stopped.wait(INTERVAL_S):
                 self._look()
-            except RingError as error:
-                if not self._stopped.is_set():
-                    self.fail(error, self._board)
-                return
+        except (DeadlineError, BrokenLaneError) as error:
+            self._end(error, blame=True)
+        except BaseException as error:  # a device that is lost raises whatever it likes
+            self._end(error, blame=False)
+
+    def _end(self, error: BaseException, blame: bool) -> None:
+        if not self._stopped.is_set():
+            self.fail(error, blame)
 
     def _look(self) -> None:
         """One round. Raises what ends the ring."""
-        try:
-            cause = self._board.cause()
-        except RuntimeError as error:
-            if isinstance(error, RingError):
-                raise
-            raise PeerLostError(
-                f"rank {self._own.rank}: the store's host (rank 0, or torchrun's agent) is gone: {error}"
-            ) from error
-        if cause is not None:
-            raise PeerLostError(f"rank {self._own.rank}: {cause}{self._pending()}")
+        ear = self._ear
+        assert ear is not None
+        if ear.cause is not None:
+            raise PeerLostError(f"rank {self._rank}: {ear.cause}{self._pending()}")
+        if ear.lost is not None:
+            host = "the store's host (rank 0, or torchrun's agent) is gone"
+            raise PeerLostError(f"rank {self._rank}: {host}: {ear.lost}{self._pending()}")
+        for rank, beat in list(ear.beats.items()):
+            if (difference := self._calls.differs(beat.status)) is not None:
+                raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
         for lane in self._lanes:
             if (broken := lane.error()) is not None:
-                raise self._blame(broken)
-        self._advance()
-        if self.tickets:
-            self._hold_to_deadline(self.tickets[0])
+                raise BrokenLaneError(f"rank {self._rank}: {broken}{self._pending()}")
+        self.tick()
+        ear.wanted = self._waited_for()
+        self._hold_launch()
+        self._hold_exchange(ear)
 
-    def _advance(self) -> None:
-        """Tick off what has arrived, in order, and reuse its events once the caller has waited too."""
-        while self.tickets and self.tickets[0].done.query():
-            ticket = self.tickets.popleft()
-            ticket.flight.state, ticket.flight.done_s = DONE, time.time()
-            self._unwaited.append(ticket)
-        waited = [ticket for ticket in self._unwaited if ticket.waited]
-        self._unwaited = [ticket for ticket in self._unwaited if not ticket.waited]
-        self.free.extend((ticket.ready, ticket.done) for ticket in waited)
+    def _hold_launch(self) -> None:
+        """A launch may take `timeout_s`: NCCL connects peers inside it, and blocking communicators wait there."""
+        launching = self.launching
+        if launching is not None and time.monotonic() - launching[1] >= self._timeout_s:
+            raise DeadlineError(f"rank {self._rank}: a launch did not end in {self._timeout_s} s: {launching[0]}")
 
-    def _hold_to_deadline(self, ticket: NcclTicket) -> None:
+    def _hold_exchange(self, ear: Ear) -> None:
         """The oldest exchange may take `timeout_s` from the moment that this rank was ready for it."""
-        flight = ticket.flight
+        if not self.tickets:
+            return
+        ticket = self.tickets[0]
         if not ticket.started_at:
             if ticket.ready.query():
-                ticket.started_at, flight.started_s, flight.state = time.monotonic(), time.time(), RUNNING
+                ticket.started_at = time.monotonic()
+                ticket.flight.started_s, ticket.flight.state = time.time(), RUNNING
             return
-        age_s = time.monotonic() - ticket.started_at
-        if age_s > 3 * INTERVAL_S:
-            self._look_at_peers({part.peer for part in flight.parts} or self._others)
+        peers, age_s = self._waited_for(), time.monotonic() - ticket.started_at
+        if peers <= ear.closed and not ticket.done.query():
+            who = ", ".join(f"rank {peer}" for peer in sorted(peers))
+            raise PeerLostError(f"rank {self._rank}: {who} closed its ring{self._pending()}")
         if age_s >= self._timeout_s:
-            peers = sorted({part.peer for part in flight.parts} or self._others)
             raise DeadlineError(
-                f"rank {self._own.rank}: no answer from ranks {peers} within {self._timeout_s} s"
-                f"{self._pending()}{self.diagnosis(self._pulse)}"
+                f"rank {self._rank}: no answer from ranks {sorted(peers)} within {self._timeout_s} s{self._pending()}"
             )
 
-    def _look_at_peers(self, peers: set[int]) -> None:
-        """Raise when the peers of a waiting exchange have closed, or one of them makes another call than this rank."""
-        if all(self._board.holds(f"closed/{peer}") for peer in peers):
-            who = ", ".join(f"rank {peer}" for peer in sorted(peers))
-            raise PeerLostError(f"rank {self._own.rank}: {who} closed its ring{self._pending()}")
-        for peer in peers:
-            beat = self._pulse.heard(peer)
-            if beat is not None and (difference := self._calls.differs(beat.status)) is not None:
-                raise DisagreementError(f"rank {peer} and rank {self._own.rank} do not ask for the same: {difference}")
-
-    def _blame(self, broken: NcclError) -> RingError:
-        """An asynchronous error with what is known about its origin: another rank's cause, or a silent rank."""
-        return PeerLostError(f"rank {self._own.rank}: {broken}{self._pending()}{self.diagnosis(self._pulse)}")
+    def _waited_for(self) -> set[int]:
+        """The peers of the oldest exchange or launch; of a replayed pass all."""
+        launching = self.launching
+        if launching is not None:
+            return launching[0].peers
+        if not self.tickets:
+            return set()
+        return self.tickets[0].hop.peers or self._others
 
     def _pending(self) -> str:
         """The oldest exchange that has not arrived."""
@@ -194,10 +220,18 @@ class Supervisor:
         ticket = self.tickets[0]
         return f"; pending: exchange {ticket.flight.sequence}: {ticket.hop}"
 
-    def _write_record(self, error: BaseException) -> None:
+    def _write_record(self, failure: BaseException) -> None:
         if self._flight_dir is None:
             return
         try:
-            error.add_note(f"flight record: {self._record.dump(self._flight_dir, str(error))}")
+            failure.add_note(f"flight record: {self._record.dump(self._flight_dir, str(failure))}")
         except OSError as trouble:
-            print(f"ringattn rank {self._own.rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
+            print(f"ringattn rank {self._rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
+
+
+def _said(error: BaseException, words: str) -> BaseException:
+    """The error with more words; what is not ringattn's own becomes a `RingError`."""
+    if not isinstance(error, RingError):
+        return RingError(f"{type(error).__name__}: {error}{words}").with_traceback(error.__traceback__)
+    kind = PeerLostError if isinstance(error, BrokenLaneError) else type(error)
+    return kind(f"{error}{words}") if words or kind is not type(error) else error

@@ -27,8 +27,9 @@ from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message
 from ringattn.transport.board import Board
 from ringattn.transport.messages import Operation, operations
+from ringattn.transport.nccl.accusation import accuse
 from ringattn.transport.nccl.agreement import Agreement
-from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
+from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
 from ringattn.transport.nccl.bootstrap import Arrival, Host, all_ready, arrive, check_fit, share_unique_id
 from ringattn.transport.nccl.calls import CallWindow
 from ringattn.transport.nccl.communicator import Call, Communicator
@@ -36,13 +37,14 @@ from ringattn.transport.nccl.device import Device
 from ringattn.transport.nccl.hop import NcclHop, Replay, Started
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.slots import Slots
-from ringattn.transport.nccl.supervisor import Supervisor
+from ringattn.transport.nccl.supervisor import BrokenLaneError, Supervisor
 from ringattn.transport.nccl.waiting import Deadline, wait_until
-from ringattn.transport.pulse import Pulse
 
-LINGER_S = 5.0
-"""How long a rank that closes waits for the others: only together can they free a communicator in good order."""
+CLOSE_S = 10.0
+"""How long freeing a communicator may take when all ranks do it."""
 EXIT_LINGER_S = 1.0
+GRACE_S = 5.0
+"""What a wait on the host grants the supervisor, which knows better what went wrong."""
 DEFAULT_NAME = "ringattn"
 STUCK_ABORT_EXIT_CODE = 75
 
@@ -104,7 +106,7 @@ class NcclTransport:
             ring.supervisor.start()
             ring._meet(host)
         except DeadlineError as error:
-            named = DeadlineError(f"{error}{ring.supervisor.diagnosis(Pulse(store, rank))}")
+            named = DeadlineError(f"{error}{accuse(ring._board, ring._calls, set())}")
             ring.abort(named)
             raise named from error
         except BaseException as error:
@@ -145,7 +147,13 @@ class NcclTransport:
 
     def launch(self, calls: Sequence[Call]) -> None:
         """Put one group on the communication stream; `NcclHop` does the rest."""
-        self.lane.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
+        try:
+            self.lane.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
+        except NcclError as error:
+            if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is to blame
+                self.supervisor.fail(BrokenLaneError(str(error)), blame=True)
+                self.check()
+            raise
 
     def agree(self, payload: bytes) -> list[bytes]:
         """See `Transport.agree`, through the store. Raises `DisagreementError` when a rank went on without agreeing."""
@@ -163,33 +171,36 @@ class NcclTransport:
 
     def drain(self) -> None:
         """Return when every exchange has arrived. Raises what has failed."""
-        tickets = list(self.supervisor.tickets)
-        deadline = Deadline(self._timeout_s * (1 + len(tickets)))
         self.check()
-        if not wait_until(lambda: all(ticket.done.query() for ticket in tickets), deadline, self.check):
-            raise DeadlineError(f"rank {self.rank}: exchanges did not end within {deadline.timeout_s} s")
+        for ticket in list(self.supervisor.tickets):  # one after another, as they run; the supervisor is the stricter
+            if not wait_until(ticket.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
+                raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
         self.check()
 
     def check(self) -> None:
         """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
-        if self.supervisor.failure is not None:
-            self._end = self.supervisor.failure
-            raise self.supervisor.failure
+        try:
+            self.supervisor.watch()
+        except RingError as failure:
+            self._end = failure
+            raise
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
         if self._end is None:
             self._end = cause
-        self.supervisor.fail(cause, self._board)
+        self.supervisor.fail(cause)
         self.supervisor.stop()
+        self._slots.free()
         _open.discard(self)
 
-    def close(self, linger_s: float = LINGER_S) -> None:
-        """See `Transport.close`. Waits up to `linger_s` for the others, then leaves alone.
+    def close(self, linger_s: float | None = None) -> None:
+        """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
 
-        Raises a failure that no call has been told of.
+        Only together can ranks free a communicator in good order, and over a network the last bytes may still be on
+        their way when this rank's part is done. Raises a failure that no call has been told of.
         """
         if self._end is not None:
             return
@@ -201,15 +212,19 @@ class NcclTransport:
         self._board.leave()
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together = False
-        with suppress(RuntimeError):  # without the store's host nobody can be waited for
-            together = wait_until(lambda: self._board.complete("closed"), Deadline(linger_s))
+        with suppress(RuntimeError):  # another rank has failed, or the store's host is gone: then nobody is waited for
+            linger = Deadline(self._timeout_s if linger_s is None else linger_s)
+            together = wait_until(lambda: self._board.complete("closed"), linger, self.supervisor.watch)
         self.supervisor.stop()
-        self._free(together)
+        self.supervisor.tick()  # lets go of the last buffers
+        if self._free(together):
+            self._slots.free()
         _open.discard(self)
 
     def _quiet(self) -> None:
         """Return when neither an exchange nor the caller's stream can touch memory that nobody views any more."""
         self.drain()
+        self.supervisor.tick()
         computed = self.gpu.new_event()
         computed.record(self.gpu.current_stream())
         if not wait_until(computed.query, Deadline(self._timeout_s), self.check):
@@ -224,19 +239,13 @@ class NcclTransport:
         check_fit(arrive(board, mine, deadline, watch))
         unique_id = share_unique_id(board, self._binding.unique_id, deadline, watch)
         name = self.options.name or (DEFAULT_NAME if Capability.NAME in self._binding.capabilities else None)
-        config = CommConfig(max_ctas=self.options.max_ctas, name=name)
-        lane = self._new_lane(config)
+        config = CommConfig(self.options.blocking, self.options.max_ctas, name)
+        lane = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
+        self._lanes.append(lane)
         lane.open(unique_id, watch)
-        if self.options.blocking_child:
-            self._new_lane(config._replace(blocking=True)).open_child(lane, watch)
         self._warm_up()
         all_ready(board, deadline, watch)
         self.supervisor.where = "idle"
-
-    def _new_lane(self, config: CommConfig) -> Communicator:
-        lane = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
-        self._lanes.append(lane)
-        return lane
 
     def _warm_up(self) -> None:
         """One byte in both directions: NCCL connects peers at their first message, which may block."""
@@ -248,16 +257,13 @@ class NcclTransport:
             self.exchange([Message(sent_to, there, "warm-up")], [Message(heard_from, here, "warm-up")]).wait()
         self.drain()
 
-    def _free(self, together: bool) -> None:
-        """Give the lanes and the memory back; alone only by abort, for a collective would wait for ever."""
-        if together:
-            self._slots.unregister()
-        for lane in reversed(self._lanes):
-            if together:
-                lane.close(Deadline(LINGER_S))
-            else:
-                lane.abort()
-        self._slots.free()
+    def _free(self, together: bool) -> bool:
+        """End the lanes; alone only by abort, for a collective would wait for ever. Whether all have ended."""
+        ended = [lane.close(Deadline(CLOSE_S)) if together else lane.abort() for lane in self._lanes]
+        if not all(ended):
+            print(f"ringattn rank {self.rank}: a communicator does not end; is a CUDA graph of it still alive?",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        return all(ended)
 
 
 def _leave(why: str) -> None:
@@ -278,6 +284,6 @@ def _version() -> str:
 def _close_all() -> None:
     """Whoever forgot to close leaves briefly, and without a hang."""
     for ring in list(_open):
-        with suppress(RingError, OSError):
+        with suppress(RuntimeError, OSError):
             if ring._lanes and ring._lanes[0].pid == os.getpid():
                 ring.close(EXIT_LINGER_S)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-FIRST_NAP_S = 20e-6
+SPIN_S = 200e-6
+"""How long to ask again and again before the first nap: a launch is over within that."""
+FIRST_NAP_S = 50e-6
 LONGEST_NAP_S = 0.02
 
 
@@ -28,12 +30,13 @@ class Deadline:
 
 def wait_until(ready: Callable[[], bool], deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
     """Nap until `ready()`; False when the deadline came first. `watch` runs before each nap and may raise."""
-    nap_s = FIRST_NAP_S
+    nap_s, spun = FIRST_NAP_S, time.monotonic() + SPIN_S
     while not ready():
         if deadline.passed:
             return False
         if watch is not None:
             watch()
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, LONGEST_NAP_S)
+        if time.monotonic() >= spun:
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, LONGEST_NAP_S)
     return True
