@@ -16,7 +16,10 @@ LISTEN_S = 5 * INTERVAL_S
 
 
 def accuse(board: Board, calls: CallWindow, waited_for: set[int]) -> str:
-    """For an error message, beginning with `; `: the guilty, then where the live ones of `waited_for` are."""
+    """For an error message, beginning with `; `: the guilty, or else those behind; then the live ones of `waited_for`.
+
+    A rank that is behind may only wait for the guilty itself.
+    """
     others = [rank for rank in board.everyone() if rank != board.rank]
     ear = Pulse(board.store, board.rank)
     try:
@@ -24,21 +27,21 @@ def accuse(board: Board, calls: CallWindow, waited_for: set[int]) -> str:
         beats = {rank: beat for rank in others if (beat := ear.heard(rank)) is not None}
     except RuntimeError as error:
         return f"; the store's host is gone: {error}"
-    words = []
+    guilty, behind, alive = [], [], []
     for rank in others:
         place = calls.places(beats[rank].status) if rank in beats else None
         at = f"'{place['at']}' of call {place['call']}" if place else ""
         if rank in silent:
             heard = f"last heard in {at}" if at else "never heard"
-            words.append(f"rank {rank} is silent (stopped, stuck or gone), {heard}")
+            guilty.append(f"rank {rank} is silent (stopped, stuck or gone), {heard}")
         elif place is None or beats[rank].count == ENDED:
             continue
         elif place["launching"]:
-            words.append(f"rank {rank} is stuck in a launch, in {at}")
+            guilty.append(f"rank {rank} is stuck in a launch, in {at}")
         elif place["computing"]:
-            words.append(f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}")
+            guilty.append(f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}")
         elif int(str(place["call"])) < calls.number:
-            words.append(f"rank {rank} is behind, in {at}, this rank in call {calls.number}")
+            behind.append(f"rank {rank} is behind, in {at}, this rank in call {calls.number}")
         elif rank in waited_for:
-            words.append(f"rank {rank} lives, in {at}")
-    return "".join(f"; {each}" for each in words)
+            alive.append(f"rank {rank} lives, in {at}")
+    return "".join(f"; {each}" for each in [*(guilty or behind), *alive])
