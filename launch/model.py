@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringattn.projection import project_qkv
+from ringattn.rotary import Rope
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""
 
@@ -58,28 +61,13 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-def rotation(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, each (tokens, 1, size / 2).
-
-    `size`: elements of one head. Angles are taken in float64: at a million tokens a float32 angle is off by 0.03.
-    """
-    inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size)
-    angles = positions.to(torch.float64)[:, None, None] * inverse
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head of x (batch, tokens, heads, head_dim) against each other; same dtype."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
 class Block(nn.Module):
     """Attention, then SwiGLU, each on a normalized residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, head_dim(config)
+        self.rope = Rope(base=config.rope_base)
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
         self.qkv = Linear(config.dim, (config.heads + 2 * config.kv_heads) * self.head_dim)
         self.attention_out = Linear(config.heads * self.head_dim, config.dim)
@@ -87,11 +75,13 @@ class Block(nn.Module):
         self.hidden_in = Linear(config.dim, 2 * config.hidden_dim)
         self.hidden_out = Linear(config.hidden_dim, config.dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """(batch, tokens, dim) -> the same."""
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        x = x + self.attention_out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(2))
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(batch, tokens, dim) -> the same; `positions` (tokens,)."""
+        q, k, v = project_qkv(
+            self.attention_norm(x), self.qkv.weight.to(x.dtype), None, self.heads, self.kv_heads, self.head_dim,
+            rope=self.rope, positions=positions,
+        )  # fmt: skip
+        x = x + self.attention_out(attend(q, k, v).flatten(2))
         gate, up = self.hidden_in(self.hidden_norm(x)).chunk(2, dim=-1)
         return x + self.hidden_out(F.silu(gate) * up)
 
@@ -126,7 +116,6 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits (batch, tokens, vocabulary) in `dtype`, of tokens (batch, tokens) at global `positions` (tokens,)."""
         x = self.embedding(tokens).to(self.dtype)
-        cos, sin = rotation(positions, head_dim(self.config), self.config.rope_base, self.embedding.weight.dtype)
         for block in self.blocks:
-            x = block(x, cos, sin, attend)
+            x = block(x, positions, attend)
         return self.unembedding(self.norm(x))

@@ -11,6 +11,7 @@ from ringattn.errors import (
     TransportError,
     UnsupportedError,
 )
+from ringattn.modules import RingAttention, RingMultiheadAttention
 from ringattn.ring import Ring, active_sequence
 from ringattn.sequence import Sequence
 
@@ -22,7 +23,9 @@ __all__ = [
     "PeerLostError",
     "PlanError",
     "Ring",
+    "RingAttention",
     "RingError",
+    "RingMultiheadAttention",
     "Sequence",
     "TransportError",
     "UnsupportedError",

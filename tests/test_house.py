@@ -25,8 +25,8 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
-    6: ("__init__", "api", "ring", "modules", "explain", "opening", "sequence"),
-    5: ("executor", "records"),
+    6: ("__init__", "api", "ring", "modules", "explain", "opening", "sequence", "projection"),
+    5: ("executor", "records", "rotary", "projection_kernels"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),
     2: ("schedule",),

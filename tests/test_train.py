@@ -25,7 +25,7 @@ from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch import loop, train
 from ringattn.launch.memory import PeakMemory
-from ringattn.launch.model import ModelConfig, Transformer, rotate, rotation
+from ringattn.launch.model import ModelConfig, Transformer
 from ringattn.launch.pictures import Agreement, Bars, draw_losses, draw_memory
 from ringattn.launch.ranks import RanksError, agreed_ranks, run_ranks_in_processes, threads_for
 from ringattn.launch.train_config import TrainConfig
@@ -137,17 +137,6 @@ def test_bf16_keeps_its_weights_in_fp32() -> None:
     model = Transformer(TINY.model, 256, torch.bfloat16, seed=3)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     assert losses(replace(TINY, dtype="bf16"), 2) == pytest.approx(losses(TINY, 1), rel=1e-2)
-
-
-def test_rotations_depend_on_distances_only() -> None:
-    x, y = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-
-    def score(of_x: int, of_y: int) -> Tensor:
-        turned = [rotate(z, *rotation(torch.tensor([at]), 8, 1e4, z.dtype)) for z, at in ((x, of_x), (y, of_y))]
-        return (turned[0] * turned[1]).sum()
-
-    assert score(1_000_005, 1_000_002).item() == pytest.approx(score(5, 2).item(), rel=1e-9)
-    assert score(5, 2).item() != pytest.approx(score(5, 3).item(), rel=1e-3)
 
 
 def test_memory_counts_what_is_allocated_after_the_start() -> None:

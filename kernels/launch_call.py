@@ -1,0 +1,53 @@
+"""What every kernel launch of this room looks like before it happens.
+
+Promises that one value serves a plain launch, a compile without a launch (`kernel.warmup`) and a kept handle.
+Does not know: any kernel, any device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and compiled. `block_m`: query rows; `block_n`: key rows; both powers of two from 16."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Table(NamedTuple):
+    """What one launch works through, int32 on the kernel's device.
+
+    `blocks` (blocks, 8): first row, row stride, rows, first head, heads, first entry, one past the last entry, 0.
+    `entries` (entries, 16): the other side's first row, row stride and rows; the band own_step, other_step, lo, hi: row
+    i of the block sees row j of the entry where lo <= i * own_step - j * other_step <= hi; of the entry's rows cut into
+    blocks the first visible, first full, one past the last full and one past the last visible one; the first query head
+    beyond own head * group, query heads; three zeros. `slots`: the most heads of any block.
+    """
+
+    blocks: Tensor
+    entries: Tensor
+    slots: int
+
+
+class LaunchCall(NamedTuple):
+    """`kernel[grid](*args, **meta)`, not yet done. `meta`: the compile-time constants, `num_warps`, `num_stages`."""
+
+    kernel: Any
+    grid: tuple[int]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch on the current device and stream."""
+        self.kernel[self.grid](*self.args, **self.meta)
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, in which a matrix product holds a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())

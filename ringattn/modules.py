@@ -1,0 +1,152 @@
+"""Attention layers for models whose tokens lie over a ring.
+
+A layer is given this rank's tokens and the `Sequence` that says which they are; the ring comes from the sequence, so
+the same layer trains alone and on many ranks.
+Promises: weights are plain parameters, alike on every rank; gradients are this rank's part, to be summed over the ranks
+(`ring.all_reduce`).
+Does not know: how ranks were started, losses, optimizers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.api import Window
+from ringattn.errors import InputError
+from ringattn.projection import project_qkv
+from ringattn.rotary import Rope
+from ringattn.sequence import Sequence
+
+
+class RingAttention(nn.Module):
+    """`Ring.attention` as a module that keeps the mask and the softmax's options; see there for their meaning.
+
+    `sink_heads`: the number of query heads, for learned sinks (parameter `sinks`, zeros at first); None for no sinks.
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        window: Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_heads: int | None = None,
+        schedule: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.causal, self.window, self.scale, self.softcap, self.schedule = causal, window, scale, softcap, schedule
+        self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
+        """q (batch, tokens, q_heads, d_k), k and v (batch, tokens, kv_heads, ...): this rank's shards of `seq`.
+
+        Returns (batch, tokens, q_heads, d_v). Raises like `Ring.attention`.
+        """
+        return seq.ring.attention(
+            q, k, v, seq, causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap,
+            sinks=self.sinks, schedule=self.schedule,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """The options, in the layer's line of a printed model."""
+        return f"causal={self.causal}, window={self.window}, softcap={self.softcap}, schedule={self.schedule!r}"
+
+
+class RingMultiheadAttention(nn.Module):
+    """Self-attention with its projections: x to queries, keys and values by one weight, attention, output projection.
+
+    The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
+    dictionaries load. `num_kv_heads`: fewer key and value heads (GQA); it divides `num_heads`, which is its default.
+    `head_dim`: embed_dim / num_heads if None. `qk_norm`: RMS normalization of each query and key head, learned weights
+    `q_norm` and `k_norm`. `rope`: "neox" or "interleaved" rotary positions, which are global ones. `sinks`: one learned
+    logit per query head that takes weight and gives no value. The other options are those of `Ring.attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        rope: str | None = None,
+        rope_base: float = 10_000.0,
+        causal: bool = False,
+        window: Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        schedule: str = "auto",
+    ) -> None:
+        """Raises `InputError` for heads that do not fit each other, and for an unknown `rope`."""
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.rope = None if rope is None else Rope(rope, rope_base)
+        if self.rope is not None:
+            self.rope.check(self.head_dim)
+        self.norm_eps = norm_eps
+        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(columns, embed_dim))
+        self.in_proj_bias = nn.Parameter(torch.empty(columns)) if bias else None
+        self.q_norm = nn.Parameter(torch.empty(self.head_dim)) if qk_norm else None
+        self.k_norm = nn.Parameter(torch.empty(self.head_dim)) if qk_norm else None
+        self.attention = RingAttention(
+            causal=causal, window=window, scale=scale, softcap=softcap, sink_heads=num_heads if sinks else None,
+            schedule=schedule,
+        )  # fmt: skip
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for biases in (self.in_proj_bias, self.out_proj.bias):
+            if biases is not None:
+                nn.init.zeros_(biases)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.ones_(norm)
+
+    def forward(self, x: Tensor, seq: Sequence) -> Tensor:
+        """x (batch, tokens, embed_dim), this rank's shard of `seq`, to the same shape. All ranks call it together.
+
+        Raises `InputError` on every rank where one rank's x does not fit.
+        """
+        tokens = seq.counts[seq.ring.rank]
+        if x.dim() != 3 or x.shape[1:] != (tokens, self.embed_dim):
+            refusal = InputError(
+                f"rank {seq.ring.rank}: x must be (batch, {tokens}, {self.embed_dim}), this rank's shard, "
+                f"got {tuple(x.shape)}; pass seq.shard(x)"
+            )
+            seq.ring.agree("RingMultiheadAttention", refusal)
+        q, k, v = project_qkv(
+            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps,
+            rope=self.rope, positions=seq.positions() if self.rope else None,
+        )  # fmt: skip
+        out: Tensor = self.out_proj(self.attention(q, k, v, seq).flatten(2))
+        return out
+
+    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
+        """Bytes of this layer's parameters and of the keys and values of one token; with `seq` also its ring's memory.
+
+        See `Ring.memory_info` for the ring's part, which all layers share.
+        """
+        item_bytes = self.in_proj_weight.element_size()
+        own = {
+            "parameter_bytes": sum(weight.numel() * weight.element_size() for weight in self.parameters()),
+            "kv_bytes_per_token": 2 * self.num_kv_heads * self.head_dim * item_bytes,
+        }
+        return own if seq is None else {**own, **seq.ring.memory_info()}

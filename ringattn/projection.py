@@ -1,0 +1,229 @@
+"""Projects tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
+
+Keys and values can be made first and straight into a message, so that an exchange runs while the queries are made.
+Promises: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
+*global* positions, so any layout is right; every backend is differentiable, once.
+Does not know: rings, masks, what attends.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.errors import InputError
+from ringattn.partial import accumulator_dtype
+from ringattn.rotary import Rope, Rotation, rotate, rotation
+
+Backend = Literal["auto", "plain", "epilogue", "fused"]
+BACKENDS = ("auto", "plain", "epilogue", "fused")
+
+MEASURED: dict[tuple[str, int, int], Backend] = {}
+"""The faster backend by (GPU name, columns of x, columns of the projection), where it was measured."""
+
+
+def project_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rope: Rope | None = None,
+    positions: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) of x (batch, tokens, model).
+
+    `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, queries first, then keys, then values;
+    `bias`: its rows, or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of each head, before the
+    rotation. `positions`: (tokens,) global positions, with `rope`. Raises `InputError` for sizes that do not fit.
+    """
+    if (rope is None) != (positions is None):
+        raise InputError("rope and positions come together: give both, or neither")
+    turn = None
+    if rope is not None and positions is not None:
+        rope.check(head_dim)
+        turn = rotation(positions, head_dim, rope.base, accumulator_dtype(x.dtype), rope.style == "interleaved")
+    spec = _Spec(head_dim, heads, kv_heads, norm_eps, turn)
+    q, k, v = _project(x, weight, bias, q_norm, k_norm, spec, backend)
+    return q, k, v
+
+
+def project_q(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head_dim: int,
+    *,
+    norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    turn: Rotation | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The queries' part of `project_qkv`: `weight` (heads * head_dim, model)."""
+    spec = _Spec(head_dim, weight.shape[0] // head_dim, 0, norm_eps, turn)
+    return _project(x, weight, bias, norm, None, spec, backend)[0]
+
+
+def project_kv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head_dim: int,
+    *,
+    norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    turn: Rotation | None = None,
+    rows: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The keys' and values' part of `project_qkv`: `weight` (2 * kv_heads * head_dim, model), keys first.
+
+    `rows`: (kept,) int64, the tokens of x to project; `turn` is then of these. `into`: where K and V are written, two
+    row-first views (rows, batch, kv_heads, head_dim) of x's dtype, of any strides but the last, which is 1. The
+    returned tensors are then views of them, (batch, rows, kv_heads, head_dim); who writes there again before the
+    backward pass spoils nothing of this function.
+    """
+    spec = _Spec(head_dim, 0, weight.shape[0] // head_dim // 2, norm_eps, turn, rows, into)
+    k, v = _project(x, weight, bias, None, norm, spec, backend)
+    return k, v
+
+
+def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
+    """What "auto" means for x (batch, tokens, model) and a projection to so many columns."""
+    if x.device.type != "cuda" or x.dtype == torch.float64 or head_dim % 2 or find_spec("triton") is None:
+        return "plain"
+    return MEASURED.get((torch.cuda.get_device_name(x.device), x.shape[2], columns), "epilogue")
+
+
+class _Spec(NamedTuple):
+    """What is not differentiated of a projection. 0 `heads` leaves the queries out, 0 `kv_heads` keys and values."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    eps: float
+    turn: Rotation | None
+    rows: Tensor | None = None
+    into: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def tokens(self, x: Tensor) -> int:
+        """How many tokens of x to project."""
+        return x.shape[1] if self.rows is None else len(self.rows)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The tokens of x to project."""
+        return x if self.rows is None else x.index_select(1, self.rows)
+
+    def places(self) -> tuple[Tensor, ...]:
+        """The memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
+        # No views: these share a version with their whole message, and autograd refuses what was changed beside them.
+        views = [view.transpose(0, 1) for view in self.into or ()]
+        return tuple(
+            view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+            for view in views
+        )
+
+
+def _project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    spec: _Spec,
+    backend: Backend,
+) -> tuple[Tensor, ...]:
+    """q, k and v, or those of them that `spec` wants."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check(x, weight, bias, spec)
+    for norm in (q_norm, k_norm):
+        if norm is not None and norm.shape != (spec.head_dim,):
+            raise InputError(f"a norm's weight must have shape ({spec.head_dim},), got {tuple(norm.shape)}")
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = backend_for(x, spec.columns, spec.head_dim)
+    if backend == "plain":
+        return _plain(x, weight, bias, q_norm, k_norm, spec)
+    if x.dtype == torch.float64 or spec.head_dim % 2:
+        raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
+    from ringattn.projection_kernels import KernelProjection
+
+    return KernelProjection.apply(x, weight, bias, q_norm, k_norm, spec, backend)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, spec: _Spec) -> None:
+    if x.dim() != 3 or weight.shape != (spec.columns, x.shape[2]):
+        raise InputError(
+            f"x must be (batch, tokens, model), got {tuple(x.shape)}; {spec.heads} query heads and 2 * {spec.kv_heads} "
+            f"key and value heads of {spec.head_dim} need a weight ({spec.columns}, model), got {tuple(weight.shape)}"
+        )
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; they and the bias must be alike")
+    if bias is not None and bias.shape != (spec.columns,):
+        raise InputError(f"bias must have the weight's {spec.columns} rows, got {tuple(bias.shape)}")
+    if spec.turn is not None and spec.turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
+        raise InputError(
+            f"{spec.tokens(x)} tokens with heads of {spec.head_dim} need a rotation of shape "
+            f"({spec.tokens(x)}, {spec.head_dim // 2}), got {tuple(spec.turn.cos.shape)}"
+        )
+    place = (spec.tokens(x), x.shape[0], spec.kv_heads, spec.head_dim)
+    for view in spec.into or ():
+        if view.shape != place or view.dtype != x.dtype or view.stride(3) != 1:
+            raise InputError(
+                f"into must be two {place} views of {x.dtype} with a contiguous last dimension, "
+                f"got {tuple(view.shape)}, {view.dtype}, strides {view.stride()}"
+            )
+
+
+def _plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
+) -> tuple[Tensor, ...]:
+    """The truth, in plain torch."""
+    raw = F.linear(spec.kept(x), weight, bias).unflatten(-1, (-1, spec.head_dim))
+    q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
+    q, k = _turned(q, q_norm, spec), _turned(k, k_norm, spec)
+    if spec.into is not None:
+        k, v = (_Put.apply(heads, place) for heads, place in zip((k, v), spec.places(), strict=True))
+    return (q, k, v)[0 if spec.heads else 1 : 3 if spec.kv_heads else 1]
+
+
+def _turned(heads: Tensor, norm: Tensor | None, spec: _Spec) -> Tensor:
+    """Heads (batch, tokens, heads, head_dim), normalized and rotated."""
+    wide = heads.to(accumulator_dtype(heads.dtype))
+    if norm is not None:
+        wide = F.rms_norm(wide, (spec.head_dim,), norm.to(wide.dtype), spec.eps)
+    if spec.turn is not None:
+        wide = rotate(wide, *spec.turn)
+    return wide.to(heads.dtype)
+
+
+class _Put(torch.autograd.Function):
+    """Copy heads to their place and hand it out as if it were they."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, place: Tensor) -> Tensor:
+        ctx.mark_dirty(place)
+        return place.copy_(heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,136 @@
+"""The layers: many ranks are one rank, torch's own layer is one of them, refusals come to every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import Ring, RingAttention, RingMultiheadAttention
+from ringattn.errors import InputError
+from ringattn.testing import dense_attention, run_ranks
+from tests.face import errors
+
+TOKENS, EMBED, HEADS = 23, 24, 4
+X = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+SEED = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal-rope": {"causal": True, "rope": "neox"},
+    "llm": {"num_kv_heads": 2, "qk_norm": True, "rope": "neox", "rope_base": 500.0, "causal": True, "head_dim": 10},
+    "gpt-oss": {"num_kv_heads": 1, "bias": True, "rope": "interleaved", "window": (5, 0), "sinks": True},
+    "gemma": {"softcap": 2.0, "scale": 0.3, "causal": True, "qk_norm": True, "norm_eps": 0.1},
+}
+
+
+def layer(**options: Any) -> RingMultiheadAttention:
+    """A float64 layer, the same at each call, in which no parameter is 0 or 1."""
+    made = RingMultiheadAttention(EMBED, HEADS, **options).double()
+    generator = torch.Generator().manual_seed(5)
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    return made
+
+
+def trained(ring: Ring, options: dict[str, Any], layout: str) -> dict[str, Tensor]:
+    """The whole output, the gradient of the whole input and, summed over the ranks, those of the parameters."""
+    made = layer(**options)
+    seq = ring.sequence(TOKENS, layout=layout)
+    x = X.clone().requires_grad_()
+    out = made(seq.shard(x), seq)
+    out.backward(seq.shard(SEED))
+    grads = {name: weight.grad for name, weight in made.named_parameters()}
+    assert x.grad is not None and all(grad is not None for grad in grads.values())
+    ring.all_reduce([x.grad, *(grad for grad in grads.values() if grad is not None)])
+    return {"out": seq.gather(out.detach()), "x": x.grad, **{k: grad for k, grad in grads.items() if grad is not None}}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_many_ranks_are_one(name: str, world_size: int, layout: str) -> None:
+    (truth,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous"))
+    for mine in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout)):
+        assert mine.keys() == truth.keys()
+        for key, value in truth.items():
+            torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_of_torchs_own_layer_loads(bias: bool) -> None:
+    other = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True, dtype=torch.float64)
+    made = RingMultiheadAttention(EMBED, HEADS, bias=bias).double()
+    made.load_state_dict(other.state_dict())
+    (out,) = run_ranks(1, lambda ring: made(X, ring.sequence(TOKENS)).detach())
+    torch.testing.assert_close(out, other(X, X, X, need_weights=False)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
+    made = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True, sinks=True)
+    shapes = {name: tuple(weight.shape) for name, weight in made.state_dict().items()}
+    assert shapes == {
+        "in_proj_weight": (48, EMBED), "in_proj_bias": (48,), "q_norm": (6,), "k_norm": (6,),
+        "attention.sinks": (HEADS,), "out_proj.weight": (EMBED, EMBED), "out_proj.bias": (EMBED,),
+    }  # fmt: skip
+    assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
+    assert all(made.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
+    assert not any(made.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
+    assert set(RingMultiheadAttention(EMBED, HEADS).state_dict()) == {"in_proj_weight", "out_proj.weight"}
+
+
+def test_attention_alone_keeps_its_options() -> None:
+    q, k, v = X.unflatten(-1, (3, 8)).unsqueeze(0).expand(3, -1, -1, -1, -1).contiguous()
+    attend = RingAttention(causal=True, window=(4, 0), scale=0.7, schedule="all_gather")
+
+    def attended(ring: Ring) -> Tensor:
+        seq = ring.sequence(TOKENS)
+        return seq.gather(attend(seq.shard(q), seq.shard(k), seq.shard(v), seq))
+
+    truth, _ = dense_attention(q, k, v, causal=True, window=(4, 0), scale=0.7)
+    for out in run_ranks(2, attended):
+        torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+    assert "window=(4, 0)" in repr(attend)
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x[:, 1:], lambda x: x[..., 1:], lambda x: x[0], lambda x: x[None]])
+def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        x = seq.shard(X)
+        layer(rope="neox")(spoil(x) if ring.rank == 1 else x, seq)
+
+    found = errors(body)
+    assert all(isinstance(error, InputError) for error in found)
+    assert "pass seq.shard(x)" in str(found[1]) and "rank 1 refused" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
+        ({"num_kv_heads": 0}, "num_kv_heads must divide"),
+        ({"num_heads": 5}, "embed_dim 24 is no multiple of num_heads 5"),
+        ({"rope": "gptj"}, "use neox or interleaved"),
+        ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        RingMultiheadAttention(**{"embed_dim": EMBED, "num_heads": HEADS, **options})
+
+
+def test_memory_info() -> None:
+    made = RingMultiheadAttention(EMBED, HEADS, 2, qk_norm=True).bfloat16()
+    own = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 12), "kv_bytes_per_token": 2 * 2 * 6 * 2}
+    assert made.get_memory_info() == own
+
+    def after_a_call(ring: Ring) -> dict[str, int]:
+        seq = ring.sequence(TOKENS)
+        made(seq.shard(X.bfloat16()), seq)
+        assert made.get_memory_info(seq) == {**own, **ring.memory_info()}
+        return made.get_memory_info(seq)
+
+    assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))
