@@ -96,6 +96,15 @@ def test_choice_of_op(
     assert choose(HOST, dtype, dim) is CPU
 
 
+def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward adds up in any order."""
+    monkeypatch.setattr(aten, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose(CUDA, torch.bfloat16, 128) is FLASH
+    assert choose(HOST, torch.bfloat16, 128) is CPU
+
+
 @pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
 @pytest.mark.parametrize("causal", [False, True])
 def test_shapes_and_dtypes_on_meta(op: BlockOp, causal: bool) -> None:

@@ -4,9 +4,11 @@ Promises no mask tensor and no copy of a strided operand on the CPU: tiles becom
 one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
 float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), and a reversed
 rectangle. The ops recompute the weights from the merged lse, and delta from dout and out.
-Bits repeat on the CPU. The fused CUDA kernels round their partials and gradients to the input dtype, and their backward
-repeats bit for bit only under `torch.use_deterministic_algorithms`. float32 and float64 on CUDA, half dtypes on a GPU
-without the units for them and heads too wide for a fused kernel are computed by the plain engine.
+Bits repeat on the CPU. The fused CUDA kernels round their partials and gradients, and of a half input the gradient of
+lse too, to the input dtype. Their backward repeats bit for bit only under `torch.use_deterministic_algorithms`, which
+leaves cuDNN out, as torch itself does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "cuDNN SDPA is not
+deterministic"). float32 and float64 on CUDA, half dtypes on a GPU without the units for them and heads too wide for a
+fused kernel are computed by the plain engine.
 Does not know: ranks, schedules, softcap (refused).
 """
 
@@ -99,14 +101,18 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def choose(device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
-    """The fastest block op for inputs of this dtype padded to `dim`; None where torch ships none."""
+    """The fastest block op for inputs of this dtype padded to `dim`; None where torch ships none.
+
+    Under `torch.use_deterministic_algorithms` it is one whose backward repeats bit for bit.
+    """
     if device.type == "cpu":
         return CPU
     if device.type != "cuda" or dtype not in HALF_DTYPES or _capability(device) < (8, 0) or dim > FLASH.max_dim:
         return None
     # Older cuDNN is wrong for lengths that are not multiples of 128; other architectures run its slower kernels.
     trusted = (torch.backends.cudnn.version() or 0) > 91500 and _capability(device)[0] in (9, 10)
-    return CUDNN if trusted and dim <= CUDNN.max_dim else FLASH
+    repeats = torch.are_deterministic_algorithms_enabled()
+    return CUDNN if trusted and not repeats and dim <= CUDNN.max_dim else FLASH
 
 
 @cache

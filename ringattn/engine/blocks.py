@@ -1,0 +1,234 @@
+"""Tiles to block tables: what one kernel launch needs to consume all tiles of a step.
+
+A table is seen from one side, the queries or the keys: that side's rows are cut into *blocks*, each owned by one
+program, and a block lists as *entries* the rows of the other side that it meets.
+Promises that every pair of the tiles is in exactly one (block, entry), that no row of a head is in two blocks, that all
+rows of a block meet the same entries, and that rows of the other side which no row of a block sees are not visited but
+for the rest of a block of rows. Positions end here: bands count rows of the block and of the entry, so that a kernel
+computes in int32 whatever the length of the sequence.
+Does not know: torch, triton, which device or kernel reads the table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import gcd, lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.errors import UnsupportedError
+from ringattn.geometry import Run, Strip, Tile
+
+Ints = np.ndarray
+"""An integer array."""
+
+LIMIT = 1 << 30
+"""Rows and banded distances stay below this, so that no sum of two leaves int32."""
+
+
+class Blocks(NamedTuple):
+    """A block table on the host, int32: the columns are those of `ringattn.kernels.launch_call.Table`.
+
+    Blocks with most to do come first.
+    """
+
+    blocks: Ints
+    entries: Ints
+    slots: int
+
+
+class _Part(NamedTuple):
+    """A tile as its own side sees it: pairs with lo <= own position - other position <= hi.
+
+    `heads`: of the own side. `served`: its query heads, counted from own head * group.
+    """
+
+    own: Strip
+    other: Strip
+    lo: int
+    hi: int
+    heads: Run
+    served: Run
+
+
+class _Cell(NamedTuple):
+    """Rows and heads of the own side that lie in the same parts, each cut down to these rows."""
+
+    rows: Run
+    heads: Run
+    parts: list[_Part]
+
+
+def query_blocks(tiles: Iterable[Tile], own_rows: int, other_rows: int) -> Blocks:
+    """Blocks of at most `own_rows` query rows and of query heads; entries are keys in blocks of `other_rows`.
+
+    Raises UnsupportedError where rows or the positions of one tile span more than int32 can count.
+    """
+    parts = [_Part(tile.q, tile.k, *tile.band, heads, Run(0, 1)) for tile in tiles for heads in _unstrided(tile.heads)]
+    return _table(parts, own_rows, other_rows)
+
+
+def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int) -> Blocks:
+    """Blocks of at most `own_rows` key rows and of K/V heads; entries are queries in blocks of `other_rows`.
+
+    `group`: query heads per K/V head. Raises as `query_blocks` does.
+    """
+    parts = [
+        _Part(tile.k, tile.q, -tile.band.hi, -tile.band.lo, kv_heads, served)
+        for tile in tiles
+        for heads in _unstrided(tile.heads)
+        for kv_heads, served in _kv_heads(heads, group)
+    ]
+    return _table(parts, own_rows, other_rows)
+
+
+def _kv_heads(heads: Run, group: int) -> Iterator[tuple[Run, Run]]:
+    """K/V heads with the same query heads in a run of stride 1, and these, counted from the K/V head's first."""
+    first, last = -(-heads.start // group), heads.stop // group
+    if heads.start // group == (heads.stop - 1) // group and last <= first:
+        yield Run(heads.start // group, 1), Run(heads.start % group, heads.count)
+        return
+    if heads.start % group:
+        yield Run(first - 1, 1), Run(heads.start % group, group - heads.start % group)
+    if first < last:
+        yield Run(first, last - first), Run(0, group)
+    if heads.stop % group:
+        yield Run(last, 1), Run(0, heads.stop % group)
+
+
+def _unstrided(heads: Run) -> Iterator[Run]:
+    """The run itself, or its members one by one."""
+    yield from (heads,) if heads.stride == 1 else (Run(head, 1) for head in heads.members())
+
+
+def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
+    """The own side cut at every border of heads and rows."""
+    for heads, over in _elementary([part.heads for part in parts]):
+        # Rows of unequal strides cut each other only where they are members of one residue class.
+        stride = lcm(*(parts[i].own.rows.stride for i in over if parts[i].own.rows.count > 1))
+        classes: dict[int, list[_Part]] = {}
+        for part in (parts[i] for i in over):
+            for own in _residues(part.own, stride):
+                classes.setdefault(own.rows.start % stride, []).append(part._replace(own=own))
+        for residue, held in classes.items():
+            starts = [part.own.rows.start // stride for part in held]
+            spans = [Run(start, part.own.rows.count) for start, part in zip(starts, held, strict=True)]
+            for span, inside in _elementary(spans):
+                cut = [(held[i], held[i].own.pick(span._replace(start=span.start - starts[i]))) for i in inside]
+                rows = Run(residue + span.start * stride, span.count, stride)
+                yield _Cell(rows, heads, [part._replace(own=own) for part, own in cut])
+
+
+def _residues(strip: Strip, stride: int) -> Iterator[Strip]:
+    """The strip cut into strips of the given row stride (a multiple of its own); a single row has any stride."""
+    count = strip.rows.count
+    step = stride // strip.rows.stride if count > 1 else 1
+    for first in range(min(step, count)):
+        yield strip.pick(Run(first, (count - first + step - 1) // step, step))
+
+
+def _elementary(spans: Sequence[Run]) -> Iterator[tuple[Run, list[int]]]:
+    """Runs of stride 1 cut at all their borders: each piece that some hold, and the indices of those that do."""
+    borders = sorted({edge for span in spans for edge in (span.start, span.start + span.count)})
+    holders: list[list[int]] = [[] for _ in borders]
+    for index, span in enumerate(spans):
+        for at in range(bisect_left(borders, span.start), bisect_left(borders, span.start + span.count)):
+            holders[at].append(index)
+    for (start, end), held in zip(pairwise(borders), holders, strict=False):
+        if held:
+            yield Run(start, end - start), held
+
+
+def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
+    """The table of the parts."""
+    cells = list(_cells(parts))
+    rows = np.array([(*_ordered(cell.rows), cell.heads.start, cell.heads.count) for cell in cells], np.int64)
+    rows = rows.reshape(-1, 5)
+    blocks_of = -(-rows[:, 2] // own_rows)
+    pairs = np.array([(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts], np.int64)
+    pairs = pairs.reshape(-1, 10)
+
+    cell, first = _unrolled(blocks_of)
+    blocks = np.zeros((len(cell), 8), np.int64)
+    blocks[:, :5] = rows[cell]
+    blocks[:, 0] += first * own_rows * blocks[:, 1]
+    blocks[:, 2] = np.minimum(own_rows, blocks[:, 2] - first * own_rows)
+
+    pair, local = _unrolled(blocks_of[pairs[:, 0]])
+    block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
+    entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
+    kept = visits > 0
+    return _sorted(blocks, entries[kept], block[kept], visits[kept])
+
+
+def _ordered(rows: Run) -> tuple[int, int, int]:
+    return rows.start, rows.stride, rows.count
+
+
+def _pair(part: _Part) -> tuple[int, ...]:
+    """What a part tells its entries, counted from the part's first rows.
+
+    The other side's first row, row stride, rows; own step, other step, lo, hi; first query head, query heads.
+    """
+    own, other = part.own.positions, part.other.positions
+    unit = gcd(own.stride, other.stride)
+    offset = own.start - other.start
+    lo, hi = -((offset - part.lo) // unit), (part.hi - offset) // unit
+    steps = own.stride // unit, other.stride // unit
+    return (*_ordered(part.other.rows), *steps, lo, hi, part.served.start, part.served.count)
+
+
+def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
+    """For items of `counts` blocks each, one after the other: the item of each block, and its place in the item."""
+    item = np.repeat(np.arange(len(counts)), counts)
+    return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
+
+
+def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
+    """Entries of blocks of `rows` own rows from row `first` of their part on, and the blocks of rows each visits."""
+    count, own, other = pairs[:, 2], pairs[:, 3], pairs[:, 4]
+    lo, hi = pairs[:, 5] - first * own, pairs[:, 6] - first * own
+    reach = (rows - 1) * own  # Row i of the block sees the rows from (i * own - hi) / other to (i * own - lo) / other.
+    seen = np.maximum(0, -(hi // other)), np.minimum(count, (reach - lo) // other + 1)
+    full = -((hi - reach) // other), np.minimum(count, -lo // other + 1)
+    start, end = seen[0] // other_rows, -(-seen[1] // other_rows)
+    full_start = np.clip(-(-full[0] // other_rows), start, np.maximum(start, end))
+    full_end = np.clip(full[1] // other_rows, full_start, np.maximum(full_start, end))
+
+    entries = np.zeros((len(pairs), 16), np.int64)
+    entries[:, :5] = pairs[:, :5]
+    entries[:, 5] = np.maximum(lo, -count * other)
+    entries[:, 6] = np.minimum(hi, reach)
+    entries[:, 7:11] = np.stack((start, full_start, full_end, end), axis=1)
+    entries[:, 11:13] = pairs[:, 7:]
+    return entries, np.where(seen[1] > seen[0], end - start, 0)
+
+
+def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints) -> Blocks:
+    """The table of the blocks that have an entry, the longest first: a light one then fills the end of a launch."""
+    work = np.bincount(block, visits * entries[:, 12], len(blocks))
+    order = np.argsort(-work, kind="stable")
+    order = order[work[order] > 0]
+    place = np.zeros(len(blocks), np.int64)
+    place[order] = np.arange(len(order))
+    blocks, block = blocks[order], place[block]
+    entries = entries[np.argsort(block, kind="stable")]
+    ends = np.cumsum(np.bincount(block, minlength=len(blocks)))
+    blocks[1:, 5], blocks[:, 6] = ends[:-1], ends
+    farthest = max((int(np.abs(x).max()) for x in (blocks, entries, *_products(blocks, entries)) if x.size), default=0)
+    if farthest >= LIMIT:
+        raise UnsupportedError(
+            f"a tile counts rows or strided positions up to {farthest:,}, more than the kernels' int32 (limit "
+            f"{LIMIT:,}); use more ranks or engine='plain'"
+        )
+    slots = int(blocks[:, 4].max()) if len(blocks) else 0
+    return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots)
+
+
+def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
+    """The greatest row and banded distance that a kernel computes for each block and entry."""
+    reach = entries[:, 3] * blocks[:, 2].max(initial=0), entries[:, 4] * entries[:, 2]
+    return blocks[:, 0] + blocks[:, 1] * blocks[:, 2], entries[:, 0] + entries[:, 1] * entries[:, 2], *reach
