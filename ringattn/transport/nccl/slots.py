@@ -44,7 +44,7 @@ class Slots:
             return self._device.empty(nbytes)
         if self._registrations:
             quiet()
-            self._free_unused()
+            self.free()
         self._device.activate()
         pointer = self._binding.mem_alloc(nbytes)
         self._registrations[pointer] = []
@@ -55,10 +55,7 @@ class Slots:
         return self._device.wrap(pointer, nbytes, block)
 
     def free(self) -> None:
-        """After the lanes have ended, and their registrations with them: give back what nobody views any more."""
-        self._free_unused()
-
-    def _free_unused(self) -> None:
+        """Give back what nobody views any more; lanes that have ended took their registrations with them."""
         while self._unused:
             pointer = self._unused.pop()
             for lane, handle in self._registrations.pop(pointer):
