@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench gpu-check clean
+.PHONY: help setup test lint demo bench gpu-here gpu-check gpu-check-nccl gpu-check-kernels gpu-check-speed gpu-tune clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,11 +32,31 @@ bench: $(STAMP) ## the benchmarks, each behind its correctness gate
 	$(BIN)/python -m ringattn.bench
 
 # On a GPU machine: its own Python, torch and driver, no .venv and no network. GPU_CHECK_COMMIT names the commit where
-# there is no git.
-gpu-check: ## the checks that need a CUDA device, with the system's Python and torch
+# there is no git. Each part takes less than ten minutes; all of them together are gpu-check.
+GPU_PYTHON = PYTHONPATH=. $(PYTHON)
+PARTS := 1 2 3 4 5 6
+
+gpu-check: gpu-check-nccl gpu-check-kernels gpu-check-speed ## the checks that need a CUDA device, with the system's Python and torch
+
+gpu-here:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
-	@PYTHONPATH=. $(PYTHON) -m pytest -v -m gpu --durations=15 --session-timeout=450 \
-		tests/gpu/test_processes.py tests/gpu/test_loopback.py tests/test_gpu.py
+
+gpu-check-nccl: gpu-here ## of them: the transport over real NCCL
+	@$(GPU_PYTHON) -m pytest -v -m gpu --durations=15 --session-timeout=450 tests/gpu/test_processes.py tests/gpu/test_loopback.py
+
+gpu-check-kernels: gpu-here ## of them: the kernels un-interpreted, by several processes, which share the compiling
+	@mkdir -p build; for part in $(PARTS); do \
+		$(GPU_PYTHON) -m pytest -q -m gpu --part=$$part/$(words $(PARTS)) --durations=5 --session-timeout=450 \
+			tests/test_gpu.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py \
+			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
+	failed=0; for one in $$started; do wait $$one || failed=1; done; tail -n 25 build/gpu-part-*.log; exit $$failed
+
+gpu-check-speed: gpu-here ## of them: speed beside cuDNN and FlashAttention, launch costs, the projection
+	@$(GPU_PYTHON) -m ringattn.bench.kernels
+	@$(GPU_PYTHON) -m ringattn.bench.qkv
+
+gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write them into kernels/configs.json
+	@$(GPU_PYTHON) -m ringattn.bench.tune write=true
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist outputs multirun .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,10 +1,10 @@
 """The host's cost of one engine call, in microseconds, without a GPU: what is Python before the driver is called.
 
-`python -m ringattn.bench.launch [rounds=N]` compares, for one bf16 forward step with head dimension 128:
-`kernel[grid]`, the kept handle, the handle with its arguments at hand, and describing the call (strides and constants).
+`python -m ringattn.bench.launch [rounds=N]` compares, for one bf16 step with head dimension 128 on sm_90:
+`kernel[grid]` with and without describing the call (strides and constants), the compiled kernel with its arguments at
+hand, a repeat of the described call, and the engine's own `attend` (one launch) and `attend_grad` (two).
 Promises: a driver that compiles for a named GPU and launches nothing, so the cost of the driver's own launch (about
-3 us) is not in the figures; processor time of this thread, so that a busy machine
-does not change them; the median of the rounds.
+3 us) is not in the figures; processor time of this thread; the least, median and greatest of the rounds.
 Does not know: attention.
 """
 
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import thread_time
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from ringattn.bench import report
 from ringattn.bench.options import parse
+from ringattn.bench.report import RESULTS, finish, progress, spread
+from ringattn.engine.base import KV, Carry, Output, Seed, Softmax
+from ringattn.engine.triton import TritonEngine
+from ringattn.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch import Kept
@@ -38,6 +42,7 @@ class Options:
     """`rounds`: how often 200 calls are timed."""
 
     rounds: int = 25
+    results: str = RESULTS
 
 
 class StubDriver:
@@ -45,11 +50,12 @@ class StubDriver:
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
-        self.device, self.stream = 0, 0
+        self.device, self.stream, self.registers = 0, 0, 0
         self.launched: list[tuple[Any, ...]] | None = None
+        self.properties = {"max_shared_mem": 1 << 30, "max_num_regs": 1 << 16, "multiprocessor_count": 108}
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 1 << 30},
-            load_binary=lambda name, binary, shared, device: (1, name, 0, 0, 1024),
+            get_device_properties=lambda device: self.properties,
+            load_binary=lambda name, binary, shared, device: (1, name, self.registers, 0, 1024),
         )
 
     def get_current_target(self) -> GPUTarget:
@@ -74,53 +80,70 @@ class StubDriver:
             self.launched.append(args)
 
 
-def step() -> LaunchCall:
-    """One forward step over 16 query blocks."""
-    q, k, v = (torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16) for _ in range(3))
-    out, lse = torch.zeros(64, 1, 8, 128), torch.zeros(1, 8, 64)
+def operands() -> tuple[Tensor, KV, Carry, Seed, Output, KV]:
+    """Of one step over 64 rows and 8 heads: what an engine gets, forward and backward."""
+    q, k, v, dout = (torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16) for _ in range(4))
+    out, dq, dk, dv = (torch.zeros(64, 1, 8, 128) for _ in range(4))
+    lse, delta = (torch.zeros(1, 8, 64) for _ in range(2))
+    return q, KV(k, v), Carry(Output(out), lse), Seed(dout, dout, lse, None, delta), Output(dq), KV(dk, dv)
+
+
+def described(q: Tensor, kv: KV, carry: Carry) -> LaunchCall:
+    """The forward call."""
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 8)
-    return describe(q, k, v, out, lse, table)
+    config = configs_for(90, torch.bfloat16, 128).forward
+    return forward(q, kv.k, kv.v, carry.out.carried, carry.lse, table, config, scale=0.1)
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Table) -> LaunchCall:
-    """The call as the engine makes it."""
-    return forward(q, k, v, out, lse, table, configs_for(90, torch.bfloat16, 128).forward, scale=0.1)
-
-
-def per_call_us(work: Callable[[], Any], rounds: int) -> float:
-    """Median microseconds of one `work`."""
+def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
+    """Microseconds of one `work`, a figure a round."""
     times = []
     for _ in range(rounds):
         start = thread_time()
         for _ in range(CALLS):
             work()
-        times.append((thread_time() - start) / CALLS)
-    return median(times) * 1e6
+        times.append((thread_time() - start) / CALLS * 1e6)
+    return times
 
 
-def costs_us(rounds: int) -> dict[str, float]:
-    """Microseconds a call by what is measured. Puts a `StubDriver` in the place of the process's driver."""
+def measured() -> dict[str, Callable[[], Any]]:
+    """What is measured, by its name. Puts a `StubDriver` in the place of the process's driver."""
     driver.set_active(StubDriver(90))
-    call, kept = step(), Kept()
-    handle = kept.compile(call)
+    q, kv, carry, seed, dq, dkv = operands()
+    call, kept = described(q, kv, carry), Kept()
+    changing = (q, kv.k, kv.v, carry.out.carried, carry.lse)
+    handle, repeat = kept.compile(call), kept.repeat(call, changing)
     by_hand = partial(
         handle.run, *call.grid, 1, 1, 0, handle.function, handle.packed, None, None, None, *call.args, *handle.constants
     )
-    q, k, v, out, lse, _, blocks, entries = call.args[:8]
-    operands = (q, k, v, out, lse, Table(blocks, entries, 8))
+    engine = TritonEngine(configs_for(90, torch.bfloat16, 128))
+    tile = Tile(Strip(Run(0, 64), Run(0, 64)), Strip(Run(0, 64), Run(0, 64)), CAUSAL, Run(0, 8))
+    work = engine.prepare([(tile,)], Softmax(0.1), 64, 8)[0]
     return {
-        "kernel[grid](...)": per_call_us(call.run, rounds),
-        "kept handle": per_call_us(lambda: kept.launch(call), rounds),
-        "handle, arguments at hand": per_call_us(by_hand, rounds),
-        "describing the call": per_call_us(lambda: describe(*operands), rounds),
-        "describing and kept handle": per_call_us(lambda: kept.launch(describe(*operands)), rounds),
+        "kernel[grid](...)": call.run,
+        "describing and kernel[grid](...)": lambda: described(q, kv, carry).run(),
+        "handle, arguments at hand": by_hand,
+        "repeat": lambda: repeat(changing),
+        "engine, forward": lambda: engine.attend(q, kv, carry, work),
+        "engine, backward": lambda: engine.attend_grad(q, kv, seed, dq, dkv, work),
     }
 
 
 def main(words: list[str]) -> None:
-    """Print one line a measurement."""
-    for name, cost_us in costs_us(parse(Options(), words).rounds).items():
-        print(f"{name:28} {cost_us:7.2f} us", flush=True)
+    """Time each kind of call, print, keep."""
+    options = parse(Options(), words)
+    table = report.Table(
+        f"Host cost of one call, µs (least / median / greatest of {options.rounds} rounds)", ["call", "µs"]
+    )
+    found = {}
+    with progress("launch") as say:
+        for name, work in measured().items():
+            say(name)
+            work()  # compiles
+            found[name] = per_call_us(work, options.rounds)
+            table.rows.append([name, spread(found[name], 2)])
+    table.notes.append("The engine's bar is 10 µs; its backward is two launches. A GPU's driver adds its own launch.")
+    finish("launch", options, [table], {"us": found}, options.results)
 
 
 if __name__ == "__main__":

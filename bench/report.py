@@ -56,14 +56,15 @@ def progress(title: str) -> Iterator[Say]:
 
 
 def hardware() -> str:
-    """The class of the machine: cores, architecture, processor family."""
+    """The class of the machine: cores, architecture, processor family, and the GPU if there is one."""
     family = ""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
         pass  # not Linux: the architecture must do
-    return f"{os.cpu_count()} cores, {platform.machine()} {family}".strip()
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{os.cpu_count()} cores, {platform.machine()} {family}".strip() + gpu
 
 
 def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str) -> None:

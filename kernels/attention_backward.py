@@ -1,31 +1,41 @@
-"""The backward ring step in two launches, dQ by query blocks and dK, dV by key blocks.
+"""The backward ring step in two launches, dQ by query blocks and dK, dV by key blocks, or in one by key blocks.
 
 Promises, for float32, float16 and bfloat16 inputs, weights recomputed from the merged lse, float32 gradients that are
-added to what is there (so that dK and dV travel and grow), no atomics and thus the same bits for the same tables, query
-heads of a group summed inside the launch, and nothing added for rows that see no key.
-dQ needs no gradient that travels: launched first, it hides their arrival.
+added to what is there (so that dK and dV travel and grow), query heads of a group summed inside the launch, and nothing
+added for rows that see no key. Two launches use no atomics: the same bits for the same tables. One launch makes five
+matrix products instead of seven and adds dQ atomically, in an order that differs from run to run.
+dQ needs no gradient that travels: launched first, it hides their arrival. Of a pass, it begins without reading a state
+and ends by writing the result in the dtype of q: the flags of each block say which.
 Does not know: positions, ranks, steps, how lse and delta were merged.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.attention_forward import (
+from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LOG2_E,
     banded,
-    block_of,
+    compiled_with,
+    ends_of,
+    entries_of,
     grid_of,
     item_of,
     load_rows,
     logit_scales,
     logits,
+    read_block,
     rows_and_band,
+    rows_in,
+    rows_of,
+    state_beside,
+    store_rows,
+    strides_of,
     visits,
 )
 from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
@@ -50,19 +60,17 @@ def _score_grads(s, capped, peaks, dp, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_q(
-    dq_rows, q_rows, dout_rows, peaks, deltas, k, v, k_row, v_row, entry, band, at, scale, softcap,
+    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, at, edge, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """`dq_rows`, before scaling, after key block `at` of the entry."""
-    cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (entry[0] + cols * entry[1]).to(tl.int64)
-    live = cols < entry[2]
-    k_rows = load_rows(k, rows * k_row, live, D_K, PAD_K, MASKED)
+    """`dq_rows`, before scaling, after key block `at`, at an `edge` of the band or not, of an entry of `count` rows."""
+    k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     s, capped = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
-    if MASKED:
-        s = tl.where(banded(tl.arange(0, BLOCK_M), cols, entry[2], band), s, float("-inf"))
-    v_rows = load_rows(v, rows * v_row, live, D_V, PAD_V, MASKED)
+    if edge:
+        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
+    v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
     _, ds = _score_grads(s, capped, peaks[:, None], dp, deltas[:, None], SOFTCAP)
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
@@ -70,115 +78,131 @@ def _add_q(
 
 @triton.jit
 def _grad_q(
-    q, k, v, dout, lse, delta, dq, blocks, entries, block_count, slots, batches, group, first_kv_head, scale, in_scale,
-    softcap, q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
-    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_row, dq_batch, dq_head,
+    q, k, v, dout, lse, delta, dq, result, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
+    in_scale, softcap,
+    q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
+    dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64,
+    result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
+    delta_batch: tl.int64, delta_head: tl.int64, delta_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0)):
-        block, batch, head = item_of(blocks, item, block_count, slots)
-        rows, live, first, last = block_of(block, head, BLOCK_M)
+    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
+        block, batch, head, idle = item_of(blocks, item, block_count, slots)
+        rows, live = rows_in(block, idle, BLOCK_M)
+        begins, ends = ends_of(block)
         kv_head = head // group - first_kv_head
-        q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K, True)
-        dout_rows = load_rows(dout + batch * dout_batch + head * dout_head, rows * dout_row, live, D_V, PAD_V, True)
+        q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K)
+        dout_base = dout + batch * dout_batch + head * dout_head
+        dout_rows = load_rows(dout_base, rows * dout_row, live, D_V, PAD_V)
         peaks = _peaks(lse, batch * lse_batch + head * lse_head + rows * lse_row, live)
         deltas = tl.load(delta + batch * delta_batch + head * delta_head + rows * delta_row, mask=live, other=0.0)
         dq_rows = tl.zeros((BLOCK_M, PAD_K), tl.float32)
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
-        for index in tl.range(first, last):
+        first, last = entries_of(block)
+        for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
-            for at in tl.range(full, full_end):
+            k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
+            v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+            for at in tl.range(start, end):
                 dq_rows = _add_q(
-                    dq_rows, q_rows, dout_rows, peaks, deltas, k_base, v_base, k_row, v_row, entry, band, at, in_scale,
-                    softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, False,
+                    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, at,
+                    (at < full) | (at >= full_end), in_scale, softcap,
+                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
                 )  # fmt: skip
-            for at in tl.range(start, end - (full_end - full)):
-                dq_rows = _add_q(
-                    dq_rows, q_rows, dout_rows, peaks, deltas, k_base, v_base, k_row, v_row, entry, band,
-                    tl.where(at < full, at, at + (full_end - full)), in_scale, softcap,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, True,
-                )  # fmt: skip
-        _add(dq + batch * dq_batch + head * dq_head, rows * dq_row, live, dq_rows * scale, D_K, PAD_K)
-
-
-@triton.jit
-def _add(base, offsets, live, values, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Add `values` (rows, PADDED) to the `live` rows at `offsets` from `base`."""
-    dims = tl.arange(0, PADDED)
-    at = base + offsets[:, None] + dims[None, :]
-    inside = live[:, None] & (dims < DIM)[None, :]
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + values, mask=inside)
+        rows, live = rows_in(block, idle, BLOCK_M)
+        dq_base = dq + batch * dq_batch + head * dq_head
+        total = load_rows(dq_base, rows * dq_row, live & (begins == 0), D_K, PAD_K) + dq_rows * scale
+        if result is not None:
+            result_base = result + batch * result_batch + head * result_head
+            store_rows(result_base, rows * result_row, live & ends, total, D_K, PAD_K)
+        store_rows(dq_base, rows * dq_row, live & (ends == 0), total, D_K, PAD_K)
 
 
 @triton.jit
 def _add_kv(
-    dk_rows, dv_rows, k_rows, v_rows, q, dout, lse, delta, q_row, dout_row, lse_row, delta_row, entry, band, at, scale,
-    softcap,
+    dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse, delta, dq, held, entry, band, at, edge, scale,
+    in_scale, softcap, lse_row, delta_row, dq_row,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """(`dk_rows`, before scaling, `dv_rows`) after query block `at` of the entry. Scores are (keys, queries) here."""
     cols = at * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (entry[0] + cols * entry[1]).to(tl.int64)
     live = cols < entry[2]
-    q_rows = load_rows(q, rows * q_row, live, D_K, PAD_K, MASKED)
-    s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
-    if MASKED:
+    q_rows = read_block(q_source, at, entry[2], D_K, PAD_K, BLOCK_M, DESCRIBED)
+    s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), in_scale, softcap, SOFTCAP)
+    if edge:
         s = tl.where(banded(tl.arange(0, BLOCK_N), cols, entry[2], band), s, float("-inf"))
     peaks = _peaks(lse, rows * lse_row, live)
     deltas = tl.load(delta + rows * delta_row, mask=live, other=0.0)
-    dout_rows = load_rows(dout, rows * dout_row, live, D_V, PAD_V, MASKED)
+    dout_rows = read_block(dout_source, at, entry[2], D_V, PAD_V, BLOCK_M, DESCRIBED)
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
     p, ds = _score_grads(s, capped, peaks[None, :], dp, deltas[None, :], SOFTCAP)
     dv_rows = tl.dot(p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
     dk_rows = tl.dot(ds.to(q_rows.dtype), q_rows, dk_rows, input_precision="ieee")
+    if dq is not None:
+        # The weights of rows that are not held may be infinite, and infinity times their zeros no number.
+        of_held = tl.where(held[:, None], ds, 0.0).to(k_rows.dtype)
+        dims = tl.arange(0, PAD_K)
+        at_dq = dq + (rows * dq_row)[:, None] + dims[None, :]
+        more = tl.dot(tl.trans(of_held), k_rows, input_precision="ieee") * scale
+        tl.atomic_add(at_dq, more, mask=live[:, None] & (dims < D_K)[None, :], sem="relaxed")
     return dk_rows, dv_rows
 
 
 @triton.jit
 def _grad_kv(
-    q, k, v, dout, lse, delta, dk, dv, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
-    in_scale, softcap, q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch,
-    dout_head, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dk_row, dk_batch, dk_head, dv_row,
-    dv_batch, dv_head,
+    q, k, v, dout, lse, delta, dq, dk, dv, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
+    in_scale, softcap,
+    q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
+    dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64, dk_row: tl.int64, dk_batch: tl.int64, dk_head: tl.int64,
+    dv_row: tl.int64, dv_batch: tl.int64, dv_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
+    delta_batch: tl.int64, delta_head: tl.int64, delta_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0)):
-        block, batch, kv_head = item_of(blocks, item, block_count, slots)
-        rows, live, first, last = block_of(block, kv_head, BLOCK_N)
+    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
+        block, batch, kv_head, idle = item_of(blocks, item, block_count, slots)
+        rows, live = rows_in(block, idle, BLOCK_N)
         held = kv_head - first_kv_head
-        k_rows = load_rows(k + batch * k_batch + held * k_head, rows * k_row, live, D_K, PAD_K, True)
-        v_rows = load_rows(v + batch * v_batch + held * v_head, rows * v_row, live, D_V, PAD_V, True)
+        k_rows = load_rows(k + batch * k_batch + held * k_head, rows * k_row, live, D_K, PAD_K)
+        v_rows = load_rows(v + batch * v_batch + held * v_head, rows * v_row, live, D_V, PAD_V)
         dk_rows = tl.zeros((BLOCK_N, PAD_K), tl.float32)
         dv_rows = tl.zeros((BLOCK_N, PAD_V), tl.float32)
-        for index in tl.range(first, last):
+        first, last = entries_of(block)
+        for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
             first_head = kv_head * group + tl.load(entries + index * ENTRY_COLUMNS + 11)
-            for served in tl.range(tl.load(entries + index * ENTRY_COLUMNS + 12)):
+            for served in tl.range(0, tl.load(entries + index * ENTRY_COLUMNS + 12), disable_licm=True):
                 head = first_head + served
                 q_base = q + batch * q_batch + head * q_head
                 dout_base = dout + batch * dout_batch + head * dout_head
+                q_source = rows_of(q_base, q_row, entry, D_K, PAD_K, BLOCK_M, DESCRIBED)
+                dout_source = rows_of(dout_base, dout_row, entry, D_V, PAD_V, BLOCK_M, DESCRIBED)
                 lse_base = lse + batch * lse_batch + head * lse_head
                 delta_base = delta + batch * delta_batch + head * delta_head
-                for at in tl.range(full, full_end):
+                dq_base = None if dq is None else dq + batch * dq_batch + head * dq_head
+                for at in tl.range(start, end):
                     dk_rows, dv_rows = _add_kv(
-                        dk_rows, dv_rows, k_rows, v_rows, q_base, dout_base, lse_base, delta_base, q_row, dout_row,
-                        lse_row, delta_row, entry, band, at, in_scale, softcap,
-                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, False,
+                        dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_base, delta_base, dq_base, live,
+                        entry, band, at, (at < full) | (at >= full_end), scale, in_scale, softcap, lse_row, delta_row,
+                        dq_row,
+                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
                     )  # fmt: skip
-                for at in tl.range(start, end - (full_end - full)):
-                    dk_rows, dv_rows = _add_kv(
-                        dk_rows, dv_rows, k_rows, v_rows, q_base, dout_base, lse_base, delta_base, q_row, dout_row,
-                        lse_row, delta_row, entry, band, tl.where(at < full, at, at + (full_end - full)), in_scale,
-                        softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, True,
-                    )  # fmt: skip
-        _add(dk + batch * dk_batch + held * dk_head, rows * dk_row, live, dk_rows * scale, D_K, PAD_K)
-        _add(dv + batch * dv_batch + held * dv_head, rows * dv_row, live, dv_rows, D_V, PAD_V)
+        rows, live = rows_in(block, idle, BLOCK_N)
+        dk_base = dk + batch * dk_batch + held * dk_head
+        dv_base = dv + batch * dv_batch + held * dv_head
+        dv_rows = load_rows(dv_base, rows * dv_row, live, D_V, PAD_V) + dv_rows
+        store_rows(dv_base, rows * dv_row, live, dv_rows, D_V, PAD_V)
+        dk_rows = load_rows(dk_base, rows * dk_row, live, D_K, PAD_K) + dk_rows * scale
+        store_rows(dk_base, rows * dk_row, live, dk_rows, D_K, PAD_K)
 
 
 def grad_q(
@@ -188,7 +212,7 @@ def grad_q(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    dq: Tensor,
+    dq: Tensor | None,
     table: Table,
     config: Config,
     *,
@@ -196,19 +220,24 @@ def grad_q(
     softcap: float | None = None,
     group: int = 1,
     first_kv_head: int = 0,
+    result: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dq`, float32 like q, what the table's pairs give.
 
     `q`, `k`, `v`, `dout`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half.
     `lse`, `delta`: (batch, query heads, rows) float32 over all keys, delta = sum(dout * out) - dlse. The table and the
-    keywords are those of `attention_forward.forward`.
+    other keywords are those of `attention_forward.forward`. A FIRST block does not read `dq`; a LAST block writes the
+    sum to `result`, like `dq` in the dtype of q, and leaves `dq` alone. Without `result` no block may be LAST; `dq` may
+    be None where all blocks are both. The form "descriptors" needs `describable` k and v.
+    Raises ValueError without `dq` and `result`.
     """
+    state, strides = state_beside(dq, result, lse)
     in_scale, out_scale = logit_scales(scale, softcap)
     args = (
-        q, k, v, dout, lse, delta, dq, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
-        group, first_kv_head, scale, in_scale, out_scale, *_strides(q, k, v, dout), *lse.stride(), *delta.stride(),
-        *_strides(dq),
+        q, k, v, dout, lse, delta, state, result, table.blocks, table.entries, table.blocks.shape[0], table.slots,
+        q.shape[1], group, first_kv_head, scale, in_scale, out_scale, *strides_of(q, k, v, dout), *strides,
+        *lse.stride(), *delta.stride(),
     )  # fmt: skip
     return LaunchCall(_grad_q, grid_of(table, q.shape[1], programs), args, _meta(q, v, config, softcap))
 
@@ -233,20 +262,68 @@ def grad_kv(
 ) -> LaunchCall:
     """The launch that adds to `dk` and `dv`, float32 like k and v, what the table's pairs give.
 
-    As `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`.
+    As `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`; its
+    flags are not read. The form "descriptors" needs `describable` q and dout.
     """
-    in_scale, out_scale = logit_scales(scale, softcap)
+    facts = _Facts(scale, softcap, group, first_kv_head, programs)
+    return _by_key((q, k, v, dout, lse, delta), None, dk, dv, table, config, facts)
+
+
+def grad_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    table: Table,
+    config: Config,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    group: int = 1,
+    first_kv_head: int = 0,
+    programs: int | None = None,
+) -> LaunchCall:
+    """The launch that adds to `dq`, `dk` and `dv` what the table's pairs give; dq by float32 atomic additions.
+
+    As `grad_kv`, and `dq` like q in float32. The bits of `dq` depend on the order in which programs end.
+    """
+    facts = _Facts(scale, softcap, group, first_kv_head, programs)
+    return _by_key((q, k, v, dout, lse, delta), dq, dk, dv, table, config, facts)
+
+
+class _Facts(NamedTuple):
+    """What both launches by key blocks are told beside tensors."""
+
+    scale: float
+    softcap: float | None
+    group: int
+    first_kv_head: int
+    programs: int | None
+
+
+def _by_key(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    dq: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    table: Table,
+    config: Config,
+    facts: _Facts,
+) -> LaunchCall:
+    """The launch of `grad_kv`, or with `dq` of `grad_fused`; `operands` as there."""
+    q, k, v, dout, lse, delta = operands
+    in_scale, out_scale = logit_scales(facts.scale, facts.softcap)
     args = (
-        q, k, v, dout, lse, delta, dk, dv, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
-        group, first_kv_head, scale, in_scale, out_scale, *_strides(q, k, v, dout), *lse.stride(), *delta.stride(),
-        *_strides(dk, dv),
+        *operands, dq, dk, dv, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
+        facts.group, facts.first_kv_head, facts.scale, in_scale, out_scale,
+        *strides_of(q, k, v, dout, dk if dq is None else dq, dk, dv), *lse.stride(), *delta.stride(),
     )  # fmt: skip
-    return LaunchCall(_grad_kv, grid_of(table, q.shape[1], programs), args, _meta(q, v, config, softcap))
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """(row, batch, head) strides of each."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+    return LaunchCall(_grad_kv, grid_of(table, q.shape[1], facts.programs), args, _meta(q, v, config, facts.softcap))
 
 
 def _meta(q: Tensor, v: Tensor, config: Config, softcap: float | None) -> dict[str, Any]:
@@ -254,6 +331,6 @@ def _meta(q: Tensor, v: Tensor, config: Config, softcap: float | None) -> dict[s
     d_k, d_v = q.shape[3], v.shape[3]
     return {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
+        **compiled_with(config),
     }  # fmt: skip

@@ -2,193 +2,180 @@
 
 Promises, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
 table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no
-key, the same bits for the same table, and offsets in 64 bits. State between steps is `out` (normalized, float32) and
-`lse` (natural log, float32), so that any other kernel can take the next step; or raw, which R carried steps bring to
-the very bits of one launch over the same keys.
+key, and the same bits for the same table. State between steps is `out` (normalized, float32) and `lse` (natural log,
+float32), so that any other kernel can take the next step; or raw, which R carried steps bring to the very bits of one
+launch over the same keys. A pass begins without reading a state and ends by writing the result in the dtype of q: the
+flags of each block say which.
 The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
 Does not know: positions, ranks, steps, where the table comes from.
 """
 
 from __future__ import annotations
 
-from math import e, log2
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.attention_tiles import (
+    ENTRY_COLUMNS,
+    LN_2,
+    LOG2_E,
+    banded,
+    compiled_with,
+    ends_of,
+    entries_of,
+    grid_of,
+    item_of,
+    load_rows,
+    logit_scales,
+    logits,
+    read_block,
+    rows_and_band,
+    rows_in,
+    rows_of,
+    run_of,
+    state_beside,
+    store_rows,
+    strides_of,
+    visits,
+)
 from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
-
-BLOCK_COLUMNS = tl.constexpr(8)
-ENTRY_COLUMNS = tl.constexpr(16)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def load_rows(base, offsets, live, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr):
-    """(rows, PADDED) values of rows at int64 `offsets` from `base`: 0 beyond DIM, and where not `live` if CHECK."""
-    dims = tl.arange(0, PADDED)
-    at = base + offsets[:, None] + dims[None, :]
-    if CHECK:
-        rows = tl.load(at, mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
-    elif PADDED != DIM:
-        rows = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
-    else:
-        rows = tl.load(at)
-    return rows
-
-
-@triton.jit
-def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of q . k, and where SOFTCAP the capped tanh in [-1, 1]; scaled as `logit_scales` says."""
-    s, capped = products * scale, products
-    if SOFTCAP:
-        # tanh x = 1 - 2 / (1 + e^2x), right at both infinities.
-        capped = 1.0 - 2.0 / (1.0 + tl.exp2(s))
-        s = softcap * capped
-    return s, capped
-
-
-@triton.jit
-def item_of(blocks, item, block_count, slots):
-    """(block, batch, head) of an item; heads beyond the block's own are its idle slots."""
-    block = blocks + item % block_count * BLOCK_COLUMNS
-    rest = item // block_count
-    return block, (rest // slots).to(tl.int64), (tl.load(block + 3) + rest % slots).to(tl.int64)
-
-
-@triton.jit
-def block_of(block, head, ROWS: tl.constexpr):
-    """(int64 rows, which of them live, first entry, one past the last one); an idle slot has no row and no entry."""
-    idle = head >= tl.load(block + 3) + tl.load(block + 4)
-    at = tl.arange(0, ROWS)
-    rows = (tl.load(block) + at * tl.load(block + 1)).to(tl.int64)
-    last = tl.load(block + 6)
-    return rows, at < tl.where(idle, 0, tl.load(block + 2)), tl.where(idle, last, tl.load(block + 5)), last
-
-
-@triton.jit
-def rows_and_band(entry):
-    """Of an entry: (first row, row stride, rows), and (own step, other step, lo, hi)."""
-    rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    return rows, (tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6))
-
-
-@triton.jit
-def visits(entry):
-    """Of an entry's blocks of rows: the first visible and full ones, one past the last full and visible ones."""
-    return tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
-
-
-@triton.jit
-def banded(own, other, count, band):
-    """The pairs, (own rows, other rows), that the band allows among the `count` rows of an entry."""
-    distance = own[:, None] * band[0] - (other * band[1])[None, :]
-    return (distance >= band[2]) & (distance <= band[3]) & (other < count)[None, :]
 
 
 @triton.jit
 def _fold(
-    acc, peak, weight, q_rows, k, v, k_step, v_step, entry, band, at, scale, softcap,
+    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc, peak, weight) after key block `at` of the entry."""
-    cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (entry[0] + cols * entry[1]).to(tl.int64)
-    live = cols < entry[2]
-    k_rows = load_rows(k, rows * k_step, live, D_K, PAD_K, MASKED)
+    """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows."""
+    k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     s, _ = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
-    if MASKED:
-        s = tl.where(banded(tl.arange(0, BLOCK_M), cols, entry[2], band), s, float("-inf"))
+    if edge:
+        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 1))
     # A row that has seen no key so far keeps its peak of -inf, which no exponent may be taken from.
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(s - shift[:, None])
     keep = tl.exp2(peak - shift)
     weight = weight * keep + tl.sum(p, 1)
-    v_rows = load_rows(v, rows * v_step, live, D_V, PAD_V, MASKED)
+    v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     acc = tl.dot(p.to(v_rows.dtype), v_rows, acc * keep[:, None], input_precision="ieee")
     return acc, new_peak, weight
 
 
 @triton.jit
-def _forward(
-    q, k, v, out, lse, weights, blocks, entries, block_count, slots, batches, group, first_kv_head, scale, softcap,
-    q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, out_row, out_batch, out_head, lse_batch,
-    lse_head, lse_row,
+def _fold_entry(
+    acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr, RAW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0)):
-        block, batch, head = item_of(blocks, item, block_count, slots)
-        rows, live, first, last = block_of(block, head, BLOCK_M)
+    """The state (acc, peak, weight) after the entry at `at_entry`."""
+    entry, band = rows_and_band(at_entry)
+    start, full, full_end, end = visits(at_entry)
+    k_source = rows_of(k, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
+    v_source = rows_of(v, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    for at in tl.range(start, end, warp_specialize=SPECIALIZED):
+        # The compiler does not split a loop that holds a branch.
+        edge = SPECIALIZED or ((at < full) | (at >= full_end))
+        acc, peak, weight = _fold(
+            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
+        )  # fmt: skip
+    return acc, peak, weight
+
+
+@triton.jit
+def _opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr):
+    """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
+    known = live & (begins == 0)
+    acc = load_rows(out, out_rows, known, D_V, PAD_V)
+    peak = tl.load(lse + lse_rows, mask=known, other=float("-inf"))
+    if weights is None:
+        # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
+        peak = peak * LOG2_E
+        weight = tl.full(peak.shape, 1.0, tl.float32)
+    else:
+        weight = tl.load(weights + lse_rows, mask=known, other=0.0)
+    if sinks is not None:
+        peak = tl.where(begins, tl.load(sinks + head).to(tl.float32) * LOG2_E, peak)
+        weight = tl.where(begins, 1.0, weight)
+    return acc, peak, weight
+
+
+@triton.jit
+def _forward(
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
+    scale, softcap,
+    q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
+    result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
+    D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
+        block, batch, head, idle = item_of(blocks, item, block_count, slots)
+        rows, live = rows_in(block, idle, BLOCK_M)
+        begins, ends = ends_of(block)
         kv_head = head // group - first_kv_head
-        q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K, True)
-        lse_at = batch * lse_batch + head * lse_head + rows * lse_row
-        dims = tl.arange(0, PAD_V)
-        out_at = out + batch * out_batch + head * out_head + rows[:, None] * out_row + dims[None, :]
-        out_live = live[:, None] & (dims < D_V)[None, :]
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        weight = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, PAD_V), tl.float32)
-        if not FIRST:
-            peak = tl.load(lse + lse_at, mask=live, other=float("-inf"))
-            acc = tl.load(out_at, mask=out_live, other=0.0)
-            if RAW:
-                weight = tl.load(weights + lse_at, mask=live, other=0.0)
-            else:
-                # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 below.
-                peak = peak * LOG2_E
-                weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+        q_base = q + batch * q_batch + head * q_head
+        if SPECIALIZED:
+            q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
+            q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
+        else:
+            q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
+        out_base = out + batch * out_batch + head * out_head
+        lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
+        acc, peak, weight = _opening(
+            out_base, lse, weights, sinks, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
+        )
 
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
-        for index in tl.range(first, last):
-            entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
-            start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
-            for at in tl.range(full, full_end):
-                acc, peak, weight = _fold(
-                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entry, band, at, scale, softcap,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, False,
-                )  # fmt: skip
-            # The blocks before and after the full ones, in one loop so that its body is compiled once.
-            for at in tl.range(start, end - (full_end - full)):
-                acc, peak, weight = _fold(
-                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entry, band,
-                    tl.where(at < full, at, at + (full_end - full)), scale, softcap,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, True,
-                )  # fmt: skip
-
-        if RAW:
-            tl.store(weights + lse_at, weight, mask=live)
+        first, last = entries_of(block)
+        if SPECIALIZED:
+            # The compiler does not split a loop whose state comes from another around it.
+            acc, peak, weight = _fold_entry(
+                acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + first * ENTRY_COLUMNS, scale,
+                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, True,
+            )  # fmt: skip
         else:
-            blind = weight == 0.0
-            acc = acc / tl.where(blind, 1.0, weight)[:, None]
-            peak = tl.where(blind, float("-inf"), (peak + tl.log2(tl.where(blind, 1.0, weight))) * LN_2)
-        tl.store(lse + lse_at, peak, mask=live)
-        tl.store(out_at, acc, mask=out_live)
+            for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
+                acc, peak, weight = _fold_entry(
+                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
+                    softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, False,
+                )  # fmt: skip
+        rows, live = rows_in(block, idle, BLOCK_M)
+        lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
+        blind = weight == 0.0
+        whole = tl.where(blind, 1.0, weight)
+        natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
+        mean = acc / whole[:, None]
+        if result is not None:
+            result_base = result + batch * result_batch + head * result_head
+            store_rows(result_base, rows * result_row, live & ends, mean, D_V, PAD_V)
+        goes_on = live & (ends == 0)
+        if weights is None:
+            store_rows(out_base, rows * out_row, goes_on, mean, D_V, PAD_V)
+            tl.store(lse + lse_rows, natural, mask=live)
+        else:
+            store_rows(out_base, rows * out_row, goes_on, acc, D_V, PAD_V)
+            tl.store(weights + lse_rows, weight, mask=goes_on)
+            tl.store(lse + lse_rows, tl.where(ends, natural, peak), mask=live)
 
 
-def logit_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What `logits` multiplies by: (of the products, of the capped tanh), both with the change to base 2."""
-    if softcap is None:
-        return scale * log2(e), 0.0
-    return 2 * scale / softcap * log2(e), softcap * log2(e)
-
-
-def grid_of(table: Table, batches: int, programs: int | None) -> tuple[int]:
-    """One program for each block, head and batch, or `programs` if these are fewer; none for an empty table."""
-    items = table.blocks.shape[0] * table.slots * batches
-    return (items if programs is None else min(items, programs),)
+def one_entry_each(blocks: Tensor) -> bool:
+    """Whether every block of a table's `blocks` meets one entry, as the form "specialized" needs it."""
+    return bool((blocks[:, 6] - blocks[:, 5] == 1).all())
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     table: Table,
     config: Config,
@@ -197,7 +184,8 @@ def forward(
     softcap: float | None = None,
     group: int = 1,
     first_kv_head: int = 0,
-    first: bool = False,
+    result: Tensor | None = None,
+    sinks: Tensor | None = None,
     weights: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
@@ -206,21 +194,26 @@ def forward(
     `q`, `k`, `v`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half. `out`:
     (rows, batch, query heads, d_v) float32; `lse`: (batch, query heads, rows) float32, natural log. The table has
     query blocks of `config.block_m` rows and entries in blocks of `config.block_n`. Query head h reads K/V head
-    h // group, of which `first_kv_head` is the first held. `first`: nothing was seen yet, so the state is not read.
+    h // group, of which `first_kv_head` is the first held.
+    A FIRST block of the table does not read the state; with `sinks`, (query heads,), its rows begin with a logit that
+    takes weight and gives no value: lse = sink, out 0. A LAST block writes `result`, like `out` in the dtype of q, and
+    `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
     logits and `weights` the sum of 2 ** (logit - peak). `programs`: the size of the grid, by default a program a block.
+    The form "descriptors" needs `describable` k and v; "specialized" q, k and v, and blocks of `one_entry_each`.
+    Raises ValueError without `out` and `result`.
     """
+    state, strides = state_beside(out, result, lse)
     in_scale, out_scale = logit_scales(scale, softcap)
     blocks, batches = table.blocks.shape[0], q.shape[1]
     args = (
-        q, k, v, out, lse, lse if weights is None else weights, table.blocks, table.entries,
-        blocks, table.slots, batches, group, first_kv_head, in_scale, out_scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride(),
+        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, blocks, table.slots, batches,
+        group, first_kv_head, in_scale, out_scale, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
     d_k, d_v = q.shape[3], v.shape[3]
     meta = {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "FIRST": first, "RAW": weights is not None,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
+        "SPECIALIZED": config.form == "specialized", **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(_forward, grid_of(table, batches, programs), args, meta)

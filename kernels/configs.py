@@ -1,26 +1,34 @@
-"""Which block sizes the attention kernels get: data, by GPU architecture, precision and head dimension.
+"""Which block sizes the attention kernels get: data, by precision, form, GPU architecture and head dimension.
 
-Promises: every entry compiles within the architecture's shared memory, and without spills but for some of float32,
-which the compile gate (tests/test_compile_gate.py) proves; the same entry for the same question, nothing is timed or
+The data is configs.json, `[block_m, block_n, num_warps, num_stages]` for each kernel. Float32, whose products run
+without matrix units, each thread holding whole rows, has small blocks and many warps, alike on every architecture.
+Promises: every entry compiles within the architecture's shared memory, and without spills but for those that the golden
+table of the compile gate (tests/test_compile_gate.py) names; the same entry for the same question, nothing is timed or
 tuned at run time. Not yet tuned for speed on any GPU.
 Does not know: the kernels, any device.
 """
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ringattn.kernels.launch_call import Config
 
+TABLE = Path(__file__).with_name("configs.json")
+
 
 class Configs(NamedTuple):
-    """One for each kernel."""
+    """One for each kernel. By default `grad_fused` has blocks so small that they suit every GPU and head dimension."""
 
     forward: Config
     grad_q: Config
     grad_kv: Config
+    grad_fused: Config = Config(32, 32, 8, 1)
 
 
 DIMS = (64, 128, 256)
@@ -29,40 +37,13 @@ DIMS = (64, 128, 256)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 """10 * major + minor of the compute capability."""
 
-# Float32 products run without matrix units, each thread holding whole rows: small blocks, many warps.
-_TINY = Config(16, 16, 8, 1)
-_SINGLE = {
-    64: Configs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    128: Configs(_TINY, _TINY, _TINY),
-    256: Configs(_TINY, _TINY, _TINY),
-}
-# Of the warp-wide matrix units (HMMA), in 99 KiB of shared memory.
-_WARP = {
-    64: Configs(Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 8, 2)),
-    128: Configs(Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-    256: Configs(Config(64, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
-}
-_HALF = {
-    80: _WARP,
-    86: _WARP,
-    89: _WARP,
-    90: {
-        64: Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 8, 2)),
-        128: Configs(Config(128, 64, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-        256: Configs(Config(64, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    },
-    100: {
-        64: Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 8, 2)),
-        128: Configs(Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
-        256: Configs(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    },
-    120: _WARP,
-}
 
-
-def configs_for(arch: int, dtype: torch.dtype, dim: int) -> Configs:
+def configs_for(arch: int, dtype: torch.dtype, dim: int, form: str | None = None) -> Configs:
     """The entry for `arch` (90 for sm_90), inputs of `dtype` and the greater of the two head dimensions.
 
+    `form`: one of `launch_call.FORMS`; by default "descriptors" for half precision where there is an entry, and else
+    "pointers", which serves every tensor. "specialized" is a form of the forward kernel; its entry has descriptors for
+    the others.
     Raises LookupError, naming what there is, for anything else.
     """
     if arch not in ARCHITECTURES:
@@ -73,4 +54,37 @@ def configs_for(arch: int, dtype: torch.dtype, dim: int) -> Configs:
     width = next((one for one in DIMS if dim <= one), None)
     if width is None:
         raise LookupError(f"no block sizes for head dimension {dim}; there are some for dimensions to {DIMS[-1]}")
-    return (_SINGLE if dtype == torch.float32 else _HALF[arch])[width]
+    entries = _entries(arch, dtype == torch.float32, width)
+    chosen = form or ("descriptors" if "descriptors" in entries else "pointers")
+    if chosen not in entries:
+        there = ", ".join(entries)
+        raise LookupError(
+            f"no block sizes of form {chosen!r} for sm_{arch}, {dtype}, head dimension {dim}; there are some of {there}"
+        )
+    return entries[chosen]
+
+
+def put_config(arch: int, dim: int, form: str, kernel: str, config: Config) -> None:
+    """Write an entry of half precision into configs.json; the table of this process stays as it was read."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table.setdefault(f"half/{form}/sm_{arch}/{dim}", {})[kernel] = list(config[:4])
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in table.items())
+    TABLE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+@cache
+def _entries(arch: int, single: bool, width: int) -> dict[str, Configs]:
+    """Those of one architecture, precision and dimension, by form."""
+    found: dict[str, Configs] = {}
+    for form in ("pointers", "descriptors", "specialized"):
+        place = f"single/{form}/any/{width}" if single else f"half/{form}/sm_{arch}/{width}"
+        own = {kernel: Config(m, n, w, s, form) for kernel, (m, n, w, s) in _table().get(place, {}).items()}
+        if own:
+            found[form] = found["descriptors"]._replace(**own) if form == "specialized" else Configs(**own)
+    return found
+
+
+@cache
+def _table() -> dict[str, dict[str, list[int]]]:
+    table: dict[str, dict[str, list[int]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table

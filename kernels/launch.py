@@ -1,34 +1,84 @@
 """Launches compiled kernels by kept handles, so that the host's share of a launch is a few microseconds.
 
-`kernel[grid](...)` binds and specializes every argument anew each time. A `Kept` does it once for each set of facts
-that a specialization can rest on, and from then on calls the compiled kernel itself, as `kernel[grid](...)` does in its
-last line (`CompiledKernel.run`, the same in Triton 3.6 and 3.7).
-Promises: the kernel that `call.run()` would have launched, on the current device and stream; what was never seen is
-compiled, once. Triton's launch hooks are not called.
-Does not know: any kernel, the interpreter (which compiles nothing).
+`kernel[grid](...)` binds and specializes every argument anew each time. Here a call is described once, as a `Repeat`:
+from then on only its tensors change, and the compiled kernel itself is called, as `kernel[grid](...)` does in its last
+line (`CompiledKernel.run`, the same in Triton 3.6 and 3.7).
+Promises: the kernel that `call.run()` would have launched, on the current device and stream, as long as the tensors
+keep their dtypes and shapes and what `layouts` gives for them; what was never seen is compiled, once. Triton's launch
+hooks are not called.
+In the interpreter, which compiles nothing, a repeat runs the call itself.
+Does not know: any kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.launch_call import LaunchCall
+
+Operands = Sequence[Tensor | None]
+"""The tensors that a caller brings anew each time, some left out."""
 
 MOST_HANDLES = 4096
 """Sets of facts kept; one more and all are forgotten, which costs a look into Triton's own cache for each."""
 
 
+def layouts(operands: Operands) -> Hashable:
+    """What of the tensors' memory a described call rests on: strides and alignment to 16 bytes."""
+    return tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in operands])
+
+
 class Handle(NamedTuple):
-    """A loaded kernel: `run(x, y, z, stream, function, packed, None, None, None, *args, *constants)` launches it."""
+    """A loaded kernel: `run(x, y, z, stream, function, packed, None, None, None, *args, *constants)` launches it.
+
+    `resident`: how many of its blocks a multiprocessor holds at once. `scratch`: whether it asks for global memory.
+    `spills`: instructions' worth of registers that did not fit.
+    """
 
     run: Callable[..., None]
     function: Any
     packed: Any
     constants: tuple[Any, ...]
+    resident: int
+    scratch: bool
+    spills: int
+
+
+class Repeat:
+    """A call described once, to launch with other tensors of the same dtypes, shapes and `layouts`."""
+
+    def __init__(
+        self, call: LaunchCall, operands: Operands, handle: Handle | None, device: int, most: int | None
+    ) -> None:
+        """`operands`: the tensors among `call.args` that change, no two the same object. `most`: programs at most."""
+        self._call, self._handle, self._device = call, handle, device
+        self._programs = call.grid[0] if most is None else min(call.grid[0], most)
+        order = {id(x): at for at, x in enumerate(operands) if x is not None}
+        self._places = [(at, order[id(x)]) for at, x in enumerate(call.args) if id(x) in order]
+        self._args = [None if id(x) in order else x for x in call.args]
+
+    def __call__(self, operands: Operands) -> None:
+        """Launch on the current device, which is the one it was described on, and the current stream."""
+        args = self._args.copy()
+        for at, which in self._places:
+            args[at] = operands[which]
+        handle = self._handle
+        if handle is None:
+            self._call._replace(args=tuple(args), grid=(self._programs,)).run()
+        elif self._programs:
+            if handle.scratch:
+                triton.set_allocator(_scratch)  # of this thread and context: autograd brings its own
+            stream = driver.active.get_current_stream(self._device)
+            handle.run(
+                self._programs, 1, 1, stream, handle.function, handle.packed, None, None, None, *args, *handle.constants
+            )
 
 
 class Kept:
@@ -37,40 +87,77 @@ class Kept:
     def __init__(self) -> None:
         self._handles: dict[Hashable, Handle] = {}
 
+    def repeat(self, call: LaunchCall, operands: Operands, spare: int = 0) -> Repeat:
+        """The call, whose `operands` will change, ready to be repeated on the current device.
+
+        `spare`: multiprocessors to leave to others: the grid is then as large as the rest holds at once, and its
+        programs share the work. 0 leaves none, and makes a program for each piece of work unless it is persistent.
+        """
+        if not isinstance(call.kernel, JITFunction):
+            return Repeat(call, operands, None, 0, None)
+        device, handle = driver.active.get_current_device(), self.compile(call)
+        bounded = spare or call.persistent
+        return Repeat(call, operands, handle, device, _room(device, spare) * handle.resident if bounded else None)
+
     def compile(self, call: LaunchCall) -> Handle:
         """The handle of a call, compiled and loaded if need be, and not launched."""
         key = _key(call, driver.active.get_current_device())
         if key not in self._handles:
             if len(self._handles) == MOST_HANDLES:
-                self._handles.clear()
+                self.clear()
             self._handles[key] = _compiled(call)
         return self._handles[key]
 
-    def launch(self, call: LaunchCall) -> None:
-        """Launch on the current device and stream."""
-        active = driver.active
-        device = active.get_current_device()
-        handle = self._handles.get(_key(call, device)) or self.compile(call)
-        stream = active.get_current_stream(device)
-        handle.run(
-            call.grid[0], 1, 1, stream, handle.function, handle.packed, None, None, None, *call.args, *handle.constants
-        )
+    def handles(self) -> list[Handle]:
+        """All of them."""
+        return list(self._handles.values())
+
+    def clear(self) -> None:
+        """Forget them; calls that were described keep theirs."""
+        self._handles.clear()
 
 
 def _key(call: LaunchCall, device: int) -> Hashable:
     """All that Triton specializes on: constants, the dtypes and 16-byte alignment of tensors, integers, other types."""
     # An integer stands for itself, since to sort out which ones Triton tells apart takes longer. Its wrapper gives a
     # kernel's constants in the same order each time.
-    facts = [
+    known = [
         x if type(x) is int else (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x)
         for x in call.args
     ]
-    return (call.kernel.fn, device, *facts, *call.meta.values())
+    return (call.kernel.fn, device, *known, *call.meta.values())
 
 
 def _compiled(call: LaunchCall) -> Handle:
     """Compile and load; the constants follow the other arguments, as in every kernel's signature here."""
     kernel = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
     constants = tuple(call.meta[name] for name in call.kernel.arg_names[len(call.args) :])
-    run = kernel.run  # loads the kernel, so that `function` is there
-    return Handle(run, kernel.function, kernel.packed_metadata, constants)
+    run = kernel.run  # loads the kernel, so that `function` and `n_regs` are there
+    scratch = getattr(kernel.metadata, "global_scratch_size", 0) > 0
+    return Handle(run, kernel.function, kernel.packed_metadata, constants, _resident(kernel), scratch, kernel.n_spills)
+
+
+def _resident(kernel: Any) -> int:
+    """Blocks of a loaded kernel that a multiprocessor holds: by its registers, threads and shared memory."""
+    properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    threads = kernel.metadata.num_warps * 32
+    registers = properties["max_num_regs"] // (max(kernel.n_regs, 1) * threads)
+    reserved = 1024  # bytes that each block takes beside its own (CUDA C Programming Guide, shared memory)
+    shared = (properties["max_shared_mem"] + reserved) // (kernel.metadata.shared + reserved)
+    return max(1, min(registers, shared, 2048 // threads))
+
+
+def _room(device: int, spare: int) -> int:
+    """Multiprocessors that are left, at least one."""
+    return max(1, driver.active.utils.get_device_properties(device)["multiprocessor_count"] - spare)
+
+
+_held: dict[tuple[int, int | None], list[Tensor]] = {}
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Global memory for a launch on a stream, kept for the next ones there; grown, never freed, for captured graphs."""
+    buffers = _held.setdefault((torch.cuda.current_device(), stream), [])
+    if not buffers or buffers[-1].numel() < size:
+        buffers.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device="cuda"))
+    return buffers[-1]

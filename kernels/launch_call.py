@@ -12,18 +12,30 @@ from torch import Tensor
 
 
 class Config(NamedTuple):
-    """How a kernel is cut and compiled. `block_m`: query rows; `block_n`: key rows; both powers of two from 16."""
+    """How a kernel is cut and compiled. `block_m`: query rows; `block_n`: key rows; both powers of two from 16.
+
+    `form`: how rows reach the multiprocessor, one of `FORMS`.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    form: str = "pointers"
+
+
+FORMS = ("pointers", "descriptors", "specialized", "gluon")
+"""By loads of each thread; by tensor descriptors (TMA, from sm_90 on); the same by a producer warp of its own, as
+Triton's compiler splits the kernel or as it is written out in Gluon."""
+
+FIRST, LAST = 1, 2
+"""Flags of a query block: no earlier launch of the pass has met its rows, no later one will."""
 
 
 class Table(NamedTuple):
     """What one launch works through, int32 on the kernel's device.
 
-    `blocks` (blocks, 8): first row, row stride, rows, first head, heads, first entry, one past the last entry, 0.
+    `blocks` (blocks, 8): first row, row stride, rows, first head, heads, first entry, one past the last entry, flags.
     `entries` (entries, 16): the other side's first row, row stride and rows; the band own_step, other_step, lo, hi: row
     i of the block sees row j of the entry where lo <= i * own_step - j * other_step <= hi; of the entry's rows cut into
     blocks the first visible, first full, one past the last full and one past the last visible one; the first query head
@@ -36,12 +48,16 @@ class Table(NamedTuple):
 
 
 class LaunchCall(NamedTuple):
-    """`kernel[grid](*args, **meta)`, not yet done. `meta`: the compile-time constants, `num_warps`, `num_stages`."""
+    """`kernel[grid](*args, **meta)`, not yet done. `meta`: the compile-time constants, `num_warps`, `num_stages`.
+
+    `persistent`: a grid of as many programs as run at once is faster, and does the same work.
+    """
 
     kernel: Any
     grid: tuple[int]
     args: tuple[Any, ...]
     meta: dict[str, Any]
+    persistent: bool = False
 
     def run(self) -> None:
         """Launch on the current device and stream."""

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.rows import corners
 
 BLOCK_ROWS = 32
+OF_ROWS = ("lse_batch", "lse_head", "part_lse_batch", "part_lse_head")  # strides that are so many rows
 
 
 def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> LaunchCall:
@@ -38,7 +40,7 @@ def share(lse, merged):
     return tl.where(lse == float("-inf"), 0.0, tl.exp(lse - merged))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", *OF_ROWS])
 def merge(
     out, lse, part_out, part_lse, rows, heads,
     out_row, out_batch, out_head, lse_batch, lse_head, lse_row,
@@ -46,10 +48,7 @@ def merge(
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one head."""
-    blocks = tl.cdiv(rows, BLOCK_ROWS)
-    row = (tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    row, batch, head = corners(rows, heads, BLOCK_ROWS)
     held = row < rows
     at_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
     old = tl.load(at_lse, mask=held, other=float("-inf"))

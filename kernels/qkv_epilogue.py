@@ -1,7 +1,8 @@
 """Finishes projected heads in one pass: RMS normalization, rotary positions, and the way to their place.
 
 A head is held as two half tiles, the elements that rotate against each other: its first and second half ("neox"), or
-its even and odd elements ("interleaved"). So both styles are the same arithmetic, in registers, in float32.
+its even and odd elements ("interleaved"). So both styles are the same arithmetic, in registers, in float32; only what
+loads and stores them knows which it is, and moves whole vectors either way.
 Promises: launches are described, not run (`LaunchCall`); the gradient is deterministic, without atomics.
 Does not know: what multiplied the heads and added a bias (a bias after the product's rounding would round twice),
 autograd, where the places lead.
@@ -19,6 +20,7 @@ from torch import Tensor
 from ringattn.kernels.launch_call import LaunchCall, padded
 
 BLOCK_TOKENS = 32
+COUNTS = ["total", "tokens", "heads", "turned"]  # they count rows: what divides them makes no load within a row wider
 
 
 class Finish(NamedTuple):
@@ -58,9 +60,8 @@ class Finish(NamedTuple):
         )  # fmt: skip
 
     def meta(self) -> dict[str, int]:
-        """Their compile-time constants. Element i of the half tiles is element i * STEP and i * STEP + APART."""
-        step, apart = (2, 1) if self.interleaved else (1, self.dim // 2)
-        return {"DIM": self.dim, "HALF": padded(self.dim // 2), "STEP": step, "APART": apart}
+        """Their compile-time constants. Elements APART from each other rotate together: 1, or half a head."""
+        return {"DIM": self.dim, "HALF": padded(self.dim // 2), "APART": 1 if self.interleaved else self.dim // 2}
 
 
 def epilogue_call(raw: Tensor, finish: Finish) -> LaunchCall:
@@ -102,65 +103,100 @@ def place(pointer, batch_stride, token_stride, head_stride, at, tokens, head):
 
 
 @triton.jit
+def load_halves(row, inside, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr):
+    """The float32 half tiles of heads that begin at the pointers `row` (tokens, 1); 0 where not `inside`."""
+    if APART == 1:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(row + column, mask=inside & (column < DIM), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (row.shape[0], HALF, 2)))
+    else:
+        half = tl.arange(0, HALF)[None, :]
+        real = inside & (half < APART)
+        a = tl.load(row + half, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(row + half + APART, mask=real, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_halves(row, a, b, inside, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr):
+    """The inverse of `load_halves`, in the dtype that `row` points to."""
+    if APART == 1:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.interleave(a.to(row.dtype.element_ty), b.to(row.dtype.element_ty))
+        tl.store(row + column, both, mask=inside & (column < DIM))
+    else:
+        half = tl.arange(0, HALF)[None, :]
+        real = inside & (half < APART)
+        tl.store(row + half, a.to(row.dtype.element_ty), mask=real)
+        tl.store(row + half + APART, b.to(row.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def load_weight(weight, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr):
+    """The half tiles, (1, HALF), of one weight for all tokens."""
+    return load_halves(weight + tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1), DIM, HALF, APART)
+
+
+@triton.jit
+def load_angles(cos, sin, at, tokens, inside, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines of the tokens of the flat index `at`."""
+    half = tl.arange(0, HALF)[None, :]
+    angle = (at % tokens)[:, None] * (DIM // 2) + half
+    real = inside & (half < DIM // 2)
+    return tl.load(cos + angle, mask=real, other=0.0), tl.load(sin + angle, mask=real, other=0.0)
+
+
+@triton.jit
 def finish_heads(
     a, b, at, head, norm, cos, sin, first, second,
     total, tokens, heads, turned, eps,
     first_batch, first_token, first_head, second_batch, second_token, second_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Finish the float32 half tiles `a` and `b` of one head and store them."""
-    half = tl.arange(0, HALF)
-    real = half < DIM // 2
-    low, high = half * STEP, half * STEP + APART
-    inside = (at < total)[:, None] & real[None, :]
+    inside = (at < total)[:, None]
     if head < turned:
         if norm is not None:
             root = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-            a *= root * tl.load(norm + low, mask=real, other=0.0).to(tl.float32)[None, :]
-            b *= root * tl.load(norm + high, mask=real, other=0.0).to(tl.float32)[None, :]
+            of_a, of_b = load_weight(norm, DIM, HALF, APART)
+            a *= root * of_a
+            b *= root * of_b
         if cos is not None:
-            angle = (at % tokens)[:, None] * (DIM // 2) + half[None, :]
-            c = tl.load(cos + angle, mask=inside, other=0.0)
-            s = tl.load(sin + angle, mask=inside, other=0.0)
+            c, s = load_angles(cos, sin, at, tokens, inside, DIM, HALF)
             a, b = a * c - b * s, b * c + a * s
         to = place(first, first_batch, first_token, first_head, at, tokens, head)
-        tl.store(to + low[None, :], a.to(first.dtype.element_ty), mask=inside)
-        tl.store(to + high[None, :], b.to(first.dtype.element_ty), mask=inside)
+        store_halves(to, a, b, inside, DIM, HALF, APART)
     elif second is not None:
         to = place(second, second_batch, second_token, second_head, at, tokens, head - turned)
-        tl.store(to + low[None, :], a.to(second.dtype.element_ty), mask=inside)
-        tl.store(to + high[None, :], b.to(second.dtype.element_ty), mask=inside)
+        store_halves(to, a, b, inside, DIM, HALF, APART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def epilogue(
     raw, raw_row, norm, cos, sin, first, second,
     total, tokens, heads, turned, eps,
     first_batch, first_token, first_head, second_batch, second_token, second_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of BLOCK_TOKENS tokens. Heads vary fastest, so that a row of `raw` is read at once."""
     head = tl.program_id(0) % heads
     at = tl.program_id(0) // heads * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    half = tl.arange(0, HALF)
-    inside = (at < total)[:, None] & (half < DIM // 2)[None, :]
     row = raw + (at.to(tl.int64) * raw_row + head * DIM)[:, None]
-    a = tl.load(row + (half * STEP)[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(row + (half * STEP + APART)[None, :], mask=inside, other=0.0).to(tl.float32)
+    a, b = load_halves(row, (at < total)[:, None], DIM, HALF, APART)
     finish_heads(
         a, b, at, head, norm, cos, sin, first, second,
         total, tokens, heads, turned, eps,
         first_batch, first_token, first_head, second_batch, second_token, second_head,
-        DIM, HALF, STEP, APART,
+        DIM, HALF, APART,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def epilogue_grad(
     raw, raw_row, draw, draw_row, dnorm, norm, cos, sin, first, second,
     total, tokens, heads, turned, eps,
     first_batch, first_token, first_head, second_batch, second_token, second_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The transpose of `epilogue`: gradients come from `first` and `second`, `draw` gets the gradient of `raw`.
 
@@ -170,39 +206,30 @@ def epilogue_grad(
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads
     at = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    half = tl.arange(0, HALF)
-    real = half < DIM // 2
-    low, high = half * STEP, half * STEP + APART
-    inside = (at < total)[:, None] & real[None, :]
+    inside = (at < total)[:, None]
     to = draw + (at.to(tl.int64) * draw_row + head * DIM)[:, None]
     if head < turned:
         source = place(first, first_batch, first_token, first_head, at, tokens, head)
-        a = tl.load(source + low[None, :], mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source + high[None, :], mask=inside, other=0.0).to(tl.float32)
+        a, b = load_halves(source, inside, DIM, HALF, APART)
         if cos is not None:
-            angle = (at % tokens)[:, None] * (DIM // 2) + half[None, :]
-            c = tl.load(cos + angle, mask=inside, other=0.0)
-            s = tl.load(sin + angle, mask=inside, other=0.0)
+            c, s = load_angles(cos, sin, at, tokens, inside, DIM, HALF)
             a, b = a * c + b * s, b * c - a * s
         if norm is not None:
             row = raw + (at.to(tl.int64) * raw_row + head * DIM)[:, None]
-            y_a = tl.load(row + low[None, :], mask=inside, other=0.0).to(tl.float32)
-            y_b = tl.load(row + high[None, :], mask=inside, other=0.0).to(tl.float32)
+            y_a, y_b = load_halves(row, inside, DIM, HALF, APART)
             root = tl.rsqrt((tl.sum(y_a * y_a, 1) + tl.sum(y_b * y_b, 1)) / DIM + eps)[:, None]
             y_a *= root
             y_b *= root
-            part = dnorm + (block.to(tl.int64) * turned + head) * DIM
-            tl.store(part + low, tl.sum(a * y_a, 0), mask=real)
-            tl.store(part + high, tl.sum(b * y_b, 0), mask=real)
-            a *= tl.load(norm + low, mask=real, other=0.0).to(tl.float32)[None, :]
-            b *= tl.load(norm + high, mask=real, other=0.0).to(tl.float32)[None, :]
+            part = dnorm + (block.to(tl.int64) * turned + head) * DIM + tl.zeros((1, 1), tl.int32)
+            whole = tl.full((1, 1), 1, tl.int1)
+            store_halves(part, tl.sum(a * y_a, 0)[None, :], tl.sum(b * y_b, 0)[None, :], whole, DIM, HALF, APART)
+            of_a, of_b = load_weight(norm, DIM, HALF, APART)
+            a *= of_a
+            b *= of_b
             along = ((tl.sum(a * y_a, 1) + tl.sum(b * y_b, 1)) / DIM)[:, None]
             a, b = root * (a - y_a * along), root * (b - y_b * along)
-        tl.store(to + low[None, :], a.to(draw.dtype.element_ty), mask=inside)
-        tl.store(to + high[None, :], b.to(draw.dtype.element_ty), mask=inside)
+        store_halves(to, a, b, inside, DIM, HALF, APART)
     elif second is not None:
         source = place(second, second_batch, second_token, second_head, at, tokens, head - turned)
-        a = tl.load(source + low[None, :], mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source + high[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(to + low[None, :], a.to(draw.dtype.element_ty), mask=inside)
-        tl.store(to + high[None, :], b.to(draw.dtype.element_ty), mask=inside)
+        a, b = load_halves(source, inside, DIM, HALF, APART)
+        store_halves(to, a, b, inside, DIM, HALF, APART)

@@ -1,7 +1,7 @@
 """Multiplies x by the rows of a projection's weight and finishes the heads before they leave the registers.
 
-One program makes one head of a block of tokens, as two half-head accumulators, so that normalization and rotation
-need no other program. Beside the epilogue kernel it saves writing and reading the product once.
+One program makes one head of a block of tokens, so that normalization and rotation need no other program. Beside the
+epilogue kernel it saves writing and reading the product once.
 Promises: float32 accumulation, and products of float32 inputs are not rounded to tf32; launches are described.
 Does not know: autograd, where the places lead.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.launch_call import LaunchCall
-from ringattn.kernels.qkv_epilogue import Finish, finish_heads
+from ringattn.kernels.qkv_epilogue import COUNTS, Finish, finish_heads, load_weight
 
 GROUP = 8  # blocks of tokens that share the weights in the L2 cache
 
@@ -24,8 +24,8 @@ def projection_call(
 ) -> LaunchCall:
     """Project x (batch, tokens, model) with `weight` (heads * dim, model); the last dimensions are contiguous.
 
-    `bias`: (heads * dim,), added in float32. `rows`: (kept,) int64, the tokens of x to project, so many as the places
-    of `finish` have; None for all.
+    `bias`: (heads * dim,), added in float32. `rows`: (kept,) int64, contiguous, the tokens of x to project, so many as
+    the places of `finish` have; None for all.
     """
     kept = finish.first.shape[0] * finish.first.shape[1]
     config = _config(x.dtype, finish)
@@ -38,18 +38,16 @@ def _config(dtype: torch.dtype, finish: Finish) -> dict[str, int]:
     """Tile sizes that compile without spills on sm_80 and sm_90; not yet tuned for speed."""
     if dtype == torch.float32:
         return {"BLOCK_TOKENS": 32, "BLOCK_MODEL": 32, "num_warps": 8 if finish.dim > 128 else 4, "num_stages": 2}
-    # Rotating neighbors takes more registers, because both halves of a pair are stored with gaps.
-    small = finish.dim > (64 if finish.interleaved else 128)
-    return {"BLOCK_TOKENS": 64 if small else 128, "BLOCK_MODEL": 64, "num_warps": 8, "num_stages": 3}
+    return {"BLOCK_TOKENS": 64 if finish.dim > 128 else 128, "BLOCK_MODEL": 64, "num_warps": 8, "num_stages": 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def project_heads(
     x, weight, bias, rows, model, x_batch, x_token, weight_row,
     norm, cos, sin, first, second,
     total, tokens, heads, turned, eps,
     first_batch, first_token, first_head, second_batch, second_token, second_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_MODEL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of BLOCK_TOKENS tokens; see `Finish` for the arguments from `norm` on."""
@@ -65,27 +63,32 @@ def project_heads(
         token = tl.load(rows + token, mask=at < total, other=0)
     from_x = x + ((at // tokens).to(tl.int64) * x_batch + token * x_token)[:, None]
 
-    half = tl.arange(0, HALF)
-    real = (half < DIM // 2)[None, :]
-    from_a = weight + ((head * DIM + half * STEP).to(tl.int64) * weight_row)[None, :]
-    from_b = from_a + APART * weight_row
-    a = tl.zeros((BLOCK_TOKENS, HALF), tl.float32)
-    b = tl.zeros((BLOCK_TOKENS, HALF), tl.float32)
+    # Both half tiles of a head are columns of one product: larger steps of the matrix unit, and what rotates together
+    # ends in one thread.
+    across = tl.arange(0, 2 * HALF)
+    if APART == 1:
+        element, real = across, across < DIM
+    else:
+        element, real = across // HALF * APART + across % HALF, across % HALF < APART
+    from_weight = weight + ((head * DIM + element).to(tl.int64) * weight_row)[None, :]
+    both = tl.zeros((BLOCK_TOKENS, 2 * HALF), tl.float32)
     for start in range(0, model, BLOCK_MODEL):
         column = start + tl.arange(0, BLOCK_MODEL)
         held = column < model
         piece = tl.load(from_x + column[None, :], mask=inside & held[None, :], other=0.0)
-        of_a = tl.load(from_a + column[:, None], mask=real & held[:, None], other=0.0)
-        of_b = tl.load(from_b + column[:, None], mask=real & held[:, None], other=0.0)
-        a = tl.dot(piece, of_a, a, input_precision="ieee")
-        b = tl.dot(piece, of_b, b, input_precision="ieee")
+        of_head = tl.load(from_weight + column[:, None], mask=real[None, :] & held[:, None], other=0.0)
+        both = tl.dot(piece, of_head, both, input_precision="ieee")
+    if APART == 1:
+        a, b = tl.split(tl.reshape(both, (BLOCK_TOKENS, HALF, 2)))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(both, (BLOCK_TOKENS, 2, HALF)), (0, 2, 1)))
     if bias is not None:
-        from_bias = bias + head * DIM + half * STEP
-        a += tl.load(from_bias, mask=half < DIM // 2, other=0.0).to(tl.float32)[None, :]
-        b += tl.load(from_bias + APART, mask=half < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        of_a, of_b = load_weight(bias + head * DIM, DIM, HALF, APART)
+        a += of_a
+        b += of_b
     finish_heads(
         a, b, at, head, norm, cos, sin, first, second,
         total, tokens, heads, turned, eps,
         first_batch, first_token, first_head, second_batch, second_token, second_head,
-        DIM, HALF, STEP, APART,
+        DIM, HALF, APART,
     )  # fmt: skip

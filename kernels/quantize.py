@@ -3,8 +3,9 @@
 int8: scale = amax / 127, values rounded to the nearest step. fp8: e4m3 (OCP OFP8: 3 mantissa bits, largest 448,
 smallest normal 2^-6), scale = amax / 448. amax is the largest magnitude of the token's head; no scale is below 2^-126.
 Promises: |x - restored| <= scale / 2 = amax / 254 for int8; <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit in the
-last place of a normal, and of a subnormal value); beyond that only float32 rounding, below 2^-13 of the bound. A head
-that is not finite comes back as NaN, never as numbers.
+last place of a normal, and of a subnormal value); beyond that only float32 rounding, below 2^-13 of the bound. For
+magnitudes up to 3.4e38: the largest float32 may come back as infinity. A head that is not finite comes back as NaN,
+never as numbers. The same bits as `ringattn.records` computes in plain torch.
 Does not know: messages, what the values mean.
 """
 
@@ -65,10 +66,10 @@ def quantize(
     source = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
     full = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     # Not below the smallest normal number, so that the division is defined for zeros and accurate for tiny values.
-    scale = tl.maximum(tl.max(tl.abs(full), 1) / LARGEST, 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(full), 1), LARGEST), 1.1754943508222875e-38)
     # A maximum may drop NaN; the sum of x * 0 is 0 for finite x and NaN for any other.
     scale += tl.sum(full * 0.0, 1)
-    steps = full / scale[:, None]
+    steps = tl.div_rn(full, scale[:, None])  # `/` may err in the last place on a GPU
     if ROUND:
         steps = tl.floor(steps + 0.5)
     to = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column

@@ -22,28 +22,32 @@ def move_rows_call(
     """into[scatter] = source[gather], or += with `add`.
 
     `source`, `into`: (rows, batch, heads, dim), any strides but the last, which is 1. `gather`, `scatter`: (count,)
-    int64 rows of `source` and of `into`; None for all rows in order. No row may come twice in `scatter`.
+    int64, contiguous, rows of `source` and of `into`; None for all rows in order. No row may come twice in `scatter`.
     """
     count = len(gather) if gather is not None else source.shape[0]
     _, batch, heads, dim = source.shape
     args = (source, into, gather, scatter, count, heads, *source.stride()[:3], *into.stride()[:3])
     meta = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), "ADD": add, "BLOCK_ROWS": BLOCK_ROWS}
     grid = (triton.cdiv(count, BLOCK_ROWS) * batch * heads,)
-    return LaunchCall(move_rows, grid, args, {**meta, "num_warps": 4, "num_stages": 1})
+    return LaunchCall(move_rows, grid, args, {**meta, "num_warps": 8, "num_stages": 1})
 
 
 @triton.jit
+def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
+    """Rows, batch and head of this program. Heads vary fastest, because a row's heads usually lie side by side."""
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    row = (tl.program_id(0) // heads % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    return row, (tl.program_id(0) // heads // blocks).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
 def move_rows(
     source, into, gather, scatter, count, heads,
     source_row, source_batch, source_head, into_row, into_batch, into_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head. Heads vary fastest, because a row's heads usually lie side by side."""
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    blocks = tl.cdiv(count, BLOCK_ROWS)
-    block = tl.program_id(0) // heads % blocks
-    batch = (tl.program_id(0) // heads // blocks).to(tl.int64)
-    here = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    """One program: BLOCK_ROWS rows of one head."""
+    here, batch, head = corners(count, heads, BLOCK_ROWS)
     there = here
     held = here < count
     if scatter is not None:

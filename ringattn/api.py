@@ -6,6 +6,7 @@ Does not know: how the ranks were started, where the schedule's steps lead.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from ringattn.engine.base import KV, Engine, Seed, Softmax
 from ringattn.errors import InputError
 from ringattn.mask import make_mask
-from ringattn.partial import absorb_sinks_, accumulator_dtype, identity
+from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
 from ringattn.problem import Problem
 from ringattn.records import Home
@@ -47,7 +48,8 @@ class Call:
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
             f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
             f"band {branch.band}, {documents}, schedule {self.route.name}, "
-            f"scale {s.scale:g}, softcap {s.softcap}, dK/dV in {p.wire_dtype or p.accumulator_dtype}"
+            f"scale {s.scale:g}, softcap {s.softcap}, K/V travel as {p.kv_dtype}, "
+            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}"
         )
         return f"{facts} {extra} [{p.digest.hex()[:16]}]"
 
@@ -69,19 +71,52 @@ def attention(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `Ring.attention`."""
-    call, refusal = None, None
-    try:
+
+    def described() -> Call:
         _check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
         sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        problem = make_problem(ring, seq, kv_seq, *sizes, str(q.dtype).removeprefix("torch."), causal, window)
-        softmax = Softmax(_scale(scale, q), problem.group, _softcap(softcap))
-        call = Call(problem, choose_route(problem, schedule), softmax, ring.engine_for(softcap, q.device))
+        return call_of(
+            ring, seq, kv_seq, sizes, q.dtype, q.device, causal=causal, window=window, scale=scale, softcap=softcap,
+            schedule=schedule,
+        )  # fmt: skip
+
+    call = agreed(ring, described, sinks)
+    out, lse = Attention.apply(q, k, v, sinks, ring, call)
+    return (out, lse) if return_lse else out
+
+
+def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Call:
+    """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all."""
+    call, refusal = None, None
+    try:
+        call = describe()
     except InputError as error:
         refusal = error
     ring.agree(call.summary("sinks" if sinks is not None else "no sinks") if call else "", refusal)
     assert call is not None
-    out, lse = _Attention.apply(q, k, v, sinks, ring, call)
-    return (out, lse) if return_lse else out
+    return call
+
+
+def call_of(
+    ring: Ring,
+    seq: Sequence,
+    kv_seq: Sequence | None,
+    sizes: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    schedule: str,
+) -> Call:
+    """The call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim."""
+    name = str(dtype).removeprefix("torch.")
+    problem = make_problem(ring, seq, kv_seq, *sizes, name, causal, window)
+    softmax = Softmax(_scale(scale, sizes[3]), problem.group, _softcap(softcap))
+    engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softcap)
+    return Call(problem, choose_route(problem, schedule), softmax, engine)
 
 
 def make_problem(
@@ -107,13 +142,11 @@ def make_problem(
         documents=seq.documents,
         kv_documents=other.documents,
     )
-    wire = ring.dkv_wire_dtype
-    return Problem(
-        seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, wire
-    )
+    wires = ring.dkv_wire_dtype, ring.kv_wire_dtype
+    return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """(q, k, v, sinks) to (out, lse); every rank calls its own backward."""
 
     @staticmethod
@@ -121,15 +154,14 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, call: Call
     ) -> tuple[Tensor, Tensor]:
         rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
-        out, lse = identity(q.shape[1], q.shape[0], q.shape[2], v.shape[3], like=q)
+        executor = ring.executor_of(call, backward=False)
+        carry = call.engine.begin(executor.works, rows_q, v.shape[3], None if sinks is None else sinks.detach())
 
         def fold(kv: KV, _: KV | None, work: Any) -> None:
-            call.engine.attend(rows_q, kv, out, lse, work)
+            call.engine.attend(rows_q, kv, carry, work)
 
-        ring.run(call, fold, home)
-        if sinks is not None:
-            absorb_sinks_(out, lse, sinks.detach())
-        result = out.transpose(0, 1).to(q.dtype)
+        ring.run(executor, fold, home)
+        result, lse = carry.out.settled(q.dtype).transpose(0, 1), carry.lse
         ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, sinks, result, lse)
         ctx.set_materialize_grads(False)
@@ -143,29 +175,29 @@ class _Attention(torch.autograd.Function):
         ring.agree(f"backward of {call.summary()}")
         if dout is None:
             dout = torch.zeros_like(out)
-        seed = _seed(dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+        seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
         dtype = accumulator_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-        rows_q, rows_dq = q.detach().transpose(0, 1), dq.transpose(0, 1)
+        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+        rows_q, executor = q.detach().transpose(0, 1), ring.executor_of(call, backward=True)
+        rows_dq = call.engine.begin_grad(executor.works, rows_q, v.shape[3])
 
         def fold(kv: KV, dkv: KV | None, work: Any) -> None:
             assert dkv is not None
             call.engine.attend_grad(rows_q, kv, seed, rows_dq, dkv, work)
 
         home = Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
-        ring.run(call, fold, home, Home(dk.transpose(0, 1), dv.transpose(0, 1)))
+        ring.run(executor, fold, home, Home(dk.transpose(0, 1), dv.transpose(0, 1)))
+        dq = rows_dq.settled(q.dtype).transpose(0, 1)
         dsinks = None if sinks is None else _sinks_grad(sinks, seed)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
-def _seed(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:
+def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:
     """What backward starts from; `dout` and `out` row-first."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
     if dlse is not None:
         dlse = torch.where(lse.isinf(), 0.0, dlse.to(lse.dtype))
-        delta = delta - dlse
-    return Seed(dout, out, lse, dlse, delta.contiguous())
+    return Seed(dout, out, lse, dlse, engine.delta(dout, out, dlse))
 
 
 def _sinks_grad(sinks: Tensor, seed: Seed) -> Tensor:
@@ -208,10 +240,10 @@ def _check_tensors(
         raise InputError(where + f"sinks must be a tensor of shape ({q.shape[2]},), one per query head, got {got}")
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
+def _scale(scale: float | None, head_dim: int) -> float:
     if scale is not None and not isinstance(scale, (int, float)):
         raise InputError(f"scale must be a number or None, got {scale!r}")
-    return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    return 1 / math.sqrt(head_dim) if scale is None else float(scale)
 
 
 def _softcap(softcap: float | None) -> float | None:

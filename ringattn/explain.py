@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward."""
+    """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
+
+    `engine`: the name of the engine; `engine_why`: one sentence that begins with it.
+    """
 
     problem: Problem
     forward: Schedule
@@ -43,6 +46,7 @@ class Explanation:
     predicted_us: float
     cluster: Cluster
     engine: str
+    engine_why: str
     better_layout: str | None
 
     @property
@@ -55,8 +59,9 @@ class Explanation:
         p = self.problem
         lines = [
             f"{self.forward.name} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
-            f"{p.world_size} ranks, {p.q_heads} query and {p.kv_heads} K/V heads of {p.head_dim}, {p.dtype}, "
-            f"{self.engine} engine",
+            f"{p.world_size} ranks, {p.q_heads} query and {p.kv_heads} K/V heads of {p.head_dim}, {p.dtype}"
+            + (f", K/V travel as {p.kv_wire_dtype}" if p.kv_wire_dtype else ""),
+            f"engine {self.engine_why}",
             "",
             "forward: what each rank attends | what it sends meanwhile",
             grid(self.forward),
@@ -105,6 +110,8 @@ def explain(
     kv_heads = k.shape[2] if k is not None else kv_heads or q_heads
     value_dim = v.shape[3] if v is not None else head_dim
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    device = ring.device if q is None else q.device
+    chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
     problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, causal, window)
     route = choose_route(problem, schedule)
     passes = (False, True) if backward else (False,)
@@ -122,16 +129,15 @@ def explain(
         peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
         predicted_us=sum(simulate(one, cluster).total_us for one in plans),
         cluster=cluster,
-        engine=ring.engine_for(softcap, ring.device if q is None else q.device).name,
+        engine=chosen.engine.name,
+        engine_why=chosen.why,
         better_layout=_better_layout(ring, seq, kv_seq, problem, pairs),
     )
 
 
 def _pairs(problem: Problem) -> tuple[int, ...]:
     """(q, k) pairs times heads of each rank."""
-    return tuple(
-        sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size)
-    )
+    return tuple(sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size))
 
 
 def _better_layout(
@@ -173,4 +179,3 @@ def _si(number: float) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.3g}{letter}"
     return f"{number:g}"
-

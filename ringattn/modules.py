@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringattn.api import Window
 from ringattn.errors import InputError
-from ringattn.projection import project_qkv
+from ringattn.projected import Heads, projected_attention
 from ringattn.rotary import Rope
 from ringattn.sequence import Sequence
 
@@ -124,19 +124,14 @@ class RingMultiheadAttention(nn.Module):
 
         Raises `InputError` on every rank where one rank's x does not fit.
         """
-        tokens = seq.counts[seq.ring.rank]
-        if x.dim() != 3 or x.shape[1:] != (tokens, self.embed_dim):
-            refusal = InputError(
-                f"rank {seq.ring.rank}: x must be (batch, {tokens}, {self.embed_dim}), this rank's shard, "
-                f"got {tuple(x.shape)}; pass seq.shard(x)"
-            )
-            seq.ring.agree("RingMultiheadAttention", refusal)
-        q, k, v = project_qkv(
-            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps,
-            rope=self.rope, positions=seq.positions() if self.rope else None,
+        options, heads = self.attention, Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        attended = projected_attention(
+            x, self.in_proj_weight, self.in_proj_bias, seq, heads,
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
+            causal=options.causal, window=options.window, scale=options.scale, softcap=options.softcap,
+            sinks=options.sinks, schedule=options.schedule,
         )  # fmt: skip
-        out: Tensor = self.out_proj(self.attention(q, k, v, seq).flatten(2))
+        out: Tensor = self.out_proj(attended.flatten(2))
         return out
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:

@@ -43,13 +43,6 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     lse.copy_(merged)
 
 
-def absorb_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Add one logit per head (heads,) that takes weight and gives no value (gpt-oss), in place."""
-    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
-    out.mul_(by_row(weights(lse, merged)))
-    lse.copy_(merged)
-
-
 def weights(lse: Tensor, merged: Tensor) -> Tensor:
     """exp(lse - merged), 0 where nothing was seen: the share of a partial in a merged one."""
     return torch.where(lse == NEG_INF, 0.0, torch.exp(lse - merged))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ringattn.problem import ITEM_BYTES, Problem
+from ringattn.problem import EIGHT_BIT, ITEM_BYTES, Problem
 from ringattn.schedule.content import Content, size
 from ringattn.sweep import TileTable
 
@@ -18,6 +18,9 @@ HOME = -1
 """Stands for a buffer: the rank's own K/V tensors, or its own dK/dV accumulators."""
 
 ALIGNMENT_BYTES = 256
+
+SCALE_BYTES = 4
+"""Of the float32 scale that K, or V, of one token and head has in eight bits."""
 
 
 class Buffer(NamedTuple):
@@ -32,7 +35,7 @@ class Buffer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Gather `into`'s content out of `source` (a buffer or HOME), converting to its dtype."""
+    """Gather `into`'s content out of `source` (a buffer or HOME), converting to its dtype (see `ringattn.records`)."""
 
     source: int
     into: int
@@ -79,13 +82,17 @@ class Add(NamedTuple):
 
 
 class PlanStep(NamedTuple):
-    """One step of one rank. `number` is the step's place in the global schedule."""
+    """One step of one rank. `number` is the step's place in the global schedule.
+
+    `restores` are packs from eight bits to the inputs' dtype, done while the step's messages travel.
+    """
 
     number: int
     packs: tuple[Pack, ...] = ()
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
     zeros: tuple[int, ...] = ()
+    restores: tuple[Pack, ...] = ()
     work: tuple[Fold | Add, ...] = ()
 
 
@@ -111,11 +118,17 @@ class Plan:
         object.__setattr__(self, "bytes_sent", nbytes)
 
 
-def record_elements(problem: Problem) -> int:
-    """Elements of one row of one K/V head on the wire: all batches, K beside V."""
-    return problem.batch * (problem.head_dim + problem.value_dim)
+def record_elements(problem: Problem, dtype: str) -> int:
+    """Elements of one row of one K/V head in a buffer of `dtype`: all batches, in each K beside V.
+
+    In eight bits elements are bytes, and after K and V come up to 3 bytes of padding and two float32 scales.
+    """
+    values = problem.head_dim + problem.value_dim
+    if dtype in EIGHT_BIT:
+        values += -values % SCALE_BYTES + 2 * SCALE_BYTES
+    return problem.batch * values
 
 
 def buffer_bytes(problem: Problem, content: Content, dtype: str) -> int:
     """Bytes of a packed content."""
-    return size(content) * record_elements(problem) * ITEM_BYTES[dtype]
+    return size(content) * record_elements(problem, dtype) * ITEM_BYTES[dtype]

@@ -14,12 +14,18 @@ from ringattn.geometry import UNBOUNDED
 from ringattn.layout import Layout
 from ringattn.mask import HeadPart, Mask
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+EIGHT_BIT = ("int8", "float8_e4m3fn")
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call on all ranks. `wire_dtype` is what dK and dV travel in; None: the accumulator dtype."""
+    """One attention call on all ranks.
+
+    `wire_dtype` is what dK and dV travel in; None: the accumulator dtype. `kv_wire_dtype` is what K and V travel in,
+    one of `EIGHT_BIT`; None: their own dtype.
+    """
 
     q_layout: Layout
     kv_layout: Layout
@@ -31,13 +37,18 @@ class Problem:
     value_dim: int
     dtype: str
     wire_dtype: str | None = None
+    kv_wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Raises `InputError` where the facts contradict each other."""
-        if self.dtype not in ITEM_BYTES:
-            raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
-        if self.wire_dtype is not None and self.wire_dtype not in ITEM_BYTES:
-            raise InputError(f"dkv_wire_dtype {self.wire_dtype} is not supported; use one of {', '.join(ITEM_BYTES)}")
+        if self.dtype not in FLOATS:
+            raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(FLOATS)}")
+        if self.wire_dtype is not None and self.wire_dtype not in FLOATS:
+            raise InputError(f"dkv_wire_dtype {self.wire_dtype} is not supported; use one of {', '.join(FLOATS)}")
+        if self.kv_wire_dtype is not None and self.kv_wire_dtype not in EIGHT_BIT:
+            raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
+        if self.kv_wire_dtype is not None and self.dtype == "float64":
+            raise InputError(f"float64 K and V do not travel as {self.kv_wire_dtype}; use kv_wire_dtype=None")
         if self.kv_heads < 1 or self.q_heads % self.kv_heads:
             raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
         if self.q_layout != self.kv_layout and any(
@@ -59,6 +70,11 @@ class Problem:
     def accumulator_dtype(self) -> str:
         """The dtype of partials and gradient accumulators."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype that K and V travel in."""
+        return self.kv_wire_dtype or self.dtype
 
     @cached_property
     def parts(self) -> tuple[HeadPart, ...]:

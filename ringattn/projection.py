@@ -8,7 +8,12 @@ Does not know: rings, masks, what attends.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
+from math import log2
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,8 +27,32 @@ from ringattn.rotary import Rope, Rotation, rotate, rotation
 Backend = Literal["auto", "plain", "epilogue", "fused"]
 BACKENDS = ("auto", "plain", "epilogue", "fused")
 
-MEASURED: dict[tuple[str, int, int], Backend] = {}
-"""The faster backend by (GPU name, columns of x, columns of the projection), where it was measured."""
+TABLE = "measured_projections.json"
+
+
+class MeasuredProjection(NamedTuple):
+    """One backend making q, k and v of `tokens` tokens, with norms and rotation, on one GPU.
+
+    `device`: the name that the driver gives it. `dtype`: of the inputs, such as bfloat16. `model`: elements of a token;
+    `columns`: of q, k and v together. `commit`: of this project.
+    """
+
+    device: str
+    dtype: str
+    model: int
+    columns: int
+    tokens: int
+    backend: Backend
+    forward_us: float
+    backward_us: float
+    commit: str
+
+
+@cache
+def measured_projections() -> tuple[MeasuredProjection, ...]:
+    """What a benchmark measured. Raises TypeError where a row does not have exactly the fields of a measurement."""
+    rows = json.loads(files("ringattn").joinpath(TABLE).read_text(encoding="utf-8"))
+    return tuple(MeasuredProjection(**row) for row in rows)
 
 
 def project_qkv(
@@ -100,10 +129,27 @@ def project_kv(
 
 
 def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
-    """What "auto" means for x (batch, tokens, model) and a projection to so many columns."""
+    """What "auto" means for x (batch, tokens, model) and a projection to so many columns.
+
+    The faster of the backends measured at the nearest sizes (by their ratios) that two of them share, for this device
+    and dtype; "epilogue" where none were.
+    """
     if x.device.type != "cuda" or x.dtype == torch.float64 or head_dim % 2 or find_spec("triton") is None:
         return "plain"
-    return MEASURED.get((torch.cuda.get_device_name(x.device), x.shape[2], columns), "epilogue")
+    here = torch.cuda.get_device_name(x.device), str(x.dtype).removeprefix("torch.")
+    contests: dict[tuple[int, int, int], list[MeasuredProjection]] = {}
+    for row in measured_projections():
+        if (row.device, row.dtype) == here:
+            contests.setdefault((row.model, row.columns, row.tokens), []).append(row)
+    sizes = x.shape[2], columns, max(1, x.shape[0] * x.shape[1])
+
+    def distance(at: tuple[int, int, int]) -> float:
+        return sum(abs(log2(measured / size)) for measured, size in zip(at, sizes, strict=True))
+
+    nearest = min((at for at, rows in contests.items() if len(rows) > 1), key=distance, default=None)
+    if nearest is None:
+        return "epilogue"
+    return min(contests[nearest], key=lambda row: row.forward_us + row.backward_us).backend
 
 
 class _Spec(NamedTuple):
@@ -150,36 +196,52 @@ def _project(
     backend: Backend,
 ) -> tuple[Tensor, ...]:
     """q, k and v, or those of them that `spec` wants."""
+    check_projection(x, weight, bias, (q_norm, k_norm), spec.columns, spec.head_dim, backend)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    _check(x, weight, bias, spec)
-    for norm in (q_norm, k_norm):
-        if norm is not None and norm.shape != (spec.head_dim,):
-            raise InputError(f"a norm's weight must have shape ({spec.head_dim},), got {tuple(norm.shape)}")
-    if backend not in BACKENDS:
-        raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    _check_places(x, spec)
     if backend == "auto":
         backend = backend_for(x, spec.columns, spec.head_dim)
     if backend == "plain":
         return _plain(x, weight, bias, q_norm, k_norm, spec)
-    if x.dtype == torch.float64 or spec.head_dim % 2:
-        raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
     from ringattn.projection_kernels import KernelProjection
 
     return KernelProjection.apply(x, weight, bias, q_norm, k_norm, spec, backend)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, spec: _Spec) -> None:
-    if x.dim() != 3 or weight.shape != (spec.columns, x.shape[2]):
+def check_projection(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norms: Sequence[Tensor | None],
+    columns: int,
+    head_dim: int,
+    backend: str,
+) -> None:
+    """Raise `InputError` unless x can be projected to so many columns. Dtypes need not be alike under autocast."""
+    if x.dim() != 3 or weight.shape != (columns, x.shape[2]):
         raise InputError(
-            f"x must be (batch, tokens, model), got {tuple(x.shape)}; {spec.heads} query heads and 2 * {spec.kv_heads} "
-            f"key and value heads of {spec.head_dim} need a weight ({spec.columns}, model), got {tuple(weight.shape)}"
+            f"x must be (batch, tokens, model), got {tuple(x.shape)}; {columns // head_dim} heads of {head_dim}, "
+            f"keys' and values' counted each, need a weight ({columns}, model), got {tuple(weight.shape)}"
         )
-    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+    alike = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    cast = torch.is_autocast_enabled(x.device.type)
+    if not alike and not cast:
         raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; they and the bias must be alike")
-    if bias is not None and bias.shape != (spec.columns,):
-        raise InputError(f"bias must have the weight's {spec.columns} rows, got {tuple(bias.shape)}")
+    if bias is not None and bias.shape != (columns,):
+        raise InputError(f"bias must have the weight's {columns} rows, got {tuple(bias.shape)}")
+    for norm in norms:
+        if norm is not None and norm.shape != (head_dim,):
+            raise InputError(f"a norm's weight must have shape ({head_dim},), got {tuple(norm.shape)}")
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if backend in ("epilogue", "fused") and ((x.dtype == torch.float64 and not cast) or head_dim % 2):
+        raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
+
+
+def _check_places(x: Tensor, spec: _Spec) -> None:
+    """Raise `InputError` unless the rotation and the places fit the tokens of x."""
     if spec.turn is not None and spec.turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
         raise InputError(
             f"{spec.tokens(x)} tokens with heads of {spec.head_dim} need a rotation of shape "

@@ -32,12 +32,12 @@ class KernelProjection(torch.autograd.Function):
         spec: Any,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        places = _places(x, spec)
+        places, kept_rows = _places(x, spec), None if spec.rows is None else spec.rows.contiguous()
         raws = []
         for rows, finish in _groups(places, q_norm, k_norm, spec):
             raw, b = None, None if bias is None else bias[rows]
             if backend == "fused":
-                projection_call(_dense(x), _dense(weight[rows]), b, finish, spec.rows).run()
+                projection_call(_dense(x), _dense(weight[rows]), b, finish, kept_rows).run()
             else:
                 raw = F.linear(spec.kept(x), weight[rows], b)
                 epilogue_call(raw, finish).run()

@@ -24,6 +24,10 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run every N-th test, from the I-th on: I/N")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Under `-m gpu` import only files that name the marker, so that the other tests' packages are not needed."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
@@ -31,8 +35,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` on a machine without one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part asked for, and skip what is marked `gpu` on a machine without one."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[part - 1 :: parts]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.engine.base import KV, Seed
+from ringattn.engine.base import KV, Output, Seed
 from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -180,8 +180,9 @@ def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
 
         seen = 0
 
-        def attend_grad(self, q: torch.Tensor, kv: KV, seed: Seed, dq: torch.Tensor, dkv: KV, work: Any) -> None:
-            assert all(x.stride(-1) == 1 for x in (q, *kv[:2], seed.dout, seed.out, dq, *dkv[:2]))
+        def attend_grad(self, q: torch.Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: Any) -> None:
+            assert dq.carried is not None
+            assert all(x.stride(-1) == 1 for x in (q, *kv[:2], seed.dout, seed.out, dq.carried, *dkv[:2]))
             Strict.seen += 1
             super().attend_grad(q, kv, seed, dq, dkv, work)
 

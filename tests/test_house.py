@@ -25,7 +25,7 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
-    6: ("__init__", "api", "ring", "modules", "explain", "opening", "sequence", "projection"),
+    6: ("__init__", "agreement", "api", "ring", "modules", "explain", "opening", "sequence", "projection", "projected"),
     5: ("executor", "records", "rotary", "projection_kernels"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),
@@ -298,7 +298,8 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn")}
     conf = {f"ringattn/{path.relative_to(tree).as_posix()}" for path in (tree / "launch" / "conf").rglob("*.yaml")}
-    assert held == code | conf | {"ringattn/py.typed"}
+    data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json"}
+    assert held == code | conf | {f"ringattn/{name}" for name in data}
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
 

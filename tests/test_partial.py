@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.partial import absorb_sinks_, accumulator_dtype, by_row, identity, merge_, weights
+from ringattn.partial import accumulator_dtype, by_row, identity, merge_, weights
 
 Partial = tuple[Tensor, Tensor]
 NEG_INF = float("-inf")
@@ -77,19 +77,6 @@ def test_far_apart_magnitudes_neither_overflow_nor_vanish() -> None:
 def test_weights_of_an_unseen_part_are_zero() -> None:
     assert weights(torch.tensor(NEG_INF), torch.tensor(NEG_INF)) == 0.0
     assert weights(torch.tensor(NEG_INF), torch.tensor(1.0)) == 0.0
-
-
-def test_a_sink_takes_weight_and_gives_no_value() -> None:
-    (out, lse), sinks = partial(1), torch.tensor([0.5, -1.0, 2.0])
-    expected = merged((out, lse), (torch.zeros_like(out), sinks.double()[None, :, None].expand_as(lse)))
-    absorb_sinks_(out, lse, sinks)
-    torch.testing.assert_close((out, lse), expected, rtol=0, atol=1e-14)
-
-
-def test_a_blind_row_with_a_sink_has_the_sink_as_lse() -> None:
-    out, lse = identity(6, 2, 3, 4, torch.zeros((), dtype=torch.float64))
-    absorb_sinks_(out, lse, torch.tensor([0.5, -1.0, 2.0]))
-    assert not out.any() and torch.equal(lse, torch.tensor([0.5, -1.0, 2.0]).double()[None, :, None].expand(2, 3, 6))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -10,27 +12,33 @@ from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send
 from ringattn.planner.choose import plan_of, schedule_of
 from ringattn.planner.place import project, verify_placement
 from ringattn.planner.simulate import REFERENCE, Cluster, simulate
-from ringattn.problem import ITEM_BYTES
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import RING, ROUTES, Route
+from ringattn.schedule.routes import RING, ROUTES
 from tests.strategies import Case, covering, simple, wire_order
 
-each_route = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+OWN_DTYPE = [(name, None) for name in ROUTES]
+EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn")]
+each_route = pytest.mark.parametrize(("route", "wire"), [*OWN_DTYPE, *EIGHT_BIT])
 
 
-def plans_of(case: Case, route: Route) -> list[list[Plan]]:
+def plans_of(case: Case, route: str, wire: str | None = None) -> list[list[Plan]]:
     """The plans of all ranks, forward and backward."""
-    return [[plan_of(case.problem, route, rank, back) for rank in range(case.ranks)] for back in (False, True)]
+    problem, way = replace(case.problem, kv_wire_dtype=wire), ROUTES[route]
+    return [[plan_of(problem, way, rank, back) for rank in range(case.ranks)] for back in (False, True)]
 
 
-def record(plan: Plan) -> int:
-    """Elements that travel for one row of one K/V head."""
-    return plan.problem.batch * (plan.problem.head_dim + plan.problem.value_dim)
+def record(plan: Plan, dtype: str) -> int:
+    """Bytes of one row of one K/V head in a buffer of `dtype`."""
+    values = plan.problem.head_dim + plan.problem.value_dim
+    if dtype in ITEM_BYTES:
+        return plan.problem.batch * values * ITEM_BYTES[dtype]
+    return plan.problem.batch * (math.ceil(values / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
 
 
 def bytes_of(plan: Plan, buffer: int) -> int:
     """Bytes of a buffer, from its rows."""
-    return len(wire_order(plan.buffers[buffer].content)) * record(plan) * ITEM_BYTES[plan.buffers[buffer].dtype]
+    return len(wire_order(plan.buffers[buffer].content)) * record(plan, plan.buffers[buffer].dtype)
 
 
 def touched(plan: Plan) -> dict[int, set[int]]:
@@ -38,7 +46,7 @@ def touched(plan: Plan) -> dict[int, set[int]]:
     steps: dict[int, set[int]] = defaultdict(set)
     for now, step in enumerate(plan.steps):
         named = [*step.zeros]
-        for pack in step.packs:
+        for pack in (*step.packs, *step.restores):
             named += [pack.source, pack.into]
         named += [message.buffer for message in (*step.sends, *step.recvs)]
         for item in step.work:
@@ -51,9 +59,9 @@ def touched(plan: Plan) -> dict[int, set[int]]:
 
 @each_route
 @covering
-def test_plans_are_projections_and_verified(route: Route, case: Case) -> None:
-    for backward, plans in enumerate(plans_of(case, route)):
-        schedule = schedule_of(case.problem, route, bool(backward))
+def test_plans_are_projections_and_verified(route: str, wire: str | None, case: Case) -> None:
+    for backward, plans in enumerate(plans_of(case, route, wire)):
+        schedule = schedule_of(plans[0].problem, ROUTES[route], bool(backward))
         for rank, plan in enumerate(plans):
             assert plan == project(schedule, rank)
             verify_placement(plan)
@@ -61,8 +69,8 @@ def test_plans_are_projections_and_verified(route: Route, case: Case) -> None:
 
 @each_route
 @covering
-def test_the_arena_holds_what_is_live(route: Route, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route) for plan in plans):
+def test_the_arena_holds_what_is_live(route: str, wire: str | None, case: Case) -> None:
+    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
         steps = touched(plan)
         assert set(steps) == set(range(len(plan.buffers)))
         live = [0] * len(plan.steps)
@@ -78,8 +86,8 @@ def test_the_arena_holds_what_is_live(route: Route, case: Case) -> None:
 
 @each_route
 @covering
-def test_messages_of_two_plans_meet(route: Route, case: Case) -> None:
-    for plans in plans_of(case, route):
+def test_messages_of_two_plans_meet(route: str, wire: str | None, case: Case) -> None:
+    for plans in plans_of(case, route, wire):
         sent: dict[tuple[int, int], list] = defaultdict(list)
         received: dict[tuple[int, int], list] = defaultdict(list)
         for plan in plans:
@@ -95,15 +103,17 @@ def test_messages_of_two_plans_meet(route: Route, case: Case) -> None:
 
 def message(plan: Plan, send: Send) -> list[tuple[int, int]]:
     """The (head, row) records of a message, in order."""
-    first, count = (divmod(elements, record(plan)) for elements in (send.first, send.elements))
+    dtype = plan.buffers[send.buffer].dtype
+    nbytes = (elements * ITEM_BYTES.get(dtype, 1) for elements in (send.first, send.elements))
+    first, count = (divmod(each, record(plan, dtype)) for each in nbytes)
     assert first[1] == count[1] == 0
     return wire_order(plan.buffers[send.buffer].content)[first[0] : first[0] + count[0]]
 
 
 @each_route
 @covering
-def test_packs_only_what_does_not_lie_in_one_piece(route: Route, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route) for plan in plans):
+def test_packs_only_what_does_not_lie_in_one_piece(route: str, wire: str | None, case: Case) -> None:
+    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
         for step in plan.steps:
             for pack in step.packs:
                 into = plan.buffers[pack.into]
@@ -120,24 +130,24 @@ def test_packs_only_what_does_not_lie_in_one_piece(route: Route, case: Case) -> 
 
 @each_route
 @covering
-def test_bytes_and_messages_are_those_of_the_schedule(route: Route, case: Case) -> None:
+def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | None, case: Case) -> None:
     problem = case.problem
-    for backward, plans in enumerate(plans_of(case, route)):
-        copies = [copy for step in schedule_of(problem, route, bool(backward)).steps for copy in step.copies]
+    for backward, plans in enumerate(plans_of(case, route, wire)):
+        copies = [copy for step in schedule_of(problem, ROUTES[route], bool(backward)).steps for copy in step.copies]
         for plan in plans:
             mine = [copy for copy in copies if copy.src == plan.rank]
             nbytes = 0
             for copy in mine:
                 wide = problem.wire_dtype or problem.accumulator_dtype
-                dtype = wide if copy.block.kind is Kind.DKV else problem.dtype
-                nbytes += len(wire_order(copy.content)) * record(plan) * ITEM_BYTES[dtype]
+                dtype = wide if copy.block.kind is Kind.DKV else wire or problem.dtype
+                nbytes += len(wire_order(copy.content)) * record(plan, dtype)
             assert (plan.messages, plan.bytes_sent) == (len(mine), nbytes)
 
 
 @each_route
 @covering
-def test_folds_read_the_rows_they_mean(route: Route, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route) for plan in plans):
+def test_folds_read_the_rows_they_mean(route: str, wire: str | None, case: Case) -> None:
+    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
         for fold in (item for step in plan.steps for item in step.work if isinstance(item, Fold)):
             heads = case.problem.parts[fold.part].kv_heads
             positions = case.problem.kv_layout.positions(fold.owner)
@@ -157,9 +167,9 @@ ROWS = 16
 SHARD = ROWS * (64 + 64) * 2  # K and V of one shard in bf16; sums are twice as wide
 
 
-def shards(ranks: int, backward: bool, route: Route = RING, name: str = "contiguous") -> float:
+def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contiguous", wire: str | None = None) -> float:
     """Arena bytes of every rank, in shards of K and V; the same on all ranks."""
-    (count,) = {plan.arena_bytes for plan in plans_of(simple(name, ROWS * ranks, ranks), route)[backward]}
+    (count,) = {plan.arena_bytes for plan in plans_of(simple(name, ROWS * ranks, ranks), route, wire)[backward]}
     return count / SHARD
 
 
@@ -178,23 +188,25 @@ def test_short_chains_need_no_more(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_all_gather_holds_every_shard(ranks: int) -> None:
-    assert shards(ranks, False, ROUTES["all_gather"]) == ranks
-    assert shards(ranks, False, ROUTES["direct"]) == 3  # the own block stays, one is read, one arrives
+    assert shards(ranks, False, "all_gather") == ranks
+    assert shards(ranks, False, "direct") == 3  # the own block stays, one is read, one arrives
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_eight_bits_need_room_to_restore_what_a_step_attends(ranks: int) -> None:
+    slot = math.ceil(ROWS * (64 + 64 + 8) / ALIGNMENT_BYTES) * ALIGNMENT_BYTES / SHARD
+    for wire in ("int8", "float8_e4m3fn"):
+        assert shards(ranks, False, wire=wire) == 2 * slot + 1
+        assert shards(ranks, True, wire=wire) == 2 * slot + 1 + 3 * 2
+        assert shards(ranks, False, "all_gather", wire=wire) == ranks * slot + ranks - 1  # attended in one step
 
 
 def test_a_narrow_wire_is_packed_beside_the_sum() -> None:
     case = simple("contiguous", 64, 4)
-    wide, narrow = (
-        plan_of(Case(type(case.problem)(**{**vars_of(case), "wire_dtype": wire}), case.truth).problem, RING, 1, True)
-        for wire in (None, "bfloat16")
-    )
+    wide, narrow = (plan_of(replace(case.problem, wire_dtype=wire), RING, 1, True) for wire in (None, "bfloat16"))
     assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V once, sums at one instead of two
     assert any(pack.source != HOME for step in narrow.steps for pack in step.packs)
     assert all(pack.source == HOME for step in wide.steps for pack in step.packs)
-
-
-def vars_of(case: Case) -> dict[str, object]:
-    return {name: getattr(case.problem, name) for name in case.problem.__dataclass_fields__}
 
 
 # --- the simulator ---------------------------------------------------------------------------------------------------
@@ -203,7 +215,7 @@ def vars_of(case: Case) -> dict[str, object]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_simulated_times(ranks: int) -> None:
     case, dim = simple("contiguous", 16 * ranks, ranks), 64
-    plans = tuple(plans_of(case, RING)[0])
+    plans = tuple(plans_of(case, "ring")[0])
     work_s = 16 * 16 * dim * 4 / 1e9
     # Messages for nothing: the time is the work. Work for nothing: P-1 hops, each latency and bytes.
     free = Cluster("free links", 1e9, 1e30, 0)
@@ -216,9 +228,9 @@ def test_simulated_times(ranks: int) -> None:
 
 @covering
 def test_simulation_ends_whatever_the_plans(case: Case) -> None:
-    for route in ROUTES.values():
-        times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route)]
-        for plans, time in zip(plans_of(case, route), times, strict=True):
+    for route, wire in (*OWN_DTYPE, EIGHT_BIT[0]):
+        times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route, wire)]
+        for plans, time in zip(plans_of(case, route, wire), times, strict=True):
             work = [sum(item.tiles.area() for s in p.steps for item in s.work if isinstance(item, Fold)) for p in plans]
             assert all((busy > 0) == (area > 0) for busy, area in zip(time.busy_us, work, strict=True))
             assert time.total_us >= max(time.busy_us)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringattn.engine.base import KV, Seed, Softmax
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
 from ringattn.errors import UnsupportedError
@@ -128,29 +128,34 @@ class AtenWork(NamedTuple):
     plain: PlainWork
 
 
-class AtenEngine:
+class AtenEngine(Accumulating):
     """Attention by the fused kernels that torch ships for `device`."""
 
     name = "aten"
 
     def __init__(self, device: torch.device) -> None:
-        self._square_causal_only = any(op.square_causal_only for op in OPS.get(device.type, ()))
+        self._ops: tuple[BlockOp, ...] = OPS.get(device.type, ())
         self._plain = PlainEngine()
 
-    def prepare(self, tiles: Sequence[Tile], softmax: Softmax) -> AtenWork:
+    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[AtenWork]:
         """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
         if softmax.softcap is not None:
-            raise UnsupportedError(f"engine 'aten' does not support softcap={softmax.softcap}; use engine='plain'")
-        cut = [rectangle for tile in tiles for rectangle in rectangles(tile, self._square_causal_only)]
-        pieces = tuple((one, heads) for one in joined(cut) for heads in head_groups(one.heads, softmax.group))
-        return AtenWork(pieces, softmax, self._plain.prepare(tiles, softmax))
+            raise UnsupportedError(f"engine={self.name!r} has no softcap={softmax.softcap}; use engine='plain'")
+        works, square_causal_only = [], any(op.square_causal_only for op in self._ops)
+        for tiles, plain in zip(steps, self._plain.prepare(steps, softmax, rows, heads), strict=True):
+            cut = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
+            pieces = tuple((one, part) for one in joined(cut) for part in head_groups(one.heads, softmax.group))
+            works.append(AtenWork(pieces, softmax, plain))
+        return works
 
-    def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: AtenWork) -> None:
-        """Fold the tiles into the partial, in place."""
-        op, width = _op_and_width(q, kv, extra_columns=0)
+    def attend(self, q: Tensor, kv: KV, carry: Carry, work: AtenWork) -> None:
+        """Fold the tiles into the carry, in place."""
+        op, width = self._op_and_width(q, kv, extra_columns=0)
         if op is None:
-            self._plain.attend(q, kv, out, lse, work.plain)
+            self._plain.attend(q, kv, carry, work.plain)
             return
+        out, lse = carry.out.carried, carry.lse
+        assert out is not None
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
             call = op if rectangle.k_rows.count >= op.min_keys else FLASH
@@ -159,12 +164,14 @@ class AtenEngine:
             part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
             merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Tensor, dkv: KV, work: AtenWork) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: AtenWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
-        op, width = _op_and_width(q, kv, extra_columns=0 if seed.dlse is None else 1)
+        op, width = self._op_and_width(q, kv, extra_columns=0 if seed.dlse is None else 1)
         if op is None:
             self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain)
             return
+        into = dq.carried
+        assert into is not None
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
             call = op if rectangle.k_rows.count >= op.min_keys else FLASH
@@ -177,9 +184,20 @@ class AtenEngine:
                 _operand(x, width) for x in (dout, at.queries(q), at.keys(kv.k), v, at.queries(seed.out))
             )
             grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, work.softmax.scale)
-            at.view(dq).add_(at.restored(grads[0], q.shape[-1]))
+            at.view(into).add_(at.restored(grads[0], q.shape[-1]))
             at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
             at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
+
+    def _op_and_width(self, q: Tensor, kv: KV, extra_columns: int) -> tuple[BlockOp | None, int]:
+        """The block op and the head dimension that it is called with: unpadded where it can be."""
+        dims = (kv.k.shape[-1], kv.v.shape[-1] + extra_columns)
+        width, step = max(dims), max((op.dim_step for op in self._ops), default=1)
+        if width != min(dims) or width % step:
+            width = -(-width // 8) * 8  # The CPU op needs no multiple of 8 but is faster with one.
+        return self._chosen(q.device, q.dtype, width), width
+
+    def _chosen(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
+        return choose(device, dtype, dim)
 
 
 class _Place(NamedTuple):
@@ -221,15 +239,6 @@ class _Place(NamedTuple):
 
     def _ordered(self, x: Tensor, axis: int) -> Tensor:
         return x.flip(axis) if self.rectangle.reversed else x
-
-
-def _op_and_width(q: Tensor, kv: KV, extra_columns: int) -> tuple[BlockOp | None, int]:
-    """The block op and the head dimension that it is called with: unpadded where it can be."""
-    dims = (kv.k.shape[-1], kv.v.shape[-1] + extra_columns)
-    width, step = max(dims), max((op.dim_step for op in OPS.get(q.device.type, ())), default=1)
-    if width != min(dims) or width % step:
-        width = -(-width // 8) * 8  # The CPU op needs no multiple of 8 but is faster with one.
-    return choose(q.device, q.dtype, width), width
 
 
 def _operand(x: Tensor, width: int) -> Tensor:

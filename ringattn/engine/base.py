@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ringattn.geometry import Tile
+from ringattn.partial import accumulator_dtype, identity
 
 
 class Softmax(NamedTuple):
@@ -50,22 +52,90 @@ class Seed(NamedTuple):
     delta: Tensor
 
 
+class Output(NamedTuple):
+    """What a pass makes for the rank's own query rows, attention or dQ: (rows, batch, heads, dim).
+
+    `carried`: in the accumulator dtype, between the steps; None where no step hands anything to a later one. `result`:
+    in the inputs' dtype, where the last step that meets a row puts what is then final; None where `settled` converts.
+    """
+
+    carried: Tensor | None
+    result: Tensor | None = None
+
+    def settled(self, dtype: torch.dtype) -> Tensor:
+        """What it is after the last step, in the inputs' dtype."""
+        if self.result is not None:
+            return self.result
+        assert self.carried is not None
+        return self.carried.to(dtype)
+
+
+class Carry(NamedTuple):
+    """The online softmax of the rank's own queries between the steps of a pass.
+
+    `out`: normalized over the keys seen so far. `lse`: (batch, heads, rows), natural log, accumulator dtype; what it
+    holds before the first step is the engine's affair. `sinks`: (heads,) logits, where the engine still needs them.
+    """
+
+    out: Output
+    lse: Tensor
+    sinks: Tensor | None = None
+
+
 class Engine(Protocol):
     """The block kernels of one rank."""
 
     name: str
 
-    def prepare(self, tiles: Sequence[Tile], softmax: Softmax) -> Any:
-        """Turn the tiles of one step into whatever `attend` and `attend_grad` consume. Done once per plan.
+    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> Sequence[Any]:
+        """Turn the tiles of a pass's steps into what each step's `attend` or `attend_grad` consumes. Once per plan.
 
-        Query rows of the tiles index `q`; key rows index the K/V that the step reads; heads are query heads.
+        Query rows of the tiles index `q`, which has `rows`; key rows index the K/V that the step reads; heads are
+        query heads, of which there are `heads`.
         """
         ...
 
-    def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: Any) -> None:
-        """Fold the tiles into the partial (`out` (rows, batch, heads, d_v), `lse` (batch, heads, rows)), in place."""
+    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
+        """The carry before the first of the steps. `sinks`: (heads,) logits that take weight and give no value."""
         ...
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Tensor, dkv: KV, work: Any) -> None:
-        """Add the tiles' gradients to `dq` (like q, accumulator dtype) and `dkv` (like kv, accumulator dtype)."""
+    def attend(self, q: Tensor, kv: KV, carry: Carry, work: Any) -> None:
+        """Fold a step's tiles into the carry, in place."""
         ...
+
+    def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+        """`Seed.delta` of these parts of the seed."""
+        ...
+
+    def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
+        """dQ before the first of the steps."""
+        ...
+
+    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: Any) -> None:
+        """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place."""
+        ...
+
+
+class Accumulating:
+    """The part of an engine that carries in accumulators from the first step to the last."""
+
+    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
+        """Nothing seen yet but the sinks."""
+        rows, batch, heads, _ = q.shape
+        out, lse = identity(rows, batch, heads, value_dim, like=q)
+        if sinks is not None:
+            lse.copy_(sinks[None, :, None])
+        return Carry(Output(out), lse)
+
+    def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+        """In plain torch."""
+        dtype = accumulator_dtype(dout.dtype)
+        delta = (dout.to(dtype) * out.to(dtype)).sum(-1).permute(1, 2, 0)
+        return (delta if dlse is None else delta - dlse).contiguous()
+
+    def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
+        """Zeros."""
+        zeros = torch.zeros_like(
+            q.transpose(0, 1), dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format
+        )
+        return Output(zeros.transpose(0, 1))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Seed, Softmax
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.geometry import Run, Tile
 from ringattn.partial import NEG_INF, accumulator_dtype, merge_, weights
@@ -37,18 +37,22 @@ class _Chunk(NamedTuple):
     forbidden: Tensor | None  # (q rows, k rows), or None where every pair is allowed.
 
 
-class PlainEngine:
+class PlainEngine(Accumulating):
     """Dense attention, chunked over query rows."""
 
     name = "plain"
 
-    def prepare(self, tiles: Sequence[Tile], softmax: Softmax) -> PlainWork:
+    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[PlainWork]:
         """Cut the heads of each tile so that every part reads whole K/V heads evenly."""
-        parts = ((tile, heads) for tile in tiles for heads in head_groups(tile.heads, softmax.group))
-        return PlainWork(tuple(parts), softmax)
+        return [
+            PlainWork(tuple((tile, part) for tile in tiles for part in head_groups(tile.heads, softmax.group)), softmax)
+            for tiles in steps
+        ]
 
-    def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: PlainWork) -> None:
-        """Fold the tiles into the partial, in place."""
+    def attend(self, q: Tensor, kv: KV, carry: Carry, work: PlainWork) -> None:
+        """Fold the tiles into the carry, in place."""
+        out, lse = carry.out.carried, carry.lse
+        assert out is not None
         for tile, heads in work.tiles:
             q_heads, k, v = as_slice(heads.q_heads), *_kv_heads(kv, heads)
             for chunk in _chunks(tile, heads.q_heads.count * q.shape[1], out):
@@ -59,15 +63,16 @@ class PlainEngine:
                 part_out = torch.einsum("bhgnm,mbhd->nbhgd", p, v[cols].to(p.dtype)).flatten(2, 3)
                 merge_(out[rows, :, q_heads], lse[:, q_heads, rows], part_out, part_lse.flatten(1, 2))
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Tensor, dkv: KV, work: PlainWork) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: PlainWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
-        softmax = work.softmax
+        softmax, into = work.softmax, dq.carried
+        assert into is not None
         for tile, heads in work.tiles:
             q_heads, (k, v), (dk, dv) = as_slice(heads.q_heads), _kv_heads(kv, heads), _kv_heads(dkv, heads)
-            for chunk in _chunks(tile, heads.q_heads.count * q.shape[1], dq):
+            for chunk in _chunks(tile, heads.q_heads.count * q.shape[1], into):
                 rows, cols = chunk.q_rows, chunk.k_rows
                 q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
-                k_part, v_part = k[cols].to(dq.dtype), v[cols].to(dq.dtype)
+                k_part, v_part = k[cols].to(into.dtype), v[cols].to(into.dtype)
                 s, slope = _scores(q_part, k_part, chunk, softmax)
                 p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
                 dv[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", p, dout))
@@ -75,7 +80,7 @@ class PlainEngine:
                 ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
                 if slope is not None:
                     ds.mul_(slope)
-                dq[rows, :, q_heads].add_(torch.einsum("bhgnm,mbhd->nbhgd", ds, k_part).flatten(2, 3))
+                into[rows, :, q_heads].add_(torch.einsum("bhgnm,mbhd->nbhgd", ds, k_part).flatten(2, 3))
                 dk[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", ds, q_part))
 
 

@@ -1,45 +1,138 @@
-"""Which engine computes a call.
+"""Which engine computes a call, and why.
 
+Promises that a named engine comes or is refused with a reason, before any rank communicates; and that `auto` takes the
+fastest of the engines that were measured on this device and can do the call. Where fewer than two were measured the
+order is: aten; for a softcap, which aten lacks, triton on a GPU and else plain, which does everything.
 Does not know: ranks, schedules.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from ringattn.engine import aten
 from ringattn.engine.aten import AtenEngine
 from ringattn.engine.base import Engine
+from ringattn.engine.flash import NEEDS, flash_engine
+from ringattn.engine.measured import measurements, ranked
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import UnsupportedError
 
-ENGINES = ("auto", "aten", "plain", "triton")
+ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
+
+
+class Choice(NamedTuple):
+    """An engine, and why it was taken: one sentence that begins with its name."""
+
+    engine: Engine
+    why: str
 
 
 @cache
-def engine_named(name: str, softcap: float | None, device: torch.device) -> Engine:
-    """The engine called `name` for `device`; for auto the fused kernels, unless the call needs what they lack.
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, d_k: int, d_v: int, softcap: float | None, spare: int = 0
+) -> Choice:
+    """The engine called `name`, one of `ENGINES`, for inputs of `dtype` on `device` with heads of `d_k` and `d_v`.
 
-    Raises `UnsupportedError` for softcap on the fused kernels, and for triton where it cannot run.
+    `spare`: multiprocessors to leave free, where the engine's kernels can.
+    Raises `UnsupportedError` where a named engine cannot do the call.
     """
-    if name == "triton":
-        return _triton(device)
+    call = _Call(device, dtype, max(d_k, d_v), softcap, spare)
     if name == "auto":
-        name = "aten" if softcap is None else "plain"
-    if name == "aten" and softcap is not None:
-        raise UnsupportedError("engine='aten' has no softcap; use engine='auto' or engine='plain'")
-    return AtenEngine(device) if name == "aten" else PlainEngine()
+        return _fastest(call) or _first_in_order(call)
+    return Choice(_engine(name, call), f"{name}: asked for by name")
 
 
-def _triton(device: torch.device) -> Engine:
-    """The engine on our own kernels, imported only now: triton comes with CUDA builds of torch alone."""
+class _Call(NamedTuple):
+    """What decides whether an engine can do a call. `dim`: the greater of its head dimensions."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    softcap: float | None
+    spare: int
+
+    @property
+    def inputs(self) -> str:
+        """Its inputs in words."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def place(self) -> str:
+        """Its device in words: a GPU by the name that the driver gives it."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+
+
+def _engine(name: str, call: _Call) -> Engine:
+    """The engine called `name`. Raises UnsupportedError where it cannot do the call."""
+    if name == "plain":
+        return PlainEngine()
+    if name == "triton":
+        return _triton(call)
+    if call.softcap is not None:
+        raise UnsupportedError(f"engine={name!r} has no softcap; use engine='auto' or engine='plain'")
+    return AtenEngine(call.device) if name == "aten" else flash_engine(name, call.device, call.dtype, call.dim)
+
+
+def _fastest(call: _Call) -> Choice | None:
+    """The fastest of the measured engines that can do the call; None where fewer than two of them were measured."""
+    rows = [row for row in measurements() if (row.device, row.dtype) == (call.place, call.inputs)]
+    able: dict[str, Engine] = {}
+    for name in {row.engine for row in rows}:
+        try:
+            able[name] = _engine(name, call)
+        except UnsupportedError:
+            continue
+    found = ranked([row for row in rows if row.engine in able], call.dim)
+    if not found:
+        return None
+    first, second = found[:2]
+    return Choice(
+        able[first.engine],
+        f"{first.engine}: {first.total_us:.0f} us against {second.engine} {second.total_us:.0f} us for {first.dtype}, "
+        f"head_dim {first.head_dim}, {first.tokens} tokens on {first.device} (measured at {first.commit})",
+    )
+
+
+def _first_in_order(call: _Call) -> Choice:
+    """What is taken where nothing is measured."""
+    if call.softcap is None:
+        return Choice(AtenEngine(call.device), _why_aten(call))
+    if call.device.type != "cuda":
+        return Choice(PlainEngine(), f"plain: no fused kernel knows a softcap on {call.place}")
     try:
-        from ringattn.engine.triton import TritonEngine, missing
+        return Choice(_triton(call), "triton: the only fused kernels with a softcap")
+    except UnsupportedError as error:
+        return Choice(PlainEngine(), f"plain: no fused kernel here knows a softcap ({error})")
+
+
+def _why_aten(call: _Call) -> str:
+    if aten.choose(call.device, call.dtype, call.dim) is None:
+        lacking = f"{call.inputs}, head_dim {call.dim}"
+        return f"aten: torch has no fused kernel for {lacking} on {call.place}, so it computes as plain does"
+    if call.device.type == "cpu":
+        return "aten: the only fused kernels for cpu"
+    return f"aten: no two engines are measured for {call.inputs} on {call.place}"
+
+
+def _triton(call: _Call) -> Engine:
+    """The engine on our own kernels. Raises UnsupportedError where it cannot do the call."""
+    try:  # only now: triton comes with CUDA builds of torch alone
+        import ringattn.engine.triton as triton
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"engine='triton' needs the package triton, which is not installed ({error}); use engine='auto'"
         ) from error
-    if why := missing(device):
+    if why := triton.missing(call.device):
         raise UnsupportedError(why)
-    return TritonEngine()
+    if call.dtype not in triton.DTYPES:
+        raise UnsupportedError(f"engine='triton' does not support {call.dtype}; use engine='plain'")
+    if call.dim > triton.DIMS[-1]:
+        raise UnsupportedError(
+            f"engine='triton' takes head dimensions to {triton.DIMS[-1]}, not {call.dim}; use engine='plain'"
+        )
+    triton.architecture(call.device)  # raises for a GPU that is too old
+    return triton.TritonEngine(spare=call.spare)

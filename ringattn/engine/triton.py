@@ -1,97 +1,201 @@
 """The engine on this project's own Triton kernels.
 
 Promises one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32 from
-the first step to the last; softcap, any head dimensions to 256, any strides; the same bits for the same calls; and no
-allocation in a pass but the block tables, which the first pass on a device makes and keeps.
+the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same calls,
+unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first pass on a
+device makes and keeps. Where every query row has its first and its last launch, no state is set before the pass, read
+by the first or kept after the last.
 Needs a CUDA device, or Triton's interpreter.
 Does not know: ranks, schedules, float64 (refused).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import TypedDict
 
 import torch
 import triton
 from torch import Tensor
 
-from ringattn.engine.base import KV, Seed, Softmax
-from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
+from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Tile
-from ringattn.kernels.attention_backward import grad_kv, grad_q
+from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
+from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
-from ringattn.kernels.launch_call import Config, Table
+from ringattn.kernels.delta import delta_call
+from ringattn.kernels.launch import Kept, Operands, Repeat, layouts
+from ringattn.kernels.launch_call import Config, LaunchCall
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+kept = Kept()
+"""The compiled kernels of all engines of this process."""
+
 
 class TritonWork:
-    """The tiles of one step with the block tables that were made of them so far."""
+    """One step of a pass, and its launches described so far."""
 
-    def __init__(self, tiles: Sequence[Tile], softmax: Softmax) -> None:
-        self.tiles, self.softmax = tuple(tiles), softmax
-        self._tables: dict[tuple[str, int, int, torch.device], Table] = {}
-
-    def by_query(self, config: Config, device: torch.device) -> Table:
-        """Query blocks of `config.block_m` rows that meet key blocks of `config.block_n`."""
-        return self._kept("query", query_blocks, config.block_m, config.block_n, device)
-
-    def by_key(self, config: Config, device: torch.device) -> Table:
-        """Key blocks of `config.block_n` rows that meet query blocks of `config.block_m`."""
-        make = partial(key_blocks, group=self.softmax.group)
-        return self._kept("key", make, config.block_n, config.block_m, device)
-
-    def _kept(self, side: str, make: Callable[..., Blocks], own: int, other: int, device: torch.device) -> Table:
-        key = (side, own, other, device)
-        if key not in self._tables:
-            made = make(self.tiles, own_rows=own, other_rows=other)
-            blocks, entries = (torch.from_numpy(x).to(device) for x in (made.blocks, made.entries))
-            self._tables[key] = Table(blocks, entries, made.slots)
-        return self._tables[key]
+    def __init__(self, whole: PassTables, step: int) -> None:
+        self.whole, self.step = whole, step
+        self.launches: dict[Hashable, tuple[Repeat, ...]] = {}
 
 
-class TritonEngine:
+class TritonEngine(Accumulating):
     """Attention by the kernels of this project."""
 
     name = "triton"
 
-    def __init__(self, configs: Configs | None = None) -> None:
-        """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions."""
-        self._configs = configs
+    def __init__(
+        self, configs: Configs | None = None, *, form: str | None = None, deterministic: bool = True, spare: int = 0
+    ) -> None:
+        """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions.
 
-    def prepare(self, tiles: Sequence[Tile], softmax: Softmax) -> TritonWork:
+        `form`: one of `ringattn.kernels.launch_call.FORMS`, by default the table's. `deterministic`: False takes the
+        fused backward, which adds dQ in whatever order. `spare`: multiprocessors left to an exchange meanwhile.
+        """
+        self._configs, self._form, self._deterministic, self.spare = configs, form, deterministic, spare
+
+    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
-        return TritonWork(tiles, softmax)
+        whole = PassTables(steps, softmax, rows, heads)
+        return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
-    def attend(self, q: Tensor, kv: KV, out: Tensor, lse: Tensor, work: TritonWork) -> None:
-        """Fold the tiles into the partial, in place. Raises UnsupportedError for float64 and head dimensions > 256."""
-        config = self._configs_for(q, kv).forward
-        table = work.by_query(config, q.device)
-        with torch.cuda.device_of(q):
-            forward(q, kv.k, kv.v, out, lse, table, config, **_facts(kv, work)).run()
+    def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
+        """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
+        config = self._configs_for(q, value_dim).forward
+        if works and config.form == "gluon":
+            values, softcap = q.new_empty(1, 1, 1, value_dim), works[0].whole.softmax.softcap
+            if why := gluon_takes(q, q, values, architecture(q.device), softcap):
+                raise UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")
+        if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
+            return super().begin(works, q, value_dim, sinks)
+        lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
+        return Carry(_uninitialized(q, value_dim, tables.alone), lse, sinks)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Tensor, dkv: KV, work: TritonWork) -> None:
+    def attend(self, q: Tensor, kv: KV, carry: Carry, work: TritonWork) -> None:
+        """Fold the tiles into the carry, in place. Raises UnsupportedError for float64 and head dimensions > 256."""
+
+        def describe(
+            q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, result: Tensor | None,
+            sinks: Tensor | None,
+        ) -> list[LaunchCall]:  # fmt: skip
+            config = self._configs_for(q, v.shape[3]).forward
+            tables = work.whole.by_query(config, q.device)
+            table = tables.steps[work.step]
+            if config.form == "specialized" and not (tables.single[work.step] and describable(q)):
+                config = config._replace(num_warps=8, form="descriptors")
+            config = _loadable(config, k, v)
+            if config.form == "gluon":
+                facts = _facts(kv, work)
+                return [
+                    forward_gluon(
+                        q, k, v, out, lse, table, config, scale=facts["scale"], group=facts["group"],
+                        first_kv_head=facts["first_kv_head"], result=result, sinks=sinks,
+                    )
+                ]  # fmt: skip
+            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))]
+
+        self._launch(work, kv, (q, kv.k, kv.v, carry.lse, *carry.out, carry.sinks), describe)
+
+    def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+        """By a kernel, in one pass."""
+        delta = dout.new_empty(dout.shape[1], dout.shape[2], dout.shape[0], dtype=torch.float32)
+        if dout.dtype not in DTYPES:
+            return super().delta(dout, out, dlse)
+        with torch.cuda.device_of(dout):
+            delta_call(dout, out, dlse, delta).run()
+        return delta
+
+    def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
+        """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
+        config = self._configs_for(q, value_dim).grad_q
+        if works and self._deterministic and (tables := works[0].whole.by_query(config, q.device)).flagged:
+            return _uninitialized(q, q.shape[3], tables.alone)
+        return super().begin_grad(works, q, value_dim)
+
+    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: TritonWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place, `dq` first. Raises as `attend` does."""
-        configs = self._configs_for(q, kv)
-        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta)
-        by_query, by_key = work.by_query(configs.grad_q, q.device), work.by_key(configs.grad_kv, q.device)
-        with torch.cuda.device_of(q):
-            grad_q(*operands, dq, by_query, configs.grad_q, **_facts(kv, work)).run()
-            grad_kv(*operands, dkv.k, dkv.v, by_key, configs.grad_kv, **_facts(kv, work)).run()
 
-    def _configs_for(self, q: Tensor, kv: KV) -> Configs:
-        dim = max(q.shape[3], kv.v.shape[3])
+        def describe(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+            dq: Tensor | None, result: Tensor | None,
+        ) -> list[LaunchCall]:  # fmt: skip
+            configs, rows = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta)
+            by_key = _loadable(configs.grad_kv if self._deterministic else configs.grad_fused, q, dout)
+            keys = work.whole.by_key(by_key, q.device).steps[work.step]
+            if not self._deterministic:
+                assert dq is not None
+                return [grad_fused(*rows, dq, dk, dv, keys, by_key, **_facts(kv, work))]
+            queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
+            by_query = _loadable(configs.grad_q, k, v)
+            return [
+                grad_q(*rows, dq, queries, by_query, result=result, **_facts(kv, work)),
+                grad_kv(*rows, dk, dv, keys, by_key, **_facts(kv, work)),
+            ]
+
+        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, dkv.k, dkv.v, *dq)
+        self._launch(work, kv, operands, describe)
+
+    def _launch(
+        self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]
+    ) -> None:
+        """Launch what `describe` makes of the operands, once for each kind of them; then repeat it."""
+        q = operands[0]
+        assert q is not None
+        device = q.get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(work, kv, operands, describe)
+            return
+        key = (device, kv.first_head, q.dtype, q.shape, kv.v.shape, layouts(operands))
+        launches = work.launches.get(key)
+        if launches is None:
+            # Two operands may be one tensor: each gets an object of its own, by which it is told apart.
+            own = [None if x is None else x.detach() for x in operands]
+            launches = tuple(kept.repeat(call, own, self.spare) for call in describe(*own))
+            work.launches[key] = launches
+        for launch in launches:
+            launch(operands)
+
+    def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
+        dim = max(q.shape[3], value_dim)
         if q.dtype not in DTYPES:
             raise UnsupportedError(f"engine 'triton' does not support {q.dtype}; use engine='plain'")
         if dim > DIMS[-1]:
             raise UnsupportedError(
                 f"engine 'triton' takes head dimensions to {DIMS[-1]}, not {dim}; use engine='plain'"
             )
-        return self._configs or configs_for(architecture(q.device), q.dtype, dim)
+        if self._configs is not None:
+            return self._configs
+        arch = architecture(q.device)
+        if self._form == "gluon":
+            return configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
+        try:
+            return configs_for(arch, q.dtype, dim, self._form)
+        except LookupError as error:
+            raise UnsupportedError(f"engine 'triton': {error}; leave the form to the table") from error
+
+
+def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
+    """(rows, batch, heads, dim) views, batches outermost: the result, and where not `alone` what is carried."""
+    shape = (q.shape[1], q.shape[0], q.shape[2], dim)
+    result = q.new_empty(shape).transpose(0, 1)
+    if alone or q.dtype == torch.float32:
+        return Output(None if alone else result, result)
+    return Output(q.new_empty(shape, dtype=torch.float32).transpose(0, 1), result)
+
+
+def _loadable(config: Config, *read: Tensor) -> Config:
+    """The same blocks by plain loads where a tensor descriptor cannot read the rows of all the tensors."""
+    if config.form == "pointers" or describable(*read):
+        return config
+    return config._replace(num_warps=8, form="pointers")
 
 
 class _Facts(TypedDict):
@@ -104,7 +208,7 @@ class _Facts(TypedDict):
 
 
 def _facts(kv: KV, work: TritonWork) -> _Facts:
-    scale, group, softcap = work.softmax
+    scale, group, softcap = work.whole.softmax
     return _Facts(scale=scale, softcap=softcap, group=group, first_kv_head=kv.first_head)
 
 

@@ -27,7 +27,7 @@ from ringattn.plan import (
     buffer_bytes,
     record_elements,
 )
-from ringattn.problem import Problem
+from ringattn.problem import EIGHT_BIT, Problem
 from ringattn.schedule.content import Content, piece_of, size, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
 from ringattn.sweep import TileTable
@@ -68,16 +68,18 @@ class _Projection:
         sends = [self._send(copy, now, packs) for copy in step.copies if copy.src == self.rank]
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         zeros: list[int] = []
+        restores: list[Pack] = []
         work: list[Fold | Add] = []
         for item in step.work:
             if isinstance(item, Merge):
                 part = self._use(self.held[item.part], now)
                 work.append(Add(part, self._sum(item.into, now, zeros)))
             else:
-                kv = HOME if item.kv.owner == self.rank else self._use(self.held[item.kv], now)
+                kv = HOME if item.kv.owner == self.rank else self._readable(item.kv, now, restores)
                 dkv = self._sum(item.dkv, now, zeros) if isinstance(item, AttendGrad) else HOME
                 work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
-        return PlanStep(index, tuple(packs), tuple(sends), tuple(recvs), tuple(zeros), tuple(work))
+        done = tuple(packs), tuple(sends), tuple(recvs), tuple(zeros), tuple(restores), tuple(work)
+        return PlanStep(index, *done)
 
     def _new(self, label: str, content: Content, dtype: str, now: int, last: int | None = None) -> int:
         self.buffers.append(Buffer(label, content, dtype, now, now if last is None else last))
@@ -87,6 +89,15 @@ class _Projection:
         self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
         return buffer
 
+    def _readable(self, block: Block, now: int, restores: list[Pack]) -> int:
+        """The buffer in which this step's work reads an arrived block: where it lies, or restored from eight bits."""
+        held = self._use(self.held[block], now)
+        if self.buffers[held].dtype not in EIGHT_BIT:
+            return held
+        restored = self._new(f"{block} restored", self.buffers[held].content, self.problem.dtype, now)
+        restores.append(Pack(held, restored))
+        return restored
+
     def _own_block(self) -> Content:
         """What is packed once of the own K/V: all rows that are ever sent."""
         block = Block(Kind.KV, self.rank)
@@ -95,7 +106,7 @@ class _Projection:
 
     def _send(self, copy: Copy, now: int, packs: list[Pack]) -> Send:
         label = f"{copy.block} to rank {copy.dst}"
-        dtype = self.problem.dtype
+        dtype = self.problem.kv_dtype
         if copy.block.kind is Kind.DKV:
             source = self._use(self.held[copy.block], now)
             dtype = self.problem.wire_dtype or self.problem.accumulator_dtype
@@ -108,7 +119,7 @@ class _Projection:
             packs.append(Pack(source, self._new(f"{copy.block} packed", copy.content, dtype, now)))
             source, first = packs[-1].into, 0
         self._use(source, now)
-        elements = record_elements(self.problem)
+        elements = record_elements(self.problem, dtype)
         return Send(copy.dst, source, first * elements, size(copy.content) * elements, label)
 
     def _packed_own(self, copy: Copy, now: int, packs: list[Pack]) -> int:
@@ -117,12 +128,12 @@ class _Projection:
             return HOME
         block = Block(Kind.KV, self.rank)
         if block not in self.held:
-            self.held[block] = self._new(f"{block} packed", self.own, self.problem.dtype, now)
+            self.held[block] = self._new(f"{block} packed", self.own, self.problem.kv_dtype, now)
             packs.append(Pack(HOME, self.held[block]))
         return self.held[block]
 
     def _recv(self, copy: Copy, now: int) -> Recv:
-        dtype = self.problem.dtype
+        dtype = self.problem.kv_dtype
         if copy.block.kind is Kind.DKV:
             dtype = self.problem.wire_dtype or self.problem.accumulator_dtype
         self.held[copy.block] = self._new(f"{copy.block} from rank {copy.src}", copy.content, dtype, now)
@@ -208,15 +219,21 @@ def verify_placement(plan: Plan) -> None:
             write(pack.into, now)
         for send in step.sends:
             read(send.buffer, now, after=send.buffer in received)
-            held = size(plan.buffers[send.buffer].content) * record_elements(plan.problem)
+            sent = plan.buffers[send.buffer]
+            held = size(sent.content) * record_elements(plan.problem, sent.dtype)
             if not 0 <= send.first <= send.first + send.elements <= held:
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             write(recv.buffer, now)
         for zero in step.zeros:
             write(zero, now)
+        for pack in step.restores:
+            read(pack.source, now, after=pack.source in received)
+            write(pack.into, now)
         for item in step.work:
             sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
+            if isinstance(item, Fold) and item.kv != HOME and plan.buffers[item.kv].dtype in EIGHT_BIT:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.kv].label} is not restored")
             for source in sources:
                 read(source, now, after=source in received)
     spans = [

@@ -53,6 +53,11 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
+    @property
+    def spare(self) -> int:
+        """Multiprocessors of the device that an exchange works on, which kernels should leave free meanwhile."""
+        ...
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` that `exchange` can send from and receive into."""
         ...
@@ -110,6 +115,11 @@ class Rebound:
 
 class HostTransport:
     """What transports have in common whose `wait` holds the host until the bytes are there."""
+
+    @property
+    def spare(self) -> int:
+        """None: nothing of theirs runs on a device."""
+        return 0
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
         """See `Transport.bind`; the messages are checked when the hop starts."""

@@ -33,13 +33,19 @@ RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
 
 
 class Found(NamedTuple):
-    """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none."""
+    """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
+
+    `bulk_loads`: instructions that load through a tensor descriptor (UTMALDG); `handovers`: of registers between groups
+    of warps (USETMAXREG), which only a kernel that was split between them has.
+    """
 
     registers: int
     spills: int
     shared_bytes: int
     tensor_columns: int
     matrix: str
+    bulk_loads: int
+    handovers: int
 
 
 def compiled(name: str) -> Found:
@@ -61,6 +67,8 @@ def compiled(name: str) -> Found:
         shared_bytes=kernel.metadata.shared,
         tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
+        bulk_loads=len(re.findall(r"\bUTMALDG\b", code)),
+        handovers=len(re.findall(r"\bUSETMAXREG\b", code)),
     )
 
 

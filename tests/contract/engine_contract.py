@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.engine.base import KV, Carry, Engine, Output, Seed, Softmax
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Tile
 from ringattn.partial import accumulator_dtype
@@ -49,17 +49,21 @@ def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like:
         for row in (tile.q if side == "q" else tile.k).rows.members():
             for head in tile.heads.members():
                 mask[row, 0, head if side == "q" else head // group - first_head] = True
-    return mask
+    return mask.to(like.device)
 
 
 class Trial:
     """A scenario with its random tensors: what an engine makes of them and what is true."""
 
-    def __init__(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
-        s = self.scenario = scenario
+    def __init__(
+        self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0, device: str = "cpu"
+    ) -> None:
+        s, self.device = scenario, torch.device(device)
+        self.scenario = scenario
         self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
         self.generator = torch.Generator().manual_seed(seed)
         self.softmax = Softmax(SCALE, s.group, s.softcap)
+        self.sinks: Tensor | None = None
         self.storage: list[Tensor] = []
         every_tile = [tile for step in s.steps for tile in step.tiles]
         self.q = self._input((s.q_rows, s.batch, s.heads, s.d_k), every_tile, "q", 0)
@@ -76,7 +80,7 @@ class Trial:
         self.dlse = self._random((s.batch, s.heads, s.q_rows)).to(self.accumulator) if with_dlse else None
 
     def _random(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
 
     def _input(self, shape: tuple[int, ...], tiles: Sequence[Tile], side: str, first_head: int) -> Tensor:
         values = self._random(shape)
@@ -84,28 +88,39 @@ class Trial:
         return laid_out(values, self.scenario.memory)[0]
 
     def _output(self, values: Tensor) -> Tensor:
-        view, held = laid_out(values.to(self.accumulator), self.scenario.memory)
+        view, held = laid_out(values, self.scenario.memory)
         self.storage.append(held)
         return view
 
+    def _relaid(self, output: Output, touched: Tensor) -> Output:
+        """What an engine begins with, in memory of ours: NaN wherever it promises not to read."""
+        carried, result = output
+        if result is not None:  # every row is written by some step before another reads it
+            touched = torch.zeros_like(touched)
+        return Output(*(
+            None if x is None else self._output(x.masked_fill(~touched, NAN)) for x in (carried, result)
+        ))  # fmt: skip
+
     def run(self, engine: Engine) -> dict[str, Tensor]:
         """out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers."""
-        s, works = self.scenario, [engine.prepare(step.tiles, self.softmax) for step in self.scenario.steps]
-        out = self._output(torch.zeros(self.dout.shape).masked_fill(~self.q_touched, NAN))
-        lse = torch.full((s.batch, s.heads, s.q_rows), float("-inf"), dtype=self.accumulator)
-        lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
+        s = self.scenario
+        works = engine.prepare([step.tiles for step in s.steps], self.softmax, s.q_rows, s.heads)
+        begun = engine.begin(works, self.q, s.d_v, self.sinks)
+        carry = begun._replace(out=self._relaid(begun.out, self.q_touched))
+        carry.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
         for kv, work in zip(self.kvs, works, strict=True):
-            engine.attend(self.q, kv, out, lse, work)
-        results = {"out": out, "lse": lse, "dq": self._output(torch.zeros(self.q.shape))}
-        final = out.to(self.dtype)
-        delta = (self.dout.to(self.accumulator) * final.to(self.accumulator)).sum(-1).permute(1, 2, 0)
-        delta = delta if self.dlse is None else delta - self.dlse
-        seed = Seed(self.dout, final, lse, self.dlse, delta)
+            engine.attend(self.q, kv, carry, work)
+        final, dq = (
+            carry.out.settled(self.dtype),
+            self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched)),
+        )
+        results = {"out": final, "lse": carry.lse}
+        seed = Seed(self.dout, final, carry.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
         for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
-            dkv = KV(self._output(torch.ones(kv.k.shape)), self._output(torch.ones(kv.v.shape)), kv.first_head)
-            engine.attend_grad(self.q, kv, seed, results["dq"], dkv, work)
+            dkv = KV(*(self._output(torch.ones(x.shape, dtype=self.accumulator)) for x in kv[:2]), kv.first_head)
+            engine.attend_grad(self.q, kv, seed, dq, dkv, work)
             results |= {f"dk{i}": dkv.k - 1, f"dv{i}": dkv.v - 1}
-        return results
+        return results | {"dq": dq.settled(self.dtype)}
 
     def truth(self) -> dict[str, Tensor]:
         """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""
@@ -137,7 +152,7 @@ class Trial:
         inside = (distance >= tile.band.lo) & (distance <= tile.band.hi)
         for head in tile.heads.members():
             mask[head, q_rows[:, None], key_rows[None, :]] = inside
-        return mask
+        return mask.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
         """Compare with the truth where tiles are, and with what was there before elsewhere."""
@@ -176,12 +191,13 @@ class EngineContract:
     """The suite. An engine that sets `softcap` to false must refuse it by name."""
 
     softcap = True
+    device = "cpu"
 
     def engine(self) -> Engine:
         raise NotImplementedError
 
     def tried(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
-        trial = Trial(scenario, dtype, with_dlse, seed)
+        trial = Trial(scenario, dtype, with_dlse, seed, self.device)
         trial.check(trial.run(self.engine()), TOLERANCE[dtype])
         trial.check_margins()
 
@@ -191,7 +207,7 @@ class EngineContract:
     def test_scenario(self, name: str, dtype: torch.dtype, with_dlse: bool) -> None:
         if SCENARIOS[name].softcap is not None and not self.softcap:
             with pytest.raises(UnsupportedError, match="softcap"):
-                self.engine().prepare((), Softmax(SCALE, 1, SCENARIOS[name].softcap))
+                self.engine().prepare([()], Softmax(SCALE, 1, SCENARIOS[name].softcap), 1, 1)
             return
         self.tried(SCENARIOS[name], dtype, with_dlse)
 
@@ -199,16 +215,42 @@ class EngineContract:
     def test_random_tiles(self, seed: int) -> None:
         self.tried(random_scenario(seed), torch.float64, with_dlse=seed % 2 == 1, seed=seed)
 
-    @pytest.mark.parametrize("name", ["zigzag", "window", "part-of-the-heads"])
+    @pytest.mark.parametrize("name", ["zigzag", "window", "part-of-the-heads", "whole-pass"])
     def test_same_bits_twice(self, name: str) -> None:
-        first, second = (Trial(SCENARIOS[name], torch.float32, True).run(self.engine()) for _ in range(2))
+        first, second = (
+            Trial(SCENARIOS[name], torch.float32, True, 0, self.device).run(self.engine()) for _ in range(2)
+        )
         assert all(torch.equal(first[part].nan_to_num(7.0), second[part].nan_to_num(7.0)) for part in first)
 
+    @pytest.mark.parametrize("name", ["zigzag", "part-of-the-heads", "whole-zigzag-pass", "full"])
+    def test_a_sink_takes_weight_and_gives_no_value(self, name: str) -> None:
+        """And is the lse of a row that sees no key."""
+        trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
+        heads, seen = trial.scenario.heads, trial.q_touched.permute(1, 2, 0, 3)
+        trial.sinks = torch.linspace(-1.0, 2.0, heads, device=trial.device)
+        truth, sinks = trial.truth(), trial.sinks.double()[None, :, None]
+        lse = torch.logaddexp(truth["lse"], sinks)
+        out = truth["out"].permute(1, 2, 0, 3) * torch.exp(truth["lse"] - lse)[..., None]
+        found = trial.run(self.engine())
+        assert ((found["lse"] - lse).abs()[seen[..., 0].expand(lse.shape)] <= 1e-5).all()
+        assert ((found["out"].permute(1, 2, 0, 3) - out).abs()[seen.expand(out.shape)] <= 1e-5).all()
+
+    def test_a_row_that_no_step_meets_has_its_sink_as_lse(self) -> None:
+        engine, sinks = self.engine(), torch.tensor([0.5, -1.0], device=self.device)
+        q = torch.randn(6, 2, 2, 16, device=self.device)
+        works = engine.prepare([()], Softmax(SCALE), 6, 2)
+        carry = engine.begin(works, q, 16, sinks)
+        engine.attend(q, KV(q, q), carry, works[0])
+        assert not carry.out.settled(q.dtype).any()
+        assert torch.equal(carry.lse, sinks[None, :, None].expand(2, 2, 6))
+
     def test_no_tiles_change_nothing(self) -> None:
-        trial = Trial(SCENARIOS["zigzag"], torch.float32, True)
-        out, lse = torch.randn(trial.dout.shape), torch.randn(trial.dlse.shape)  # type: ignore[union-attr]
-        before = out.clone(), lse.clone()
-        self.engine().attend(trial.q, trial.kvs[0], out, lse, self.engine().prepare((), trial.softmax))
+        trial = Trial(SCENARIOS["zigzag"], torch.float32, True, 0, self.device)
+        shapes = trial.dout.shape, trial.dlse.shape  # type: ignore[union-attr]
+        out, lse = (torch.randn(shape, device=self.device) for shape in shapes)
+        before, engine = (out.clone(), lse.clone()), self.engine()
+        works = engine.prepare([()], trial.softmax, trial.scenario.q_rows, trial.scenario.heads)
+        engine.attend(trial.q, trial.kvs[0], Carry(Output(out), lse), works[0])
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,7 +260,9 @@ class EngineContract:
         q, k, band = DENSE[0]
         halves = [(q, k.pick(Run(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
         # `pick` keeps buffer rows, so both steps read one buffer layout; the second half of the first is never read.
-        trial = Trial(simple(tuple(halves), Run(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False)
+        trial = Trial(
+            simple(tuple(halves), Run(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False, 0, self.device
+        )
         results, truth = trial.run(self.engine()), trial.truth()
         inputs = [trial.q.nan_to_num(0.0)[:96], *self._joined(trial)]
         ours = {"out": results["out"][:96], "dq": results["dq"][:96]}

@@ -57,6 +57,29 @@ BOTH_SIDES = ((strip(0, 60), strip(0, 60), Band(-7, 9)), (strip(60, 30), strip(0
 BLIND = ((strip(0, 20), strip(12, 20), CAUSAL), (strip(0, 20), strip(100, 20), CAUSAL))
 DENSE = ((strip(0, 96), strip(0, 96), CAUSAL),)
 
+
+def whole(
+    steps: tuple[tuple[tuple[Strip, Strip, Band], ...], ...], q_rows: int, heads: int, group: int, **facts: object
+) -> Scenario:
+    """Steps of several tiles each that together meet every query row of every head, as a rank's own pass does."""
+    made = tuple(
+        Step(
+            tuple(Tile(*tile, Run(0, heads)) for tile in tiles),
+            max(k.rows.stop for _, k, _ in tiles) + 2,
+            Run(0, heads // group),
+        )
+        for tiles in steps
+    )
+    return Scenario(made, q_rows, heads // group, group, **facts)  # type: ignore[arg-type]
+
+
+LOW, HIGH = strip(0, 32), strip(96, 32, row=32)
+ZIGZAG_PASS = (
+    ((LOW, strip(0, 32), CAUSAL), (HIGH, strip(0, 32), CAUSAL), (HIGH, strip(96, 32, row=32), CAUSAL)),
+    ((HIGH, strip(32, 32), CAUSAL), (HIGH, strip(64, 32, row=32), CAUSAL)),
+)
+RING_PASS = tuple(((strip(60, 30), strip(start, 30), CAUSAL),) for start in (60, 30, 0))
+
 SCENARIOS = {
     "full": simple(((strip(0, 33), strip(50, 45), FULL),), Run(0, 2), 2, batch=2),
     "causal": simple(DENSE, Run(0, 2), 2, batch=2, memory="heads"),
@@ -76,6 +99,9 @@ SCENARIOS = {
     "wider-keys": simple(WINDOW, Run(0, 4), 2, group=2, d_k=24, d_v=8, batch=2),
     "wider-values": simple(ZIGZAG, Run(0, 4), 2, group=2, d_k=8, d_v=20, memory="records"),
     "one-pair": simple(((strip(5, 1), strip(5, 1), CAUSAL),), Run(0, 1), 1),
+    "whole-pass": whole(RING_PASS, 30, 4, 2, batch=2, memory="records"),
+    "whole-zigzag-pass": whole(ZIGZAG_PASS, 64, 3, 3, batch=2, d_v=20),
+    "whole-call": whole((((strip(0, 40), strip(0, 40), CAUSAL),),), 40, 2, 1, softcap=1.5),
     "softcap": simple(WINDOW, Run(0, 4), 2, group=2, softcap=1.5, batch=2),
 }
 

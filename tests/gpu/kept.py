@@ -5,6 +5,7 @@ Does not know: what was measured.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -41,14 +42,17 @@ def facts() -> dict[str, str]:
 
 def keep(file: str, name: str, found: Any) -> None:
     """Put `found` under `name` into `bench/results/gpu/<file>.json`; what other machines measured there is dropped."""
-    path = FOLDER / f"{file}.json"
     now = facts()
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if kept.get("measured on") != now:
-        kept = {"measured on": now}
-    kept[name] = found
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / f"{file}.json", "a+", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # parts of the tests run in several processes
+        held.seek(0)
+        kept = json.loads(held.read() or "{}")
+        if kept.get("measured on") != now:
+            kept = {"measured on": now}
+        kept[name] = found
+        held.truncate(0)
+        held.write(json.dumps(kept, indent=1) + "\n")
 
 
 def _first_line(*command: str) -> str:

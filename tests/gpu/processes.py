@@ -103,8 +103,8 @@ def in_order(ring: Ring) -> list[list[Any]]:
         item = {at: getattr(torch, buffer.dtype).itemsize for at, buffer in enumerate(plan.buffers)}
         for step in plan.steps:
             whole = {recv.buffer: size(plan.buffers[recv.buffer].content) for recv in step.recvs}
-            records = record_elements(plan.problem)
-            planned += [["Recv", r.peer, whole[r.buffer] * records * item[r.buffer]] for r in step.recvs]
+            record = {at: record_elements(plan.problem, buffer.dtype) for at, buffer in enumerate(plan.buffers)}
+            planned += [["Recv", r.peer, whole[r.buffer] * record[r.buffer] * item[r.buffer]] for r in step.recvs]
             planned += [["Send", s.peer, s.elements * item[s.buffer]] for s in step.sends]
     return planned
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.engine.base import KV, Seed, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
-from ringattn.engine.select import engine_named
+from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import CAUSAL, Run, Tile
@@ -102,25 +102,15 @@ def test_carried_steps_equal_one_launch_bitwise(steps: int, dtype: torch.dtype) 
 def test_more_steps_lose_no_accuracy(steps: int) -> None:
     """The error of a bfloat16 result of a ring of any size is within 1.25 times that of one step."""
     (q, kv), alone, plain = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1), PlainEngine()
-    truth = tuple(x.double() for x in unseen(q, raw=False))
-    exact = KV(*(x.double() for x in kv))
-    plain.attend(q.double(), exact, truth[0], truth[1], plain.prepare(alone, Softmax(SCALE)))
+    truth, works = plain.begin((), q.double(), 16, None), plain.prepare([alone], Softmax(SCALE), 48, 2)
+    plain.attend(q.double(), KV(*(x.double() for x in kv)), truth, works[0])
     errors = []
     for tiles in (alone, ring_tiles(steps)):
         state = unseen(q, raw=False)
         for tile in tiles:
             launched(q, kv, state, [tile])
-        errors.append((state[0].bfloat16().double() - truth[0]).square().mean().sqrt().item())
+        errors.append((state[0].bfloat16().double() - truth.out.settled(torch.float64)).square().mean().sqrt().item())
     assert 0 < errors[1] <= 1.25 * errors[0]
-
-
-def test_first_step_reads_no_state() -> None:
-    (q, kv), tiles = random_inputs(torch.float32, 48, 128), ring_tiles(1)
-    clean, poisoned = unseen(q, raw=False), unseen(q, raw=False)
-    poisoned[0].fill_(float("nan")), poisoned[1].fill_(float("nan"))
-    launched(q, kv, clean, tiles)
-    launched(q, kv, poisoned, tiles, first=True)
-    assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
 
 
 @pytest.mark.parametrize("programs", [1, 4, 100])
@@ -150,13 +140,16 @@ def test_offsets_beyond_int32() -> None:
     for near, there in zip((q, *kv), far, strict=True):
         there.copy_(near)
     engine, results = TritonEngine(SMALL), []
-    work = engine.prepare([Tile(strip(10, 3), strip(0, 3), CAUSAL, Run(0, 2))], Softmax(SCALE))
+    tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, Run(0, 2))]
     for at, k, v in ((q, *kv), far):
-        out, lse = unseen(q, raw=False)
-        engine.attend(at, KV(k, v), out, lse, work)
-        dq, dk, dv = (torch.zeros(shape) for _ in range(3))
-        engine.attend_grad(at, KV(k, v), Seed(q, out, lse, None, torch.zeros_like(lse)), dq, KV(dk, dv), work)
-        results.append((out, lse, dq, dk, dv))
+        works = engine.prepare([tiles], Softmax(SCALE), 3, 2)
+        carry, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
+        engine.attend(at, KV(k, v), carry, works[0])
+        out, dk, dv = carry.out.settled(q.dtype), *(torch.zeros(shape) for _ in range(2))
+        engine.attend_grad(
+            at, KV(k, v), Seed(q, out, carry.lse, None, torch.zeros_like(carry.lse)), dq, KV(dk, dv), works[0]
+        )
+        results.append((out, carry.lse, dq.settled(q.dtype), dk, dv))
     assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
 
@@ -179,13 +172,13 @@ def test_a_strong_softcap() -> None:
 
 def test_wider_heads_than_the_kernels_hold_are_refused() -> None:
     q = torch.zeros(1, 1, 1, 257)
-    work = TritonEngine().prepare((), Softmax(1.0))
+    works = TritonEngine().prepare([()], Softmax(1.0), 1, 1)
     with pytest.raises(UnsupportedError, match=r"256, not 257.*engine='plain'"):
-        TritonEngine().attend(q, KV(q, q), q, q[..., 0], work)
+        TritonEngine().begin(works, q, 257, None)
 
 
 def test_the_interpreter_is_enough_to_be_chosen_by_name() -> None:
-    assert engine_named("triton", None, torch.device("cpu")).name == "triton"
+    assert choose("triton", torch.device("cpu"), torch.float32, 64, 64, None).engine.name == "triton"
 
 
 def test_without_the_shim_bfloat16_is_silently_wrong() -> None:

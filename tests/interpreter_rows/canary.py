@@ -2,11 +2,15 @@
 
 Margins of inputs are NaN, so that a value read there spoils a result; places of results and their margins hold a number
 that no result has. Margins are compared bit by bit at the end, so that a value written there is found.
+Promises: everything lies on torch's default device, with the same numbers on each.
 Does not know: kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,14 +56,30 @@ class Canaries:
             )
 
 
+@pytest.fixture
+def canaries() -> Iterator[Canaries]:
+    """Places for tensors, whose surroundings are checked at the end."""
+    made = Canaries()
+    yield made
+    made.check()
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8).unflatten(-1, (-1, x.element_size()))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Normal numbers, drawn in float64 so that every dtype gets the same ones, rounded."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
+
+
+def shuffled(count: int) -> Tensor:
+    """The numbers below `count` in a random order."""
+    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def error(x: Tensor, truth: Tensor) -> float:

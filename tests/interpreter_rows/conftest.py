@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.interpreter_rows.canary import Canaries
+from tests.interpreter_rows.canary import canaries
+
+__all__ = ["canaries"]
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
@@ -25,11 +27,3 @@ def narrow_floats() -> Iterator[None]:
 
     with bf16(), fp8():
         yield
-
-
-@pytest.fixture
-def canaries() -> Iterator[Canaries]:
-    """Places for tensors, whose surroundings are checked at the end."""
-    made = Canaries()
-    yield made
-    made.check()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.kernels.rows import move_rows_call
-from tests.interpreter_rows.canary import Canaries, random
+from tests.interpreter_rows.canary import Canaries, random, shuffled
 
 SHAPES = [(1, 1, 1, 16), (37, 2, 3, 48), (64, 1, 2, 128), (33, 2, 1, 80)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -36,7 +36,7 @@ def test_rows_at_a_stride_are_a_slice(canaries: Canaries) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_and_scatter_by_list(canaries: Canaries, dtype: torch.dtype) -> None:
-    rows = canaries.hold(torch.randperm(50, generator=torch.Generator().manual_seed(1))[:35], dense=True)
+    rows = canaries.hold(shuffled(50)[:35], dense=True)
     source = canaries.hold(random(50, 2, 3, 48, dtype=dtype))
     record = canaries.out((35, 2, 3, 48), dtype, dense=True)
     move_rows_call(source, record, gather=rows).run()

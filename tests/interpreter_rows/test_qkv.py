@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.errors import InputError
+from ringattn.geometry import Run
 from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
 from ringattn.kernels.qkv_projection import projection_call
 from ringattn.projection import project_kv, project_q, project_qkv
@@ -18,7 +19,6 @@ from tests.interpreter_rows.canary import Canaries, error, random
 
 FP32 = 1e-6  # three times the floor that was measured in this interpreter
 BATCH, TOKENS, MODEL, HEADS, KV_HEADS = 2, 37, 72, 4, 2
-POSITIONS = torch.arange(TOKENS) * 1000 + 7
 FULL = {"bias": True, "norm": True, "rope": Rope("neox")}
 CASES: dict[str, dict[str, Any]] = {
     "all-neox": FULL,
@@ -28,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
     "norm": {"bias": False, "norm": True, "rope": None},
     "rope": {"bias": False, "norm": False, "rope": Rope("neox")},
 }
+
+
+def positions() -> Tensor:
+    """Global positions of the tokens."""
+    return torch.arange(TOKENS) * 1000 + 7
 
 
 def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, rope: Rope | None) -> list[Tensor]:
@@ -42,7 +47,7 @@ def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, 
     q_norm, k_norm = (leaf(dim), leaf(dim)) if norm else (None, None)
     made = project_qkv(
         x, weight, b, HEADS, KV_HEADS, dim,
-        q_norm=q_norm, k_norm=k_norm, rope=rope, positions=POSITIONS if rope else None, backend=backend,  # type: ignore
+        q_norm=q_norm, k_norm=k_norm, rope=rope, positions=positions() if rope else None, backend=backend,  # type: ignore
     )  # fmt: skip
     seeds = [random(*heads.shape, dtype=torch.bfloat16, seed=5).to(dtype) for heads in made]
     leaves = [one for one in (x, weight, b, q_norm, k_norm) if one is not None]
@@ -81,14 +86,14 @@ def test_half_precision_errs_no_more_than_plain_torch(case: str, backend: str, d
 def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
     dim, rows = 32, torch.tensor([36, 3, 4, 20, 0])
     x, weight = random(BATCH, TOKENS, MODEL).requires_grad_(), random(2 * KV_HEADS * dim, MODEL).requires_grad_()
-    turn = rotation(POSITIONS[rows], dim, 1e4, torch.float32)
+    turn = rotation(positions()[rows], dim, 1e4, torch.float32)
     record = canaries.out((5, BATCH, KV_HEADS, 2 * dim), torch.float32, dense=True)
     into = record[..., :dim], record[..., dim:]
     k, v = project_kv(x, weight, None, dim, turn=turn, rows=rows, into=into, backend=backend)  # type: ignore
     assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
 
     wide_x, wide_w = (one.detach().double().requires_grad_() for one in (x, weight))
-    wide_turn = rotation(POSITIONS[rows], dim, 1e4, torch.float64)
+    wide_turn = rotation(positions()[rows], dim, 1e4, torch.float64)
     raw = (wide_x[:, rows] @ wide_w.T).unflatten(-1, (-1, dim))
     truth = rotate(raw[:, :, :KV_HEADS], *wide_turn), raw[:, :, KV_HEADS:]
     seeds = random(*k.shape, seed=1), random(*v.shape, seed=2)
@@ -96,6 +101,31 @@ def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
     grads = torch.autograd.grad(truth, (wide_x, wide_w), [seed.double() for seed in seeds])
     assert all(error(one, other) < FP32 for one, other in zip(mine, [*truth, *grads], strict=True))
     assert torch.equal(record.transpose(0, 1), torch.cat((k, v), -1))
+
+
+@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
+@pytest.mark.parametrize("run", [Run(1, 12, 3), Run(5, 4, 8)], ids=str)
+def test_dilated_rows_by_list_and_by_slice(run: Run, backend: Any) -> None:
+    """A run of rows as a list, also one that lies in a wider table, and as a view of x, is the same."""
+    dim, x, weight = (
+        32,
+        random(BATCH, TOKENS, MODEL).requires_grad_(),
+        random(2 * KV_HEADS * 32, MODEL).requires_grad_(),
+    )
+    rows = torch.arange(run.start, run.stop, run.stride)
+    turn, norm = rotation(positions()[rows], dim, 1e4, torch.float32), random(dim)
+    seeds = random(BATCH, run.count, KV_HEADS, dim, seed=1), random(BATCH, run.count, KV_HEADS, dim, seed=2)
+
+    def made(of: Tensor, rows: Tensor | None) -> list[Tensor]:
+        k, v = project_kv(of, weight, None, dim, norm=norm, turn=turn, rows=rows, backend=backend)
+        return [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
+
+    by_slice = made(x[:, run.start : run.stop : run.stride], None)
+    in_a_table = torch.stack((rows, torch.full_like(rows, 1 << 40)), 1)[:, 0]
+    for by_list in (made(x, rows), made(x, in_a_table)):
+        assert all(error(one, other) < FP32 for one, other in zip(by_list, by_slice, strict=True))
+        # Other products are of torch, which may take another kernel for other strides.
+        assert backend != "fused" or all(map(torch.equal, by_list[:2], by_slice[:2]))
 
 
 @pytest.mark.parametrize("style", ["neox", "interleaved"])
@@ -157,7 +187,7 @@ def test_what_the_kernels_cannot_do(backend: Any) -> None:
 @pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
 def test_autocast_gives_its_own_dtype(backend: Any) -> None:
     x, weight, bias = random(1, 3, 16), random(32, 16), random(32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         q = project_q(x, weight, bias, 16, norm=torch.ones(16), backend=backend)
     narrow = [one.bfloat16() for one in (x, weight, bias)]
     assert torch.equal(q, project_q(*narrow, 16, norm=torch.ones(16), backend=backend))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn import records
 from ringattn.kernels.quantize import LARGEST, quantize_call, restore_call
 from tests.interpreter_rows.canary import Canaries, random
 
@@ -80,6 +81,22 @@ def test_what_is_not_finite_comes_back_as_nan(canaries: Canaries, code: torch.dt
     back = restored(canaries, *quantized(canaries, x, code))
     assert back[1, 0, 1].isnan().all()
     assert back.isnan().sum() == 16
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_same_bits_as_plain_torch(canaries: Canaries, code: torch.dtype, dtype: torch.dtype) -> None:
+    x = random(37, 2, 3, 20, dtype=dtype) * torch.logspace(-40, 4, 37).to(dtype).view(-1, 1, 1, 1)
+    x[3], x[4, ..., 1::2] = 0.0, torch.finfo(dtype).max * 0.99
+    values, scales = quantized(canaries, x, code)
+    plain_values, plain_scales = canaries.out(x.shape, code), canaries.out(x.shape[:3], torch.float32)
+    records.quantize(x, plain_values, plain_scales)
+    assert torch.equal(scales.view(torch.int32), plain_scales.view(torch.int32))
+    assert torch.equal(values.view(torch.uint8), plain_values.view(torch.uint8))
+    back = canaries.out(x.shape, dtype)
+    records.restore(values, scales, back)
+    assert back.isfinite().all()
+    assert torch.equal(back, restored(canaries, values, scales, dtype))
 
 
 @pytest.mark.parametrize("code", CODES)

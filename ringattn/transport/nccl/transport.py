@@ -51,6 +51,11 @@ STUCK_ABORT_EXIT_CODE = 75
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
 
+SPARE = 4
+"""Multiprocessors left free where NCCL chooses its own thread blocks: 4 to 8 are enough for its sends and receives to
+begin beside a kernel that fills the others (MagiAttention, docs/source/blog/kernel_overlap.md)."""
+
+
 class NcclTransport:
     """One rank of a ring over NCCL. Made by `open`."""
 
@@ -229,6 +234,11 @@ class NcclTransport:
         computed.record(self.gpu.current_stream())
         if not wait_until(computed.query, Deadline(self._timeout_s), self.check):
             raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {self._timeout_s} s")
+
+    @property
+    def spare(self) -> int:
+        """See `Transport`; none alone."""
+        return 0 if self.world_size == 1 else self.options.max_ctas or SPARE
 
     def _meet(self, host: Host) -> None:
         """From the store to a warm communicator."""

@@ -1,0 +1,172 @@
+"""What the kernel benchmark lets run against each other, behind one call each for forward and backward.
+
+Promises inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of each
+contestant against a dense float64 truth, at most 1.25 times the error of torch's own attention on the same inputs.
+Does not know: clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringattn.engine import aten
+from ringattn.engine.aten import BlockOp
+from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.engine.flash import NEEDS, flash_engine
+from ringattn.engine.select import choose
+from ringattn.engine.triton import TritonEngine, architecture
+from ringattn.errors import UnsupportedError
+from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
+
+GATE_TOKENS, GATE_HEADS, MARGIN = 1000, 2, 1.25
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+RIVALS = ("aten", "triton", *NEEDS)
+"""Engines between which engine="auto" chooses."""
+
+Work = Callable[[], Any]
+
+
+class Inputs(NamedTuple):
+    """(batch, tokens, heads, dim) each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+class Contestant(NamedTuple):
+    """`passes(inputs, causal)` gives (forward, backward) to call again and again.
+
+    forward() returns out, backward() (dq, dk, dv); both in the layout of the inputs. `engine`: ours, or None.
+    """
+
+    name: str
+    passes: Callable[[Inputs, bool], tuple[Work, Work]]
+    engine: TritonEngine | None = None
+
+
+def made_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tokens: int | None = None) -> Inputs:
+    """Random; `k_tokens`: of k and v, by default as many as of q."""
+    shapes = [(batch, n, heads, dim) for n in (tokens, k_tokens or tokens, k_tokens or tokens, tokens)]
+    return Inputs(*(torch.randn(shape, device=DEVICE, dtype=getattr(torch, dtype)) for shape in shapes))
+
+
+def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
+    """All that can run here (or those named in `only`), and why the others cannot."""
+    found, refused = [], {}
+    made: dict[str, Callable[[], Contestant]] = {
+        "cudnn": lambda: _of_op("cudnn", aten.CUDNN),
+        "flash": lambda: _of_op("flash", aten.FLASH),
+        **{name: (lambda name=name: _of_flash(name, dim, dtype)) for name in NEEDS},  # type: ignore[misc]
+        "pointers": lambda: ours("pointers", TritonEngine(form="pointers")),
+        "descriptors": lambda: ours("descriptors", TritonEngine(form="descriptors")),
+        "specialized": lambda: ours("specialized", TritonEngine(form="specialized")),
+        "gluon": lambda: ours("gluon", TritonEngine(form="gluon")),
+        "fused": lambda: ours("fused", TritonEngine(deterministic=False)),
+        **{f"engine {name}": (lambda name=name: _engine(name, dim, dtype)) for name in RIVALS},  # type: ignore[misc]
+    }
+    for name, make in made.items():
+        if only and name not in only:
+            continue
+        if DEVICE == "cpu" and name in ("cudnn", "flash"):
+            refused[name] = "needs a CUDA device"
+            continue
+        try:
+            found.append(make())
+        except UnsupportedError as error:
+            refused[name] = str(error)
+    return found, refused
+
+
+def passes(one: Contestant, dim: int, dtype: str) -> str | None:
+    """Why a contestant's results are wrong, or None: both masks, a length that is no multiple of any block."""
+    inputs = made_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
+    for causal in (False, True):
+        truth = _by_torch(Inputs(*(x.double() for x in inputs)), causal)
+        bound = [_error(x, y) for x, y in zip(_by_torch(inputs, causal), truth, strict=True)]
+        try:
+            forward, backward = one.passes(inputs, causal)
+            found = [_error(x, y) for x, y in zip((forward(), *backward()), truth, strict=True)]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        worse = [f"{n} {a:.2e} > {MARGIN} x {b:.2e}" for n, a, b in zip(("out", "dQ", "dK", "dV"), found, bound,
+                 strict=True) if not a <= MARGIN * b]  # fmt: skip
+        if worse:
+            return f"{'causal' if causal else 'full'} mask: " + ", ".join(worse)
+    return None
+
+
+def _error(x: Tensor, truth: Tensor) -> float:
+    return float((x.double() - truth).norm() / truth.norm())
+
+
+def _by_torch(inputs: Inputs, causal: bool) -> list[Tensor]:
+    """out, dQ, dK, dV of torch's own attention in the inputs' dtype (float64: dense)."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q_first, k_first, v_first, is_causal=causal).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
+
+
+def _of_op(name: str, op: BlockOp) -> Contestant:
+    """A block op of torch or of FlashAttention, on (batch, heads, tokens, dim) views."""
+
+    def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
+        q, k, v, dout = (x.transpose(1, 2) for x in inputs)
+        scale = q.shape[3] ** -0.5
+        out, lse = op.forward(q, k, v, causal, scale)
+        return (
+            lambda: op.forward(q, k, v, causal, scale)[0].transpose(1, 2),
+            lambda: [x.transpose(1, 2) for x in op.backward(dout, q, k, v, out, lse, causal, scale)],
+        )
+
+    return Contestant(name, made)
+
+
+def _of_flash(name: str, dim: int, dtype: str) -> Contestant:
+    return _of_op(name, flash_engine(name, torch.device(DEVICE), getattr(torch, dtype), dim).op)
+
+
+def _engine(name: str, dim: int, dtype: str) -> Contestant:
+    return ours(f"engine {name}", choose(name, torch.device(DEVICE), getattr(torch, dtype), dim, dim, None).engine)
+
+
+def ours(name: str, engine: Engine) -> Contestant:
+    """An engine as a ring of one rank uses it, without the ring."""
+    if DEVICE == "cuda" and name in ("descriptors", "specialized", "gluon") and architecture(torch.device("cuda")) < 90:
+        raise UnsupportedError(f"{name}: needs a GPU from sm_90 on")
+
+    def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
+        q, k, v, dout = (x.transpose(0, 1) for x in inputs)
+        rows, _, heads, dim = q.shape
+        strip = Strip(Run(0, rows), Run(0, rows))
+        tile = Tile(strip, strip, CAUSAL if causal else FULL, Run(0, heads))
+        works = [engine.prepare([(tile,)], Softmax(dim**-0.5), rows, heads) for _ in range(2)]
+
+        def forward() -> Tensor:
+            carry = engine.begin(works[0], q, dim, None)
+            engine.attend(q, KV(k, v), carry, works[0][0])
+            last.append((carry.out.settled(q.dtype), carry.lse))
+            del last[:-1]
+            return last[0][0].transpose(0, 1)
+
+        def backward() -> list[Tensor]:
+            out, lse = last[0]
+            delta = engine.delta(dout, out, None)
+            dq = engine.begin_grad(works[1], q, dim)
+            dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+            engine.attend_grad(q, KV(k, v), Seed(dout, out, lse, None, delta), dq, KV(dk, dv), works[1][0])
+            return [dq.settled(q.dtype).transpose(0, 1), *(x.to(q.dtype).transpose(0, 1) for x in (dk, dv))]
+
+        last: list[tuple[Tensor, Tensor]] = []
+        forward()
+        return forward, backward
+
+    return Contestant(name, made, engine if isinstance(engine, TritonEngine) else None)

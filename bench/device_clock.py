@@ -1,0 +1,53 @@
+"""Times work on the GPU by its own events, and what a call costs the host.
+
+Promises: warmed up, the median of the repetitions, the L2 cache flushed between them (`triton.testing.do_bench`). On a
+CPU, where only a rehearsal runs, seconds on the wall of one call.
+Does not know: what runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+
+
+def device_us(work: Callable[[], Any], ms: int) -> float:
+    """Median microseconds on the device; `ms`: how long to repeat."""
+    if torch.cuda.is_available():
+        return float(triton.testing.do_bench(work, warmup=ms // 2, rep=ms, return_mode="median")) * 1e3
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e6
+
+
+def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 15) -> float:
+    """Median microseconds of host time a call; the device is waited for between the rounds only."""
+    times = []
+    if not torch.cuda.is_available():
+        calls = rounds = 1
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return median(times)
+
+
+def device_facts() -> dict[str, str]:
+    """What the figures were measured on."""
+    if not torch.cuda.is_available():
+        return {"device": "none: a rehearsal"}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "triton": triton.__version__,
+    }

@@ -1,0 +1,249 @@
+"""The projection to queries, keys and values on one GPU: ours beside what a model in plain torch does.
+
+`python -m ringattn.bench.qkv [key=value ...]`. Contestants: "fused", one kernel for product and finish; "epilogue", a
+product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
+and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
+Promises: one is timed only after its q, message and every gradient have passed a float64 truth at 1.25 times eager's
+error, with a number of tokens that no block divides; device time by events, the median of the repetitions.
+Does not know: rings, attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn import projection
+from ringattn.bench.device_clock import device_facts, device_us
+from ringattn.bench.options import parse
+from ringattn.bench.report import Table, finish, progress
+from ringattn.errors import InputError
+from ringattn.projection import TABLE, Backend, MeasuredProjection, measured_projections, project_kv, project_q
+from ringattn.rotary import Rotation, rotation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GROUP, MARGIN, ROPE_BASE = 4, 1.25, 10_000.0
+GATE_TOKENS = 333
+PARTS = ("q", "the message", "dx", "dweight", "dq_norm", "dk_norm")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads.
+
+    There is one key and value head for four query heads. `ms`: how long each timing repeats; `table`: put the times of
+    this GPU into the table that backend="auto" reads, with the commit in GPU_CHECK_COMMIT; `results`: a folder.
+    """
+
+    tokens: int = 8192
+    models: tuple[int, ...] = (2048, 4096, 8192)
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    ms: int = 100
+    table: bool = False
+    results: str = "bench/results/gpu"
+
+
+class Inputs(NamedTuple):
+    """Of one projection. `x`: (1, tokens, model); `weight`: (columns, model), q first; the norms' weights: (head_dim,).
+
+    `turn`: float32, float64 for a truth. `message`: (tokens, 1, kv_heads, 2 * head_dim), K beside V. `dq`, `dmessage`:
+    gradients of q (1, tokens, heads, head_dim) and of the message.
+    """
+
+    x: Tensor
+    weight: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    turn: Rotation
+    message: Tensor
+    dq: Tensor
+    dmessage: Tensor
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.q_norm.shape[0]
+
+    @property
+    def cut(self) -> int:
+        """Rows of the weight that make queries."""
+        return self.dq.shape[2] * self.head_dim
+
+    def halves(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a message, (1, tokens, kv_heads, head_dim)."""
+        k, v = message.transpose(0, 1).split(self.head_dim, 3)
+        return k, v
+
+
+Forward = Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
+"""q, k and v of the inputs, (1, tokens, heads, head_dim) each; k and v are in the message as well."""
+
+
+def made_inputs(options: Options, model: int, tokens: int) -> Inputs:
+    """Random numbers."""
+    dim, dtype = options.head_dim, getattr(torch, options.dtype)
+    heads = model // dim
+    kv_heads = max(1, heads // GROUP)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+    return Inputs(
+        normal(1, tokens, model).requires_grad_(),
+        normal((heads + 2 * kv_heads) * dim, model, scale=model**-0.5).requires_grad_(),
+        normal(dim).requires_grad_(),
+        normal(dim).requires_grad_(),
+        _turn(options, tokens, torch.float32),
+        normal(tokens, 1, kv_heads, 2 * dim),
+        normal(1, tokens, heads, dim),
+        normal(tokens, 1, kv_heads, 2 * dim),
+    )
+
+
+def ours(backend: Backend) -> Forward:
+    """The library's projection: keys and values first, straight into the message."""
+
+    def forward(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, q_norm, k_norm, turn, message, *_ = given
+        dim, cut = given.head_dim, given.cut
+        into = message[..., :dim], message[..., dim:]
+        k, v = project_kv(x, weight[cut:], None, dim, norm=k_norm, turn=turn, into=into, backend=backend)
+        q = project_q(x, weight[:cut], None, dim, norm=q_norm, turn=turn, backend=backend)
+        return q, k, v
+
+    return forward
+
+
+def eager(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """What a model in plain torch does."""
+    dim, kv_rows = given.head_dim, (given.weight.shape[0] - given.cut) // 2
+    raw = F.linear(given.x, given.weight).split((given.cut, kv_rows, kv_rows), -1)
+    q, k, v = (heads.unflatten(-1, (-1, dim)) for heads in raw)
+    cos, sin = (torch.cat((angle, angle), -1).to(q.dtype)[:, None] for angle in given.turn[:2])
+
+    def turned(heads: Tensor, norm: Tensor) -> Tensor:
+        heads = F.rms_norm(heads, (dim,), norm, 1e-6)
+        a, b = heads.chunk(2, -1)
+        return heads * cos + torch.cat((-b, a), -1) * sin
+
+    q, k = turned(q, given.q_norm), turned(k, given.k_norm)
+    with torch.no_grad():
+        for place, heads in zip(given.halves(given.message), (k, v), strict=True):
+            place.copy_(heads)
+    return q, k, v
+
+
+CONTESTANTS: dict[str, Forward] = {"eager": eager, "epilogue": ours("epilogue"), "fused": ours("fused")}
+
+
+def gradients(given: Inputs, made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Of x, the weight and both norms; the graph stays for the next time."""
+    seeds = given.dq, *given.halves(given.dmessage)
+    return torch.autograd.grad(made, given[:4], seeds, retain_graph=True)
+
+
+def faults(options: Options, model: int) -> dict[str, str]:
+    """Which contestants are wrong, and in what."""
+    given = made_inputs(options, model, min(options.tokens, GATE_TOKENS))
+    wide = given._replace(
+        **{name: getattr(given, name).detach().double().requires_grad_() for name in Inputs._fields[:4]},
+        **{name: getattr(given, name).double() for name in Inputs._fields[5:]},
+        turn=_turn(options, len(given.message), torch.float64),
+    )
+    truth, bound = _results(ours("plain"), wide), _results(eager, given)
+    wrong = {}
+    for name, forward in CONTESTANTS.items():
+        given.message.fill_(float("nan"))
+        for part, mine, theirs, exact in zip(PARTS, _results(forward, given), bound, truth, strict=True):
+            error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
+            if not error <= most:
+                wrong[name] = f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
+    return wrong
+
+
+def _results(forward: Forward, given: Inputs) -> tuple[Tensor, ...]:
+    """`PARTS`."""
+    made = forward(given)
+    return (made[0].detach(), given.message.clone(), *gradients(given, made))
+
+
+def _turn(options: Options, tokens: int, dtype: torch.dtype) -> Rotation:
+    return rotation(torch.arange(tokens, device=DEVICE), options.head_dim, ROPE_BASE, dtype)
+
+
+def _error(x: Tensor, truth: Tensor) -> float:
+    return float((x.double() - truth).norm() / truth.norm())
+
+
+def times(options: Options, model: int, name: str) -> dict[str, Any]:
+    """Microseconds of one contestant."""
+    given, forward = made_inputs(options, model, options.tokens), CONTESTANTS[name]
+    made = forward(given)
+    return {
+        "model": model,
+        "columns": given.weight.shape[0],
+        "tokens": options.tokens,
+        "backend": name,
+        "forward_us": device_us(lambda: forward(given), options.ms),
+        "backward_us": device_us(lambda: gradients(given, made), options.ms),
+    }
+
+
+def measured_rows(options: Options, rows: list[dict[str, Any]], device: str, commit: str) -> list[MeasuredProjection]:
+    """The package's table with this device's and dtype's rows replaced by `rows`, without what is not a backend."""
+    kept = [row for row in measured_projections() if (row.device, row.dtype) != (device, options.dtype)]
+    ours = [row for row in rows if row["backend"] != "eager"]
+    return [*kept, *(MeasuredProjection(device=device, dtype=options.dtype, commit=commit, **row) for row in ours)]
+
+
+def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
+    """What a person reads."""
+    table = Table(
+        "microseconds, and eager's time over it", ["model", "columns", "backend", "forward", "", "backward", ""]
+    )
+    base = {row["model"]: row for row in rows if row["backend"] == "eager"}
+    for row in rows:
+        cells = []
+        for name in ("forward_us", "backward_us"):
+            cells += [f"{row[name]:.1f}", f"{base[row['model']][name] / row[name]:.2f}" if row["model"] in base else ""]
+        table.rows.append([str(row["model"]), str(row["columns"]), row["backend"], *cells])
+    table.notes += [f"not timed: {name}: {why}" for name, why in refused.items()]
+    return table
+
+
+def main(words: list[str]) -> None:
+    """Gate, time, print, keep."""
+    options = parse(Options(), words)
+    if options.table and DEVICE == "cpu":
+        raise InputError("table: needs a CUDA device; times of a rehearsal decide nothing")
+    rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    with progress("qkv") as say:
+        for model in options.models:
+            say(f"gate: model {model}")
+            refused |= faults(options, model)
+            for name in CONTESTANTS:
+                if name not in refused:
+                    say(f"model {model}: {name}")
+                    rows.append(times(options, model, name))
+    if options.table:
+        commit = os.environ.get("GPU_CHECK_COMMIT", "unknown")
+        kept = measured_rows(options, rows, torch.cuda.get_device_name(), commit)
+        lines = ",\n".join(json.dumps(row._asdict()) for row in kept)
+        Path(projection.__file__).with_name(TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    data = {"measured on": device_facts(), "times": rows, "refused": refused}
+    finish("qkv", options, [shown(rows, refused)], data, options.results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

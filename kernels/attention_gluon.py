@@ -1,0 +1,97 @@
+"""The forward ring step in Gluon for Hopper (sm_90): what it takes, and its launch.
+
+Promises, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state, tables and
+flags alike, and the same bits for the same table. Importing this needs no Gluon; other versions of Triton are named.
+Does not know: positions, ranks, steps, softcap, the raw state, the backward pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from math import e, log2
+
+import triton
+from torch import Tensor
+
+from ringattn.kernels.attention_tiles import compiled_with, describable, grid_of, state_beside, strides_of
+from ringattn.kernels.launch_call import Config, LaunchCall, Table
+
+VERSIONS = (3, 6), (3, 8)
+"""The first and the last Triton whose Gluon this is written in; 3.9 renamed the copies."""
+
+GLUON = "triton.experimental.gluon.language.nvidia.hopper"
+DIMS = 64, 128
+
+CONFIG = Config(128, 128, 4, 2, "gluon")
+"""Two warpgroups (of `num_warps` each) with 64 query rows each, and room for two blocks of K and two of V."""
+
+
+@cache
+def gluon_missing(arch: int) -> str | None:
+    """Why a GPU of architecture `arch` (10 * major + minor) cannot run this kernel with this Triton, or None."""
+    first, last = (".".join(map(str, version)) for version in VERSIONS)
+    if arch != 90:
+        return f"the Gluon kernel is for sm_90, not sm_{arch}"
+    if not VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= VERSIONS[1]:
+        return f"the Gluon kernel needs Triton {first} to {last}, not {triton.__version__}"
+    try:
+        found = find_spec(GLUON)
+    except ModuleNotFoundError:
+        found = None
+    return None if found else f"Triton {triton.__version__} has no {GLUON}; install a build that has it"
+
+
+def gluon_takes(q: Tensor, k: Tensor, v: Tensor, arch: int, softcap: float | None = None) -> str | None:
+    """Why the kernel cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None."""
+    d_k, d_v = q.shape[3], v.shape[3]
+    if missing := gluon_missing(arch):
+        return missing
+    if softcap is not None:
+        return "the Gluon kernel has no softcap"
+    if d_k != d_v or d_k not in DIMS:
+        return f"the Gluon kernel takes head dimensions of 64 or 128, equal for keys and values, not {d_k} and {d_v}"
+    if not describable(q, k, v):
+        return (
+            "the Gluon kernel takes float16 and bfloat16 with bases and strides that are multiples of 16 bytes, not "
+            + ", ".join(f"{x.dtype} of strides {x.stride()}" for x in (q, k, v))
+        )
+    return None
+
+
+def forward_gluon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    table: Table,
+    config: Config,
+    *,
+    scale: float,
+    group: int = 1,
+    first_kv_head: int = 0,
+    result: Tensor | None = None,
+    sinks: Tensor | None = None,
+    programs: int | None = None,
+) -> LaunchCall:
+    """The launch that folds the table's pairs into the state (`out`, `lse`), in place.
+
+    Arguments are those of `attention_forward.forward`, of which `gluon_takes` says whether they fit; `config` is like
+    `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows while the one
+    before it is still summed. The launch needs Triton's allocator: 384 bytes a program, for descriptors.
+    Raises ValueError without `out` and `result`.
+    """
+    from ringattn.kernels.attention_gluon_kernel import forward_kernel
+
+    _, strides = state_beside(out, result, lse)
+    blocks, batches = table.blocks.shape[0], q.shape[1]
+    args = (
+        q, k, v, out, lse, result, sinks, table.blocks, table.entries, blocks, table.slots, batches, group,
+        first_kv_head, scale * log2(e), *strides_of(q, k, v), *strides, *lse.stride(),
+    )  # fmt: skip
+    meta = {
+        "DIM": q.shape[3], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SLOTS": config.num_stages,
+        **compiled_with(config),
+    }  # fmt: skip
+    return LaunchCall(forward_kernel, grid_of(table, batches, programs), args, meta, persistent=True)

@@ -1,0 +1,183 @@
+"""What the attention kernels share: finding a block's work in the tables, bringing rows in, masks and logits.
+
+Rows of an entry come by loads of each thread or by a tensor descriptor (TMA) made in the kernel, with the same values.
+Promises: a read row is 0 beyond its head dimension and beyond the entry's rows; offsets in 64 bits.
+Does not know: softmax state, gradients, positions, ranks.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
+
+BLOCK_COLUMNS = tl.constexpr(8)
+ENTRY_COLUMNS = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+_FIRST, _LAST = tl.constexpr(FIRST), tl.constexpr(LAST)
+
+
+@triton.jit
+def load_rows(base, offsets, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """(rows, PADDED) values of rows at int64 `offsets` from `base`: 0 beyond DIM, and where not `live`."""
+    dims = tl.arange(0, PADDED)
+    return tl.load(base + offsets[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def rows_of(base, stride, run, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
+    """What `read_block` reads a run of rows from: a descriptor, or the first row and the distance of two rows."""
+    first = base + run[0].to(tl.int64) * stride
+    step = run[1].to(tl.int64) * stride
+    if DESCRIBED:
+        source = tl.make_tensor_descriptor(first, [run[2], DIM], [step, 1], [ROWS, PADDED])
+    else:
+        source = first, step
+    return source
+
+
+@triton.jit
+def read_block(
+    source, at, count, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr
+):  # fmt: skip
+    """Block `at` of a run of `count` rows: (ROWS, PADDED)."""
+    if DESCRIBED:
+        rows = source.load([at * ROWS, 0])
+    else:
+        index = at * ROWS + tl.arange(0, ROWS)
+        rows = load_rows(source[0], index.to(tl.int64) * source[1], index < count, DIM, PADDED)
+    return rows
+
+
+@triton.jit
+def store_rows(base, offsets, live, values, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Store `values` (rows, PADDED), cast, to the `live` rows at `offsets` from `base`."""
+    dims = tl.arange(0, PADDED)
+    inside = live[:, None] & (dims < DIM)[None, :]
+    tl.store(base + offsets[:, None] + dims[None, :], values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits of q . k, and where SOFTCAP the capped tanh in [-1, 1]; scaled as `logit_scales` says."""
+    s, capped = products * scale, products
+    if SOFTCAP:
+        # tanh x = 1 - 2 / (1 + e^2x), right at both infinities.
+        capped = 1.0 - 2.0 / (1.0 + tl.exp2(s))
+        s = softcap * capped
+    return s, capped
+
+
+@triton.jit
+def item_of(blocks, item, block_count, slots):
+    """(block, batch, head, idle) of an item; a block with fewer heads than `slots` has idle items at its last head."""
+    block = blocks + item % block_count * BLOCK_COLUMNS
+    rest = item // block_count
+    slot, heads = rest % slots, tl.load(block + 4)
+    head = tl.load(block + 3) + tl.minimum(slot, heads - 1)
+    return block, (rest // slots).to(tl.int64), head.to(tl.int64), slot >= heads
+
+
+@triton.jit
+def run_of(block):
+    """The block's own run of rows: (first row, row stride, rows).
+
+    Volatile, so that asking again after a long loop computes anew: the addresses of a whole block are tens of
+    registers of each thread, which the compiler else keeps through the loop.
+    """
+    return tl.load(block, volatile=True), tl.load(block + 1, volatile=True), tl.load(block + 2, volatile=True)
+
+
+@triton.jit
+def rows_in(block, idle, ROWS: tl.constexpr):
+    """(int64 rows of the block, which of them live); none does where `idle`."""
+    run = run_of(block)
+    at = tl.arange(0, ROWS)
+    return (run[0] + at * run[1]).to(tl.int64), at < tl.where(idle, 0, run[2])
+
+
+@triton.jit
+def entries_of(block):
+    """(first entry, one past the last one)."""
+    return tl.load(block + 5), tl.load(block + 6)
+
+
+@triton.jit
+def ends_of(block):
+    """Whether the block is the first of its rows in the pass, and whether it is the last."""
+    flags = tl.load(block + 7)
+    return (flags & _FIRST) != 0, (flags & _LAST) != 0
+
+
+@triton.jit
+def rows_and_band(entry):
+    """Of an entry: (first row, row stride, rows), and (own step, other step, lo, hi)."""
+    rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    return rows, (tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6))
+
+
+@triton.jit
+def visits(entry):
+    """Of an entry's blocks of rows: the first visible and full ones, one past the last full and visible ones."""
+    return tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
+
+
+@triton.jit
+def banded(own, other, count, band):
+    """The pairs, (own rows, other rows), that the band allows among the `count` rows of an entry."""
+    distance = own[:, None] * band[0] - (other * band[1])[None, :]
+    return (distance >= band[2]) & (distance <= band[3]) & (other < count)[None, :]
+
+
+def logit_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What `logits` multiplies by: (of the products, of the capped tanh), both with the change to base 2."""
+    if softcap is None:
+        return scale * log2(e), 0.0
+    return 2 * scale / softcap * log2(e), softcap * log2(e)
+
+
+def grid_of(table: Table, batches: int, programs: int | None) -> tuple[int]:
+    """One program for each block, head and batch, or `programs` if these are fewer; none for an empty table."""
+    items = table.blocks.shape[0] * table.slots * batches
+    return (items if programs is None else min(items, programs),)
+
+
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    """(row, batch, head) strides of each."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def state_beside(state: Tensor | None, result: Tensor | None, stand_in: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The state, or `stand_in` of its dtype where no block reads or writes it, and the strides of state and result.
+
+    Raises ValueError where both are None: then there is nowhere to write.
+    """
+    if state is None and result is None:
+        raise ValueError("a launch needs the state or, where it begins and ends the pass, the result; pass one")
+    of = [x for x in (state, result) if x is not None]
+    return stand_in if state is None else state, strides_of(of[0], of[-1])
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether descriptors can read these tensors (rows, batch, heads, dim): half precision, 16-byte borders.
+
+    The rule is TMA's: bases and all strides but the last, which is 1, are multiples of 16 bytes (CUDA driver API,
+    `cuTensorMapEncodeTiled`).
+    """
+    return all(
+        x.dtype in (torch.float16, torch.bfloat16)
+        and x.data_ptr() % 16 == 0
+        and not any(stride * x.itemsize % 16 for stride in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def compiled_with(config: Config) -> dict[str, int]:
+    """The keywords of a launch that are the compiler's own."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}

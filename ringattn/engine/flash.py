@@ -1,0 +1,147 @@
+"""The engines on FlashAttention 3 and 4, for GPUs and environments that have them.
+
+Promises what the aten engine promises of fused CUDA kernels: these ops take the place of torch's for half inputs, and
+everything else goes where the aten engine sends it. Operands are views; only one that a tensor memory access cannot
+describe is copied (CUDA driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes). Backward
+repeats bit for bit under `torch.use_deterministic_algorithms`.
+Written from Dao-AILab/flash-attention at 0251105 (hopper/flash_api.cpp, flash_attn/cute/interface.py), from its
+de1584b, which xformers 0.0.34 holds as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). What is
+tested without a GPU is names, layouts, strides and dtypes, against the signatures recorded from there.
+Does not know: ranks, schedules, softcap (refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.aten import FLASH, HALF_DTYPES, AtenEngine, BlockOp
+from ringattn.errors import UnsupportedError
+
+# Either registers torch.ops.flash_attn_3.
+FA3_LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
+# hopper/flash_api.cpp: "Deterministic backward not supported for hdim 256", which is what all above are rounded up to.
+FA3_DETERMINISTIC_DIM = 192
+
+
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (_rows_first(x) for x in (q, k, v))
+    # One split: more of them are merged by a second kernel, and how many would depend on the number of SMs.
+    out, lse = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
+    return out.transpose(1, 2), lse
+
+
+def _fa3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if deterministic and q.shape[-1] > FA3_DETERMINISTIC_DIM:
+        return FLASH.backward(dout, q, k, v, out, lse, causal, scale)
+    dout, q, k, v, out = (_rows_first(x) for x in (dout, q, k, v, out))
+    # The gradients are handed in: what is returned has changed between versions.
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(
+        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv,
+        softmax_scale=scale, is_causal=causal, deterministic=deterministic,
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(q):  # It compiles for, and launches on, the current device.
+        out, lse = _fa4()._flash_attn_fwd(
+            *(_rows_first(x) for x in (q, k, v)), softmax_scale=scale, causal=causal, return_lse=True
+        )[:2]
+    return out.transpose(1, 2), lse
+
+
+def _fa4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(q):
+        dq, dk, dv = _fa4()._flash_attn_bwd(
+            *(_rows_first(x) for x in (q, k, v, out, dout)), lse.contiguous(), softmax_scale=scale, causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )[:3]  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(batch, heads, rows, dim) as (batch, rows, heads, dim): a view, or a copy where 16-byte accesses would fail."""
+    x = x.transpose(1, 2)
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in x.stride()[:-1]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _fa4() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+FA3 = BlockOp("fa3", _fa3_forward, _fa3_backward, True, True, 8, 256)
+FA4 = BlockOp("fa4", _fa4_forward, _fa4_backward, True, True, 8, 256)
+
+
+class FlashEngine(AtenEngine):
+    """Attention by `op` for half inputs that it takes, and as the aten engine computes it for others."""
+
+    def __init__(self, device: torch.device, op: BlockOp) -> None:
+        super().__init__(device)
+        self.name, self.op, self._ops = op.name, op, (op, *self._ops)
+
+    def _chosen(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
+        fits = dtype in HALF_DTYPES and dim <= self.op.max_dim
+        return self.op if fits else super()._chosen(device, dtype, dim)
+
+
+class _Need(NamedTuple):
+    """What an op asks of its surroundings. `max_dims`: by the major compute capabilities that it is written for."""
+
+    op: BlockOp
+    modules: Sequence[str]
+    package: str
+    max_dims: dict[int, int]
+
+
+NEEDS = {
+    "fa3": _Need(FA3, FA3_LIBRARIES, "flash-attn-3 (Dao-AILab/flash-attention, hopper/) or xformers 0.0.34", {9: 256}),
+    "fa4": _Need(FA4, ("flash_attn.cute.interface",), "flash-attn-4", {9: 256, 10: 128}),
+}
+
+
+def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int) -> FlashEngine:
+    """The engine "fa3" or "fa4" for inputs of this dtype and greatest head dimension.
+
+    Raises UnsupportedError for a device, dtype or dimension that the kernels do not take and, naming what to install,
+    where they are missing.
+    """
+    need, advice = NEEDS[name], "use engine='auto'"
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if major not in need.max_dims:
+        wanted = " or ".join(f"sm_{major}0" for major in need.max_dims)
+        here = f"sm_{major}x" if major else f"{device}"
+        raise UnsupportedError(f"engine='{name}' needs a GPU with {wanted}, not {here}; {advice}")
+    if dtype not in HALF_DTYPES:
+        raise UnsupportedError(f"engine='{name}' takes float16 and bfloat16, not {dtype}; {advice}")
+    if dim > need.max_dims[major]:
+        raise UnsupportedError(f"engine='{name}' takes head dimensions to {need.max_dims[major]}, not {dim}; {advice}")
+    _import_one(name, need)
+    return FlashEngine(device, need.op._replace(max_dim=need.max_dims[major]))
+
+
+def _import_one(name: str, need: _Need) -> None:
+    """Import the first module that is there."""
+    failures = []
+    for module in need.modules:
+        try:
+            import_module(module)
+            return
+        except ImportError as error:  # also a library that does not load
+            failures.append(str(error))
+    raise UnsupportedError(
+        f"engine='{name}' needs the package {need.package} ({'; '.join(failures)}); use engine='auto'"
+    )

@@ -1,0 +1,105 @@
+"""Attention of tokens that are projected on the way: keys and values first, and queries while they travel.
+
+Where all of a rank's own K and V leave in one message, they are projected straight into it, and copied out of it for
+the rank's own use while it travels.
+Promises: what projecting first and attending then gives, and its gradients; refusals before anything is sent.
+Does not know: layers, schedules.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.api import Attention, Call, Window, agreed, call_of
+from ringattn.engine.base import KV
+from ringattn.errors import InputError
+from ringattn.partial import accumulator_dtype
+from ringattn.projection import Backend, check_projection, project_kv, project_q
+from ringattn.records import Home
+from ringattn.rotary import Rope, rotation
+from ringattn.sequence import Sequence
+
+
+class Heads(NamedTuple):
+    """Query heads, K/V heads, and elements of each."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+def projected_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq: Sequence,
+    heads: Heads,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rope: Rope | None = None,
+    backend: Backend = "auto",
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+) -> Tensor:
+    """Self-attention (batch, tokens, q_heads, head_dim) of x (batch, tokens, model), this rank's shard of `seq`.
+
+    `weight`, `bias`, `q_norm`, `k_norm`, `norm_eps`, `rope` and `backend` are those of `project_qkv`, with the
+    sequence's own positions; the other options are those of `Ring.attention`. All ranks call it together; it raises as
+    they do.
+    """
+    ring, dtype = seq.ring, x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+
+    def described() -> Call:
+        tokens = seq.counts[ring.rank]
+        rows = (heads.query + 2 * heads.kv) * heads.dim
+        if x.dim() != 3 or x.shape[1] != tokens:
+            raise InputError(
+                f"rank {ring.rank}: x must be (batch, {tokens}, model), this rank's shard, got {tuple(x.shape)}; "
+                "pass seq.shard(x)"
+            )
+        try:
+            check_projection(x, weight, bias, (q_norm, k_norm), rows, heads.dim, backend)
+        except InputError as error:
+            raise InputError(f"rank {ring.rank}: {error}") from error
+        if rope is not None:
+            rope.check(heads.dim)
+        return call_of(
+            ring, seq, None, (x.shape[0], heads.query, heads.kv, heads.dim, heads.dim), dtype, x.device,
+            causal=causal, window=window, scale=scale, softcap=softcap, schedule=schedule,
+        )  # fmt: skip
+
+    call = agreed(ring, described, sinks)
+    # One split, so that the two gradients are put together by one copy.
+    cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
+    (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
+    turn = None
+    if rope is not None:
+        interleaved = rope.style == "interleaved"
+        turn = rotation(seq.positions().to(x.device), heads.dim, rope.base, accumulator_dtype(dtype), interleaved)
+    made: list[Tensor] = []
+    lent = False
+
+    def make(into: KV | None) -> Home:
+        nonlocal lent
+        lent, where = into is not None, None if into is None else (into.k, into.v)
+        made[:] = project_kv(
+            x, kv_weight, kv_bias, heads.dim, norm=k_norm, norm_eps=norm_eps, turn=turn, into=where, backend=backend
+        )
+        return Home(*(one.detach().transpose(0, 1) for one in made))
+
+    ring.begin(ring.executor_of(call, backward=False), make)
+    q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=turn, backend=backend)
+    k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
+    out: Tensor = Attention.apply(q, k, v, sinks, ring, call)[0]
+    return out

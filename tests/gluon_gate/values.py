@@ -1,0 +1,121 @@
+"""The part of Gluon's language that computes, on NumPy: values, pointers, loads and stores, for the simulated Hopper.
+
+Promises: integer division as on the GPU, towards zero; a load or store outside the tensor it started from raises.
+Layouts are ignored, and bfloat16 is not known.
+Does not know: shared memory, barriers, warps.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Value(np.ndarray):
+    """A scalar or a tensor of the kernel."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype: Any) -> Value:
+        return value(self.astype(dtype))
+
+    def __floordiv__(self, other: Any) -> Any:
+        return np.trunc(np.true_divide(self, other)).astype(self.dtype)
+
+    def __mod__(self, other: Any) -> Any:
+        return np.fmod(self, other)
+
+
+def value(x: Any, dtype: Any = None) -> Value:
+    """As a `Value`: integers are int32 and floats float32 where nothing else is said."""
+    if dtype is None and isinstance(x, int | float) and not isinstance(x, bool):
+        dtype = np.float32 if isinstance(x, float) else np.int32
+    return np.asarray(x, dtype).view(Value)
+
+
+class Pointer:
+    """Places in the memory of one tensor."""
+
+    def __init__(self, memory: np.ndarray, at: Any) -> None:
+        self.memory, self.at = memory, np.asarray(at, np.int64)
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, by: Any) -> Pointer:
+        return Pointer(self.memory, self.at + np.asarray(by, np.int64))
+
+    def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(indices with 0 where masked, mask), both in full shape. Raises IndexError outside the memory."""
+        at, live = np.broadcast_arrays(self.at, True if mask is None else np.asarray(mask))
+        at = np.where(live, at, 0)
+        if at.min(initial=0) < 0 or at.max(initial=0) >= len(self.memory):
+            raise IndexError(f"rows {at.min()} to {at.max()} of {len(self.memory)} elements")
+        return at, live
+
+
+def pointer(tensor: Tensor) -> Pointer:
+    """To the first element of a tensor, in the memory of its whole storage."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return Pointer(whole.numpy(), tensor.storage_offset())
+
+
+def load(where: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Value:
+    at, live = where.places(mask)
+    return value(np.where(live, where.memory[at], np.asarray(other, where.memory.dtype)))
+
+
+def store(where: Pointer, values: Any, mask: Any = None) -> None:
+    at, live = where.places(mask)
+    if live.any():
+        where.memory[at[live]] = np.broadcast_to(np.asarray(values), at.shape)[live]
+
+
+def expand_dims(x: Any, axis: int) -> Any:
+    if isinstance(x, Pointer):
+        return Pointer(x.memory, np.expand_dims(x.at, axis))
+    return value(np.expand_dims(x, axis))
+
+
+def counted(*bounds: Any) -> Iterator[Value]:
+    """`range`, whose members are values of the kernel."""
+    return (value(i) for i in builtins.range(*(int(bound) for bound in bounds)))
+
+
+def where(condition: Any, x: Any, y: Any) -> Value:
+    x, y = (one if isinstance(one, np.ndarray) else value(one) for one in (x, y))
+    return value(np.where(condition, x, y))
+
+
+def _over(function: Callable[..., Any]) -> Callable[..., Value]:
+    def computed(*args: Any) -> Value:
+        return value(function(*args))
+
+    return computed
+
+
+def _layout(*_: Any, **__: Any) -> None:
+    return None
+
+
+def language() -> SimpleNamespace:
+    """What stands in for `gluon.language` and `triton.language`."""
+
+    def full(shape: Sequence[int], x: float, dtype: Any, layout: Any = None) -> Value:
+        return value(np.full(shape, x, dtype))
+
+    shared_layout = SimpleNamespace(get_default_for=_layout)
+    return SimpleNamespace(
+        constexpr=lambda x: x, int32=np.int32, int64=np.int64, float16=np.float16, float32=np.float32,
+        load=load, store=store, expand_dims=expand_dims, where=where, to_tensor=value, static_range=builtins.range,
+        arange=lambda start, end, layout=None: value(np.arange(start, end, dtype=np.int32)),
+        full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
+        convert_layout=lambda x, layout: x, maximum=_over(np.maximum), minimum=_over(np.minimum),
+        max=_over(lambda x, axis: np.max(x, axis)), sum=_over(lambda x, axis: np.sum(x, axis)),
+        exp2=_over(np.exp2), log2=_over(np.log2), NVMMASharedLayout=shared_layout, NVMMADistributedLayout=_layout,
+        DotOperandLayout=_layout, SliceLayout=_layout,
+    )  # fmt: skip

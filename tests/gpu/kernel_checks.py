@@ -1,0 +1,77 @@
+"""What the kernels promise, as functions of a device: run on a GPU by test_kernels.py, rehearsed in the interpreter.
+
+Does not know: which device, what is expected of speed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.base import KV, Softmax
+from ringattn.engine.blocks import query_blocks
+from ringattn.engine.history import flagged
+from ringattn.engine.plain import PlainEngine
+from ringattn.engine.triton import TritonEngine
+from ringattn.geometry import CAUSAL, Run, Strip, Tile
+from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.launch_call import Config, Table
+
+HEADS, SCALE = 4, 0.1
+
+
+def inputs(dtype: torch.dtype, device: str, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, row-first, on a device; the same numbers everywhere."""
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v = (torch.randn(rows, 2, HEADS, dim, generator=generator).to(device, dtype) for _ in range(3))
+    return q, k, v
+
+
+def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
+    """The last of `steps` ranks, its own keys first; `rows`: of all ranks. The pass of steps 1 holds the same pairs."""
+    n = rows // steps
+    q = Strip(Run(rows - n, n), Run(0, n))
+    return [(Tile(q, Strip(Run(at, n), Run(at, n)), CAUSAL, Run(0, HEADS)),) for at in reversed(range(0, rows, n))]
+
+
+def tables_of(steps: list[tuple[Tile, ...]], config: Config, q_rows: int, device: str) -> list[Table]:
+    """Block tables with flags."""
+    made = [query_blocks(tiles, config.block_m, config.block_n) for tiles in steps]
+    assert flagged(made, q_rows, HEADS)
+    return [Table(*(torch.from_numpy(x).to(device) for x in one[:2]), one.slots) for one in made]
+
+
+def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[Tensor]:
+    """(result, lse) of `steps` raw launches, and of one launch over the same keys in the same order."""
+    q, k, v = inputs(dtype, device, rows, dim)
+    n = rows // steps
+    q, tiles, found = q[-n:], ring_tiles(rows, steps), []
+    for launches in (tiles, [tuple(tile for step in tiles for tile in step)]):
+        out = torch.full((n, 2, HEADS, dim), float("nan"), device=device)
+        result = torch.full_like(out, float("nan"), dtype=dtype)
+        lse, weights = (torch.full((2, HEADS, n), float("nan"), device=device) for _ in range(2))
+        for table in tables_of(launches, config, n, device):
+            forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights).run()
+        found += [result, lse]
+    return found
+
+
+def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[float]:
+    """Relative error of a pass of `steps` steps and of one step, through the engine, against float64."""
+    q, k, v = inputs(dtype, device, rows, dim)
+    n = rows // steps
+    q, tiles = q[-n:], ring_tiles(rows, steps)
+    truth = _attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
+    one = [tuple(tile for step in tiles for tile in step)]
+    found = [_attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
+    return [float((x - truth).norm() / truth.norm()) for x in found]
+
+
+def _attended(
+    engine: TritonEngine | PlainEngine, q: Tensor, k: Tensor, v: Tensor, steps: list[tuple[Tile, ...]]
+) -> Tensor:
+    works = engine.prepare(steps, Softmax(SCALE), q.shape[0], HEADS)
+    carry = engine.begin(works, q, v.shape[3], None)
+    for work in works:
+        engine.attend(q, KV(k, v), carry, work)  # type: ignore[arg-type]
+    return carry.out.settled(q.dtype)

@@ -1,0 +1,144 @@
+"""The Gluon kernel on a Hopper GPU against the Triton kernel by plain loads, launch by launch.
+
+Without a GPU, `tests/test_attention_gluon.py` runs its source in a simulation and reads its machine code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.engine.blocks import query_blocks
+from ringattn.engine.history import flagged
+from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 1024
+SCALE = 0.11
+Steps = Sequence[Sequence[Tile]]
+
+
+class Case(NamedTuple):
+    """A pass over query rows of `heads` heads; K/V buffers have `k_rows` rows."""
+
+    steps: Steps
+    rows: int = ROWS
+    k_rows: int = ROWS
+    heads: int = 4
+    group: int = 1
+
+
+def rows(count: int, position: int = 0, stride: int = 1, row: int = 0, row_stride: int = 1) -> Strip:
+    return Strip(Run(position, count, stride), Run(row, count, row_stride))
+
+
+def one(q: Strip, k: Strip, band: Band, heads: int = 4) -> Steps:
+    return [[Tile(q, k, band, Run(0, heads))]]
+
+
+OWN = rows(512, 1536)
+CASES = {
+    "full": Case(one(rows(ROWS), rows(ROWS), FULL)),
+    "causal": Case(one(rows(ROWS), rows(ROWS), CAUSAL)),
+    "window": Case(one(rows(ROWS), rows(ROWS), Band(0, 300))),
+    "both sides": Case(one(rows(ROWS), rows(ROWS), Band(-200, 333))),
+    "grouped": Case(one(rows(ROWS), rows(ROWS), CAUSAL, 8), heads=8, group=4),
+    "ragged": Case(one(rows(517), rows(517), CAUSAL), rows=517, k_rows=517),
+    "striped": Case(one(rows(500, 1, 4), rows(500, 2, 4), CAUSAL), rows=500, k_rows=500),
+    "strided": Case(one(rows(340, 3, 6, 1, 3), rows(500, 1, 4, 5, 2), Band(-9, 700))),
+    "documents": Case([[Tile(rows(300, row=n * 300), rows(300, row=n * 300), CAUSAL, Run(0, 4)) for n in range(3)]]),
+    "unequal heads": Case([[Tile(rows(300), rows(200, row=n * 200), FULL, Run(n, 1 + n)) for n in range(2)]], heads=3),
+    "blind": Case(one(rows(400), rows(400, 200), CAUSAL)),
+    "ring": Case([one(OWN, rows(512, at), CAUSAL)[0] for at in (1536, 1024, 512, 0)], rows=512, k_rows=512),
+}  # fmt: skip
+
+
+class Found(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+def attended(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **how: Any) -> Found:
+    """All launches of a pass; rows and keys that no tile holds are NaN before."""
+    from ringattn.kernels.launch import Kept
+    from ringattn.kernels.launch_call import Table
+
+    q, keys, values = inputs
+    kept, made = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]
+    out, lse = torch.zeros(q.shape, device="cuda"), torch.full((2, case.heads, case.rows), -torch.inf, device="cuda")
+    result = None
+    if flagged(made, case.rows, case.heads):
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        result = torch.full_like(q, torch.nan)
+    for blocks, k, v in zip(made, keys, values, strict=True):
+        table = Table(torch.from_numpy(blocks.blocks).cuda(), torch.from_numpy(blocks.entries).cuda(), blocks.slots)
+        call = kernel(q, k, v, out, lse, table, config, scale=SCALE, group=case.group, result=result, **how)
+        kept.repeat(call, ())(())
+    torch.cuda.synchronize()
+    return Found(out if result is None else result, lse)
+
+
+def inputs_of(case: Case, dtype: torch.dtype, dim: int) -> list[Tensor]:
+    """q, and K and V of all steps."""
+    make = torch.Generator().manual_seed(dim)
+    kv_shape = len(case.steps), case.k_rows, 2, case.heads // case.group, dim
+    q, k, v = (
+        torch.randn(shape, generator=make).to("cuda", dtype)
+        for shape in ((case.rows, 2, case.heads, dim), kv_shape, kv_shape)
+    )
+    for at, step in enumerate(case.steps):
+        held = {row for tile in step for row in tile.k.rows.members()}
+        unheld = [row for row in range(case.k_rows) if row not in held]
+        k[at, unheld] = v[at, unheld] = torch.nan
+    return [q, k, v]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    pytest.importorskip("triton")
+    from ringattn.kernels.attention_gluon import gluon_missing
+
+    major, minor = torch.cuda.get_device_capability()
+    if why := gluon_missing(10 * major + minor):
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("programs", [None, 7], ids=["", "7 programs"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_like_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
+    """Both round probabilities, to half a unit of the dtype each, and sum in float32; both round the result."""
+    from ringattn.kernels.attention_forward import forward
+    from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
+    from ringattn.kernels.configs import configs_for
+
+    case = CASES[name]
+    inputs = inputs_of(case, dtype, dim)
+    assert gluon_takes(inputs[0], inputs[1][0], inputs[2][0], 90) is None
+    sinks = torch.linspace(-1, 2, case.heads, device="cuda") if name in ("ring", "causal") else None
+    plain = configs_for(90, dtype, dim).forward
+    theirs = attended(case, forward, plain._replace(form="pointers"), inputs, sinks=sinks)
+    ours = attended(case, forward_gluon, CONFIG, inputs, sinks=sinks, programs=programs)
+    unit = torch.finfo(dtype).eps
+    largest = float(inputs[2].nan_to_num(0).abs().max())
+    torch.testing.assert_close(ours.lse, theirs.lse, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.out.float(), theirs.out.float(), rtol=unit, atol=largest * unit)
+
+
+@pytest.mark.parametrize("name", ["causal", "ring", "strided"])
+def test_the_same_bits_each_time(name: str) -> None:
+    """A buffer that was read too early would hold other numbers at other times."""
+    from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
+
+    inputs = inputs_of(CASES[name], torch.bfloat16, 128)
+    first = attended(CASES[name], forward_gluon, CONFIG, inputs)
+    for programs in (None, 1, 5, 131, None):
+        again = attended(CASES[name], forward_gluon, CONFIG, inputs, programs=programs)
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)

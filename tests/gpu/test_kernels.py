@@ -1,0 +1,162 @@
+"""The attention kernels un-interpreted: the engine contract, carried steps, forms, graphs. `make gpu-check` runs it.
+
+Errors are kept in bench/results/gpu/kernels_exact.json. Each form is compared with what it promises, not with another's
+speed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.engine_contract import EngineContract
+from tests.contract.engine_scenarios import SCENARIOS, Scenario
+from tests.gpu.kept import ROOT, keep
+
+pytestmark = pytest.mark.gpu
+
+FORMS = ("pointers", "descriptors", "specialized")
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def _form_fits(request: pytest.FixtureRequest) -> None:
+    form = getattr(getattr(request.node, "callspec", None), "params", {}).get("form")
+    if form in ("descriptors", "specialized", "gluon") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"{form}: needs sm_90")
+
+
+def engine(form: str | None = None, **options: Any) -> Any:
+    from ringattn.engine.triton import TritonEngine
+
+    return TritonEngine(form=form, **options)
+
+
+class TestScenarios(EngineContract):
+    """The contract on CUDA tensors; float64 is refused, and random tiles are left to the interpreter."""
+
+    device = "cuda"
+
+    def engine(self) -> Any:
+        return engine()
+
+    def tried(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
+        if dtype == torch.float64:
+            pytest.skip("the interpreted suite shows the refusal")
+        super().tried(scenario, dtype, with_dlse, seed)
+
+    @pytest.mark.skip("each has sizes of its own to compile: the interpreted suite runs them")
+    def test_random_tiles(self, seed: int) -> None: ...
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_carried_steps_equal_one_launch_bitwise(dtype: str, form: str, steps: int) -> None:
+    from ringattn.engine.triton import architecture
+    from ringattn.kernels.configs import configs_for
+    from tests.gpu.kernel_checks import carried_steps
+
+    config = configs_for(architecture(torch.device("cuda")), HALVES[dtype], 128, form).forward
+    result, lse, whole, whole_lse = carried_steps(config, HALVES[dtype], "cuda", 4096, 128, steps)
+    assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("form", [*FORMS, "gluon"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_more_steps_lose_no_accuracy(dtype: str, form: str, steps: int) -> None:
+    from tests.gpu.kernel_checks import ring_errors
+
+    found = ring_errors(engine(form), HALVES[dtype], "cuda", 4096, 128, steps)
+    keep("kernels_exact", f"ring of {steps}, {form}, {dtype}: error of the ring, of one step", found)
+    assert 0 < found[0] <= 1.25 * found[1]
+
+
+@pytest.mark.parametrize("name", ["whole-pass", "whole-zigzag-pass", "window", "striped"])
+@pytest.mark.parametrize("form", [*FORMS, "fused"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> None:
+    """Each gradient of every form within 1.25 times the error of the engine by plain loads, in half precision."""
+    from tests.contract.engine_contract import Trial
+
+    scenario = SCENARIOS[name]._replace(d_k=64, d_v=64)
+    trial = Trial(scenario, HALVES[dtype], True, 0, "cuda")
+    truth = trial.truth()
+    made = engine(deterministic=False) if form == "fused" else engine(form)
+    found, bound = ({k: v.nan_to_num(0.0) for k, v in trial.run(one).items()} for one in (made, engine("pointers")))
+    for part, expected in truth.items():
+        seen = expected.isfinite()
+        mine, theirs = ((x[part].double() - expected)[seen].norm() for x in (found, bound))
+        assert mine <= 1.25 * theirs + 1e-12, f"{part}: {mine:.2e}, by plain loads {theirs:.2e}"
+
+
+def test_an_engine_call_is_captured_and_replayed() -> None:
+    """Forward and backward, after one call that compiles and makes the tables."""
+    from ringattn.engine.base import KV, Output, Seed, Softmax
+    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
+
+    made, (q, k, v) = engine(), inputs(torch.bfloat16, "cuda", 1024, 128)
+    works = made.prepare(ring_tiles(1024, 1), Softmax(SCALE), 1024, HEADS)
+    out = torch.zeros(q.shape, device="cuda", dtype=torch.bfloat16)
+    dk, dv = (torch.zeros(k.shape, device="cuda") for _ in range(2))
+
+    def call() -> tuple[torch.Tensor, Output]:
+        carry = made.begin(works, q, 128, None)
+        made.attend(q, KV(k, v), carry, works[0])
+        dq, result = made.begin_grad(works, q, 128), carry.out.settled(q.dtype)
+        seed = Seed(q, result, carry.lse, None, made.delta(q, result, None))
+        made.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
+        return result, dq
+
+    wanted, wanted_dq = (x.clone() if isinstance(x, torch.Tensor) else x.settled(q.dtype).clone() for x in call())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, dq = call()
+        out.copy_(result)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, wanted) and torch.equal(dq.settled(q.dtype), wanted_dq)
+
+
+def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
+    from tests.gpu.kernel_checks import _attended, inputs, ring_tiles
+
+    q, k, v = inputs(torch.bfloat16, "cuda", 4096, 128)
+    whole, spared = (_attended(engine(spare=spare), q, k, v, ring_tiles(4096, 1)) for spare in (0, 8))
+    assert torch.equal(whole, spared)
+
+
+def test_no_kernel_of_half_precision_spills() -> None:
+    """As the driver says of the loaded kernels, which is what the compile gate claims for this architecture."""
+    from ringattn.engine.triton import kept
+    from tests.gpu.kernel_checks import ring_errors
+
+    kept.clear()
+    for form in FORMS:
+        ring_errors(engine(form), torch.bfloat16, "cuda", 512, 128, 2)
+    found = [handle.spills for handle in kept.handles()]
+    keep("kernels_exact", "spills of the loaded kernels", found)
+    assert found and not any(found)
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed here")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_under_compute_sanitizer(tool: str) -> None:
+    """One scenario of each form: no access outside its memory, no hazard in shared memory."""
+    this = "tests/gpu/test_kernels.py::test_forms_are_as_good_as_plain_loads"
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", this]
+    words = ["-m", "gpu", "-k", "whole-pass and bf16", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    keep("kernels_exact", f"compute-sanitizer {tool}", done.stdout.splitlines()[-1:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,0 +1,35 @@
+"""The projection, row and quantization kernels un-interpreted: all that tests/interpreter_rows asks, on CUDA tensors.
+
+`make gpu-check` runs it. Those tests leave the device to torch's default, which is the GPU here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+import torch
+
+from tests.interpreter_rows.canary import canaries
+
+pytest.importorskip("triton")
+
+__all__ = ["canaries"]
+
+pytestmark = pytest.mark.gpu
+
+SUITES = ("delta", "merge", "move_rows", "qkv", "quantize")
+
+for suite in SUITES:
+    tests = vars(import_module(f"tests.interpreter_rows.test_{suite}"))
+    globals().update({f"{name}__{suite}": tests[name] for name in tests if name.startswith("test_")})
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    asked = getattr(request.node, "callspec", None)
+    if asked and torch.float8_e4m3fn in asked.params.values() and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has float8_e4m3fn from sm_89 on")
+    with torch.device("cuda"):
+        yield

@@ -1,0 +1,180 @@
+"""What the kernel cases launch on: tables, guarded memory, random inputs and the dense truth in float64.
+
+Tables are made by looking at every pair, so that no table maker is under test. Memory that no launch may read holds
+NaN, memory that none may write is compared bit for bit.
+Does not know: the kernels, engines, tiles.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.kernels.launch_call import Config, Table
+
+NAN = float("nan")
+SCALE, GROUP, HEADS = 0.3, 2, 4
+Q_ROWS, K_ROWS = 40, 80
+FAR = 1 << 30
+
+
+class Keys(NamedTuple):
+    """A run of K/V rows, and the positions that its keys have: `position` + j * `apart`."""
+
+    first: int
+    stride: int
+    rows: int
+    position: int
+    apart: int = 1
+
+
+class Pairs(NamedTuple):
+    """Queries at positions `position` + i * `apart` that see keys from `most` before them to themselves."""
+
+    keys: tuple[Keys, ...]
+    position: int
+    apart: int = 1
+    most: int = FAR
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def seen(pairs: Pairs, keys: Keys) -> np.ndarray:
+    """(queries, keys of the run) booleans."""
+    distance = pairs.position + pairs.apart * np.arange(Q_ROWS)[:, None]
+    distance = distance - (keys.position + keys.apart * np.arange(keys.rows))[None, :]
+    return np.asarray((distance >= 0) & (distance <= pairs.most))
+
+
+def visited(sees: np.ndarray, rows: int) -> tuple[int, int, int, int]:
+    """First visible, first full, one past the last full and visible of the blocks of `rows` columns."""
+    blocks = [sees[:, start : start + rows] for start in range(0, sees.shape[1], rows)]
+    visible = [i for i, block in enumerate(blocks) if block.any()]
+    full = [i for i in visible if blocks[i].all() and blocks[i].shape[1] == rows]
+    if not visible:
+        return 0, 0, 0, 0
+    start, end = visible[0], visible[-1] + 1
+    return (start, full[0], full[-1] + 1, end) if full else (start, start, start, end)
+
+
+def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
+    """Query blocks with all heads and all runs of keys."""
+    blocks, entries = [], []
+    for first in range(0, Q_ROWS, config.block_m):
+        rows = min(config.block_m, Q_ROWS - first)
+        before = len(entries)
+        for keys in pairs.keys:
+            near = keys.position - pairs.position - first * pairs.apart
+            visits = visited(seen(pairs, keys)[first : first + rows], config.block_n)
+            entries.append((*keys[:3], pairs.apart, keys.apart, near, min(FAR, near + pairs.most), *visits, 0, 1))
+        blocks.append((first, 1, rows, 0, HEADS, before, len(entries), flags))
+    return table_of(blocks, entries, HEADS + 1)
+
+
+def by_key(pairs: Pairs, config: Config) -> Table:
+    """Key blocks, each of one run of keys, with all K/V heads; every one of them serves its whole group."""
+    blocks, entries = [], []
+    for keys in pairs.keys:
+        for first in range(0, keys.rows, config.block_n):
+            rows = min(config.block_n, keys.rows - first)
+            near = pairs.position - keys.position - first * keys.apart
+            visits = visited(seen(pairs, keys)[:, first : first + rows].T, config.block_m)
+            band = (keys.apart, pairs.apart, max(-FAR, near - pairs.most), near)
+            blocks.append((keys.first + first * keys.stride, keys.stride, rows, 0, HEADS // GROUP, len(entries)))
+            entries.append((0, 1, Q_ROWS, *band, *visits, 0, GROUP))
+            blocks[-1] += (len(entries), 0)
+    return table_of(blocks, entries, HEADS // GROUP + 1)
+
+
+def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slots: int) -> Table:
+    """`slots`: one more than the heads of any block, so that some items are idle."""
+    padded = [(*entry, *(0,) * (16 - len(entry))) for entry in entries]
+    return Table(torch.tensor(blocks, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32), slots)
+
+
+# --- memory and truth ------------------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """Tensors with margins, of which nothing may change but what they show."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def rows(self, rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32, fill: float = NAN) -> Tensor:
+        """(rows, batch, heads, dim) of `fill` in memory of the same; strides are multiples of 16 bytes."""
+        return self._view(torch.full((rows + 2, self.batches, heads + 1, -(-dim // 8) * 8 + 8), fill, dtype=dtype), dim)
+
+    def per_row(self, rows: int, heads: int, fill: float = NAN) -> Tensor:
+        """(batch, heads, rows) of `fill`."""
+        held = torch.full((self.batches, heads + 1, rows + 2), fill)
+        return self._kept(held, held[:, :heads, 1:-1])
+
+    def _view(self, held: Tensor, dim: int) -> Tensor:
+        return self._kept(held, held[1:-1, :, :-1, :dim])
+
+    def _kept(self, held: Tensor, view: Tensor) -> Tensor:
+        inside = torch.zeros(held.shape, dtype=torch.bool)
+        inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+        self._held.append((held, held.clone(), inside))
+        return view
+
+    def check(self) -> None:
+        """Nothing around the tensors has changed."""
+        for held, before, inside in self._held:
+            outside = ~inside
+            assert torch.equal(held[outside].nan_to_num(7.0), before[outside].nan_to_num(7.0))
+
+
+class Inputs:
+    """Random q, k, v, dout and sinks; K/V rows that no run names are NaN."""
+
+    def __init__(self, pairs: Pairs, dtype: torch.dtype, d_k: int = 16, d_v: int = 16, batches: int = 1) -> None:
+        self.pairs, self.dtype, self.memory, self.batches = pairs, dtype, Guarded(batches), batches
+        kv_heads = HEADS // GROUP
+        named = sorted({keys.first + keys.stride * j for keys in pairs.keys for j in range(keys.rows)})
+        self.q, self.dout = (self._filled(Q_ROWS, HEADS, dim) for dim in (d_k, d_v))
+        self.k, self.v = (self._filled(K_ROWS, kv_heads, dim, named) for dim in (d_k, d_v))
+        self.sinks = torch.randn(HEADS)
+
+    def _filled(self, rows: int, heads: int, dim: int, named: list[int] | None = None) -> Tensor:
+        x = self.memory.rows(rows, heads, dim, self.dtype)
+        named = named if named is not None else list(range(rows))
+        x[named] = torch.randn(len(named), self.batches, heads, dim).to(self.dtype)
+        return x
+
+    def truth(self, softcap: float | None = None, sinks: bool = False) -> dict[str, Tensor]:
+        """out, lse, delta, dq, dk, dv in float64, laid out as the launches lay them."""
+        picked = torch.tensor([keys.first + keys.stride * j for keys in self.pairs.keys for j in range(keys.rows)])
+        mask = torch.from_numpy(np.concatenate([seen(self.pairs, keys) for keys in self.pairs.keys], axis=1))
+        q, k, v = (x.double().clone().requires_grad_() for x in (self.q, self.k[picked], self.v[picked]))
+        wide_k, wide_v = (x.repeat_interleave(GROUP, 2) for x in (k, v))
+        s = torch.einsum("ibhd,jbhd->bhij", q, wide_k) * SCALE
+        s = s if softcap is None else softcap * (s / softcap).tanh()
+        s = s.masked_fill(~mask, -inf)
+        if sinks:
+            s = torch.cat([s, self.sinks.double()[None, :, None, None].expand(self.batches, -1, Q_ROWS, 1)], 3)
+        lse = s.logsumexp(3)
+        p = (s - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()[..., : len(picked)]
+        out = torch.einsum("bhij,jbhd->ibhd", p, wide_v)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), self.dout.double())
+        delta = torch.einsum("ibhd,ibhd->bhi", out, self.dout.double())
+        scattered = [torch.zeros(x.shape, dtype=torch.float64) for x in (self.k, self.v)]
+        for whole, part in zip(scattered, (dk, dv), strict=True):
+            whole[picked] = part
+        found = {"out": out, "lse": lse, "delta": delta, "dq": dq, "dk": scattered[0], "dv": scattered[1]}
+        return {name: x.detach() for name, x in found.items()}
+
+
+def close(got: Tensor, true: Tensor, tolerance: float) -> None:
+    """Relative Frobenius error, with the same infinities."""
+    assert torch.equal(got.isinf(), true.isinf()) and not got.isnan().any()
+    got, true = got.double().nan_to_num(0, 0, 0), true.nan_to_num(0, 0, 0)
+    error = float((got - true).norm() / true.norm())
+    assert error <= tolerance, error

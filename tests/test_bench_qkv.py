@@ -1,0 +1,74 @@
+"""The benchmark of the projection: its gate bites, its table is whole, and a small rehearsal runs.
+
+Does not know: how fast anything is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from ringattn.errors import InputError
+from ringattn.projection import MeasuredProjection
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+if find_spec("triton") is not None:
+    from ringattn.bench import qkv
+    from ringattn.bench.qkv import Inputs, Options, eager, faults, main, measured_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["tokens=40", "models=64", "head_dim=16", "dtype=float16"]  # bfloat16 is not right in the stock interpreter
+
+
+@pytest.mark.slow
+def test_a_rehearsal_in_the_interpreter(tmp_path: Path) -> None:
+    """Every contestant passes the gate and is timed, in the order of the table."""
+    command = [sys.executable, "-m", "ringattn.bench.qkv", *SMALL, f"results={tmp_path}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "qkv.json").read_text(encoding="utf-8"))
+    assert kept["refused"] == {} and kept["measured on"] == {"device": "none: a rehearsal"}
+    assert [row["backend"] for row in kept["times"]] == ["eager", "epilogue", "fused"]
+    assert all(row["columns"] == 96 and row["forward_us"] > 0 and row["backward_us"] > 0 for row in kept["times"])
+
+
+@pytest.mark.parametrize("part", ["q", "the message", "dweight"])
+def test_the_gate_sees(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = eager(given)
+        if part == "the message":
+            given.message[3, 0, 0, 20] += 0.5
+        return (q * (1.02 if part == "q" else 1.0), k, v.detach() * v if part == "dweight" else v)
+
+    monkeypatch.setattr(qkv, "CONTESTANTS", {"eager": eager, "spoiled": spoiled})
+    wrong = faults(Options(tokens=40, head_dim=16, dtype="float16"), 64)
+    assert list(wrong) == ["spoiled"] and wrong["spoiled"].startswith("model 64: ")
+    monkeypatch.setattr(
+        qkv, "CONTESTANTS", {"unwritten": lambda given: eager(given._replace(message=given.message.clone()))}
+    )
+    assert "the message is off by nan" in faults(Options(tokens=40, head_dim=16, dtype="float16"), 64)["unwritten"]
+
+
+def test_new_rows_replace_those_of_the_same_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = MeasuredProjection("a GPU", "bfloat16", 64, 96, 40, "fused", 1.0, 2.0, "abc1234")
+    others = (old._replace(device="another GPU"), old._replace(dtype="float16"))
+    monkeypatch.setattr(qkv, "measured_projections", lambda: (old, *others))
+    sizes = {"model": 128, "columns": 192, "tokens": 40, "forward_us": 3.0, "backward_us": 4.0}
+    rows = [{**sizes, "backend": name} for name in ("eager", "epilogue", "fused")]
+    new = MeasuredProjection("a GPU", "bfloat16", 128, 192, 40, "epilogue", 3.0, 4.0, "def5678")
+    made = measured_rows(Options(), rows, "a GPU", "def5678")
+    assert made == [*others, new, new._replace(backend="fused")]
+
+
+def test_a_rehearsal_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qkv, "DEVICE", "cpu")
+    with pytest.raises(InputError, match="table: needs a CUDA device"):
+        main([*SMALL, "table=true"])
