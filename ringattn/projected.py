@@ -63,9 +63,10 @@ def projected_attention(
     def described() -> Call:
         tokens = seq.counts[ring.rank]
         rows = (heads.query + 2 * heads.kv) * heads.dim
-        if x.dim() != 3 or x.shape[1] != tokens:
+        model = weight.shape[-1]
+        if x.dim() != 3 or x.shape[1:] != (tokens, model):
             raise InputError(
-                f"rank {ring.rank}: x must be (batch, {tokens}, model), this rank's shard, got {tuple(x.shape)}; "
+                f"rank {ring.rank}: x must be (batch, {tokens}, {model}), this rank's shard, got {tuple(x.shape)}; "
                 "pass seq.shard(x)"
             )
         try:

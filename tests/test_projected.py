@@ -125,7 +125,7 @@ def test_keys_that_cannot_be_made_end_the_ring_on_all_ranks(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("tokens", "x must be (batch, 10, model), this rank's shard"),
+        ("tokens", "x must be (batch, 10, 12), this rank's shard"),
         ("weight", "need a weight"),
         ("bias", "bias must have"),
         ("dtype", "must be alike"),
