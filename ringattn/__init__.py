@@ -1,5 +1,11 @@
 """ringattn: exact attention over sequences that no single device can hold."""
 
+from ringattn.dilated_modules import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
 from ringattn.errors import (
     ClosedError,
     DeadlineError,
@@ -18,14 +24,18 @@ from ringattn.sequence import Sequence
 __all__ = [
     "ClosedError",
     "DeadlineError",
+    "DilatedAttention",
     "DisagreementError",
     "InputError",
+    "MultiheadDilatedAttention",
     "PeerLostError",
     "PlanError",
     "Ring",
     "RingAttention",
+    "RingDilatedAttention",
     "RingError",
     "RingMultiheadAttention",
+    "RingMultiheadDilatedAttention",
     "Sequence",
     "TransportError",
     "UnsupportedError",

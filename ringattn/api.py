@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from ringattn.dilation import Dilated
 from ringattn.engine.base import KV, Engine, Seed, Softmax
 from ringattn.errors import InputError
-from ringattn.mask import make_mask
+from ringattn.mask import Banded
 from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
 from ringattn.problem import Problem
@@ -27,6 +28,20 @@ if TYPE_CHECKING:
     from ringattn.ring import Ring
 
 Window = tuple[int | None, int | None] | None
+Pairs = Banded | Dilated
+"""Which pairs meet."""
+
+
+class Options(TypedDict, total=False):
+    """The options of `Ring.attention`."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    kv_seq: Sequence | None
+    schedule: str
 
 
 @dataclass(frozen=True)
@@ -41,13 +56,14 @@ class Call:
     def summary(self, *extra: object) -> str:
         """What all ranks must have in common, readable."""
         p, s = self.problem, self.softmax
-        branch = p.mask.branches[0]
-        documents = f"{len(branch.bounds) - 1} documents ending {branch.bounds[-4:]}"
+        bounds = p.mask.branches[0].bounds
+        documents = f"{len(bounds) - 1} documents ending {bounds[-4:]}"
+        branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
         kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
         facts = (
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
             f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
-            f"band {branch.band}, {documents}, schedule {self.route.name}, "
+            f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
             f"scale {s.scale:g}, softcap {s.softcap}, K/V travel as {p.kv_dtype}, "
             f"dK/dV in {p.wire_dtype or p.accumulator_dtype}"
         )
@@ -73,12 +89,10 @@ def attention(
     """See `Ring.attention`."""
 
     def described() -> Call:
-        _check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
+        check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
         sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        return call_of(
-            ring, seq, kv_seq, sizes, q.dtype, q.device, causal=causal, window=window, scale=scale, softcap=softcap,
-            schedule=schedule,
-        )  # fmt: skip
+        pairs = Banded(causal, window)
+        return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, pairs, scale, softcap, schedule)
 
     call = agreed(ring, described, sinks)
     out, lse = Attention.apply(q, k, v, sinks, ring, call)
@@ -104,16 +118,14 @@ def call_of(
     sizes: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    causal: bool,
-    window: Window,
+    pairs: Pairs,
     scale: float | None,
     softcap: float | None,
     schedule: str,
 ) -> Call:
     """The call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim."""
     name = str(dtype).removeprefix("torch.")
-    problem = make_problem(ring, seq, kv_seq, *sizes, name, causal, window)
+    problem = make_problem(ring, seq, kv_seq, *sizes, name, pairs)
     softmax = Softmax(_scale(scale, sizes[3]), problem.group, _softcap(softcap))
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softcap)
     return Call(problem, choose_route(problem, schedule), softmax, engine)
@@ -129,19 +141,11 @@ def make_problem(
     head_dim: int,
     value_dim: int,
     dtype: str,
-    causal: bool,
-    window: Window,
+    pairs: Pairs,
 ) -> Problem:
     """The facts of a call. Raises `InputError` for options that contradict each other."""
     other = kv_seq or seq
-    mask = make_mask(
-        seq.length,
-        other.length,
-        causal=causal,
-        window=window,
-        documents=seq.documents,
-        kv_documents=other.documents,
-    )
+    mask = pairs.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 
@@ -206,7 +210,7 @@ def _sinks_grad(sinks: Tensor, seed: Seed) -> Tensor:
     return -(torch.where(seed.lse.isinf(), 0.0, weight) * seed.delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _check_tensors(
+def check_tensors(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence, sinks: Tensor | None
 ) -> None:
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""

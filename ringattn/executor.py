@@ -97,6 +97,7 @@ class Executor:
                 assert at_home is not None
                 return at_home
 
+            problem = self.plan.problem
             for number, step in enumerate(self.plan.steps):
                 if number or not begun:
                     self._depart(number, home)
@@ -108,9 +109,11 @@ class Executor:
                     if isinstance(item, Add):
                         add(buffers[item.part], place(item.into, grads))
                     else:
-                        heads = self.plan.problem.parts[item.part].kv_heads
-                        kv = from_row(place(item.kv, home).part(heads), item.kv_row)
-                        dkv = from_row(place(item.dkv, grads).part(heads), item.dkv_row) if grads else None
+                        heads = Run(0, problem.kv_heads) if item.part is None else problem.parts[item.part].kv_heads
+                        kv = from_row(place(item.kv, home).part(heads), item.kv_row, item.kv_step)
+                        dkv = (
+                            from_row(place(item.dkv, grads).part(heads), item.dkv_row, item.dkv_step) if grads else None
+                        )
                         fold(kv, dkv, self._work_of[id(item)])
             self._arrive()
         finally:

@@ -6,6 +6,7 @@ Does not know: tensors' contents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 
 from ringattn import api
+from ringattn.dilation import Dilated
 from ringattn.errors import InputError
 from ringattn.layout import LAYOUTS, make_layout
+from ringattn.mask import Banded
 from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of, schedule_of
 from ringattn.planner.simulate import REFERENCE, Cluster, simulate
+from ringattn.presets import check
 from ringattn.problem import Problem
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.text import grid
@@ -93,12 +97,18 @@ def explain(
     backward: bool = True,
     causal: bool = False,
     window: api.Window = None,
+    segment_lengths: Many[int] | None = None,
+    dilation_rates: Many[int] | None = None,
+    offset: str = "mod",
+    layer: int | None = None,
     softcap: float | None = None,
     kv_seq: Sequence | None = None,
     schedule: str = "auto",
     cluster: Cluster = REFERENCE,
 ) -> Explanation:
-    """What `ring.attention` with the same arguments would do; sizes come from `q`, `k`, `v` or the four numbers.
+    """What `ring.attention` with the same arguments would do, or with `segment_lengths` `ring.dilated_attention`.
+
+    Sizes come from `q`, `k`, `v` or the four numbers.
 
     Local: the other ranks need not call it. Raises `InputError` where neither is given.
     """
@@ -112,12 +122,15 @@ def explain(
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
-    problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, causal, window)
+    pairs: api.Pairs = Banded(causal, window)
+    if segment_lengths is not None or dilation_rates is not None:
+        pairs = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
+    problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, pairs)
     route = choose_route(problem, schedule)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
-    pairs = _pairs(problem)
+    areas = _pairs(problem)
     return Explanation(
         problem=problem,
         forward=schedule_of(problem, route, backward=False),
@@ -125,13 +138,13 @@ def explain(
         plans=plans,
         bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
-        pairs=pairs,
+        pairs=areas,
         peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
         predicted_us=sum(simulate(one, cluster).total_us for one in plans),
         cluster=cluster,
         engine=chosen.engine.name,
         engine_why=chosen.why,
-        better_layout=_better_layout(ring, seq, kv_seq, problem, pairs),
+        better_layout=_better_layout(ring, seq, kv_seq, problem, areas),
     )
 
 

@@ -20,7 +20,9 @@ from ringattn.geometry import FULL, UNBOUNDED, Band, Run
 class Branch:
     """The pairs (q, k) of equal segment whose distance lies in `band`, for the query heads in `heads` (None: all).
 
-    Segment i holds the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1.
+    Part i holds the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
+    one segment or, with `segment`, is cut from its start into segments of so many positions, the last one shorter. Of
+    each segment the positions start + offset, start + offset + dilation, ... take part, as queries and as keys.
     Distances are counted from the starts of the two segments, which coincide unless K/V is another sequence.
     """
 
@@ -28,6 +30,9 @@ class Branch:
     kv_bounds: tuple[int, ...]
     band: Band = FULL
     heads: Run | None = None
+    segment: int | None = None
+    dilation: int = 1
+    offset: int = 0
 
 
 class HeadPart(NamedTuple):
@@ -53,6 +58,28 @@ class Mask:
         cuts = sorted(edges)
         return tuple(
             HeadPart(Run(a, b - a), Run(a * group, (b - a) * group)) for a, b in pairwise(cuts)
+        )
+
+
+@dataclass(frozen=True)
+class Banded:
+    """Which pairs meet in ordinary attention; see `make_mask`."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+
+    def mask(
+        self,
+        length: int,
+        kv_length: int,
+        documents: tuple[int, ...] | None,
+        kv_documents: tuple[int, ...] | None,
+        q_heads: int,
+        kv_heads: int,
+    ) -> Mask:
+        """The mask over these sequences, for all heads alike."""
+        return make_mask(
+            length, kv_length, causal=self.causal, window=self.window, documents=documents, kv_documents=kv_documents
         )
 
 

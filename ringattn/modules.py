@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ringattn.api import Window
 from ringattn.errors import InputError
+from ringattn.mask import Banded
 from ringattn.projected import Heads, projected_attention
 from ringattn.rotary import Rope
 from ringattn.sequence import Sequence
@@ -54,7 +55,65 @@ class RingAttention(nn.Module):
         return f"causal={self.causal}, window={self.window}, softcap={self.softcap}, schedule={self.schedule!r}"
 
 
-class RingMultiheadAttention(nn.Module):
+class Projections(nn.Module):
+    """The weights of a multi-head layer: one for queries, keys and values, one for the output, and norms."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        norm_eps: float,
+        rope: Rope | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Raises `InputError` for heads that do not fit each other, and rotary positions that do not fit heads."""
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.norm_eps, self.rope = norm_eps, rope
+        if rope is not None:
+            rope.check(self.head_dim)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
+        self.in_proj_weight = weight(columns, embed_dim)
+        self.in_proj_bias = weight(columns) if bias else None
+        self.q_norm = weight(self.head_dim) if qk_norm else None
+        self.k_norm = weight(self.head_dim) if qk_norm else None
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for biases in (self.in_proj_bias, self.out_proj.bias):
+            if biases is not None:
+                nn.init.zeros_(biases)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.ones_(norm)
+
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of the parameters, and of the keys and values of one token."""
+        kv_bytes = 2 * self.num_kv_heads * self.head_dim * self.in_proj_weight.element_size()
+        parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
+
+
+class RingMultiheadAttention(Projections):
     """Self-attention with its projections: x to queries, keys and values by one weight, attention, output projection.
 
     The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
@@ -84,40 +143,15 @@ class RingMultiheadAttention(nn.Module):
         schedule: str = "auto",
     ) -> None:
         """Raises `InputError` for heads that do not fit each other, and for an unknown `rope`."""
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
-        if head_dim is None and embed_dim % num_heads:
-            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.rope = None if rope is None else Rope(rope, rope_base)
-        if self.rope is not None:
-            self.rope.check(self.head_dim)
-        self.norm_eps = norm_eps
-        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(columns, embed_dim))
-        self.in_proj_bias = nn.Parameter(torch.empty(columns)) if bias else None
-        self.q_norm = nn.Parameter(torch.empty(self.head_dim)) if qk_norm else None
-        self.k_norm = nn.Parameter(torch.empty(self.head_dim)) if qk_norm else None
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
+            rope=None if rope is None else Rope(rope, rope_base), device=None, dtype=None,
+        )  # fmt: skip
         self.attention = RingAttention(
             causal=causal, window=window, scale=scale, softcap=softcap, sink_heads=num_heads if sinks else None,
             schedule=schedule,
         )  # fmt: skip
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        self.out_proj.reset_parameters()
-        for biases in (self.in_proj_bias, self.out_proj.bias):
-            if biases is not None:
-                nn.init.zeros_(biases)
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                nn.init.ones_(norm)
 
     def forward(self, x: Tensor, seq: Sequence) -> Tensor:
         """x (batch, tokens, embed_dim), this rank's shard of `seq`, to the same shape. All ranks call it together.
@@ -128,7 +162,7 @@ class RingMultiheadAttention(nn.Module):
         attended = projected_attention(
             x, self.in_proj_weight, self.in_proj_bias, seq, heads,
             q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
-            causal=options.causal, window=options.window, scale=options.scale, softcap=options.softcap,
+            pairs=Banded(options.causal, options.window), scale=options.scale, softcap=options.softcap,
             sinks=options.sinks, schedule=options.schedule,
         )  # fmt: skip
         out: Tensor = self.out_proj(attended.flatten(2))
@@ -139,9 +173,4 @@ class RingMultiheadAttention(nn.Module):
 
         See `Ring.memory_info` for the ring's part, which all layers share.
         """
-        item_bytes = self.in_proj_weight.element_size()
-        own = {
-            "parameter_bytes": sum(weight.numel() * weight.element_size() for weight in self.parameters()),
-            "kv_bytes_per_token": 2 * self.num_kv_heads * self.head_dim * item_bytes,
-        }
-        return own if seq is None else {**own, **seq.ring.memory_info()}
+        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())

@@ -60,18 +60,21 @@ class Recv(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Work on the tiles of one head part. Key row r of a tile is row kv_row + r of `kv` (a buffer or HOME).
+    """Work on the tiles of one head part, or of all (None) in the rank's own tensors.
 
-    Backward: gradients of key row r are added to row dkv_row + r of `dkv`.
+    Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or HOME). Backward: gradients of key row r are
+    added to row dkv_row + r * dkv_step of `dkv`.
     """
 
     owner: int
-    part: int
+    part: int | None
     tiles: TileTable
     kv: int
     kv_row: int = 0
     dkv: int = HOME
     dkv_row: int = 0
+    kv_step: int = 1
+    dkv_step: int = 1
 
 
 class Add(NamedTuple):

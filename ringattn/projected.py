@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ringattn.api import Attention, Call, Window, agreed, call_of
+from ringattn.api import Attention, Call, Pairs, agreed, call_of
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
-from ringattn.partial import accumulator_dtype
-from ringattn.projection import Backend, check_projection, project_kv, project_q
+from ringattn.mask import Banded
+from ringattn.projection import Backend, check_projection, project_kv, project_q, stored_dtype
 from ringattn.records import Home
-from ringattn.rotary import Rope, rotation
+from ringattn.rotary import Rope, Rotation
 from ringattn.sequence import Sequence
 
 
@@ -43,8 +42,7 @@ def projected_attention(
     norm_eps: float = 1e-6,
     rope: Rope | None = None,
     backend: Backend = "auto",
-    causal: bool = False,
-    window: Window = None,
+    pairs: Pairs = Banded(),  # noqa: B008
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -53,12 +51,11 @@ def projected_attention(
     """Self-attention (batch, tokens, q_heads, head_dim) of x (batch, tokens, model), this rank's shard of `seq`.
 
     `weight`, `bias`, `q_norm`, `k_norm`, `norm_eps`, `rope` and `backend` are those of `project_qkv`, with the
-    sequence's own positions; the other options are those of `Ring.attention`. All ranks call it together; it raises as
-    they do.
+    sequence's own positions; `pairs` says which pairs meet, and the other options are those of `Ring.attention`. All
+    ranks call it together; it raises as they do.
     """
-    ring, dtype = seq.ring, x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    ring, dtype = seq.ring, stored_dtype(x)
+    turns: list[Rotation | None] = [None, None]
 
     def described() -> Call:
         tokens = seq.counts[ring.rank]
@@ -74,20 +71,15 @@ def projected_attention(
         except InputError as error:
             raise InputError(f"rank {ring.rank}: {error}") from error
         if rope is not None:
-            rope.check(heads.dim)
-        return call_of(
-            ring, seq, None, (x.shape[0], heads.query, heads.kv, heads.dim, heads.dim), dtype, x.device,
-            causal=causal, window=window, scale=scale, softcap=softcap, schedule=schedule,
-        )  # fmt: skip
+            turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
+        sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
+        return call_of(ring, seq, None, sizes, dtype, x.device, pairs, scale, softcap, schedule)
 
     call = agreed(ring, described, sinks)
     # One split, so that the two gradients are put together by one copy.
     cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
     (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
-    turn = None
-    if rope is not None:
-        interleaved = rope.style == "interleaved"
-        turn = rotation(seq.positions().to(x.device), heads.dim, rope.base, accumulator_dtype(dtype), interleaved)
+    q_turn, k_turn = turns
     made: list[Tensor] = []
     lent = False
 
@@ -95,12 +87,12 @@ def projected_attention(
         nonlocal lent
         lent, where = into is not None, None if into is None else (into.k, into.v)
         made[:] = project_kv(
-            x, kv_weight, kv_bias, heads.dim, norm=k_norm, norm_eps=norm_eps, turn=turn, into=where, backend=backend
+            x, kv_weight, kv_bias, heads.dim, norm=k_norm, norm_eps=norm_eps, turn=k_turn, into=where, backend=backend
         )
         return Home(*(one.detach().transpose(0, 1) for one in made))
 
     ring.begin(ring.executor_of(call, backward=False), make)
-    q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=turn, backend=backend)
+    q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
     out: Tensor = Attention.apply(q, k, v, sinks, ring, call)[0]
     return out

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringattn.errors import InputError
 from ringattn.partial import accumulator_dtype
-from ringattn.rotary import Rope, Rotation, rotate, rotation
+from ringattn.rotary import Rope, Rotation, rotate
 
 Backend = Literal["auto", "plain", "epilogue", "fused"]
 BACKENDS = ("auto", "plain", "epilogue", "fused")
@@ -68,21 +68,22 @@ def project_qkv(
     norm_eps: float = 1e-6,
     rope: Rope | None = None,
     positions: Tensor | None = None,
+    length: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) of x (batch, tokens, model).
 
     `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, queries first, then keys, then values;
     `bias`: its rows, or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of each head, before the
-    rotation. `positions`: (tokens,) global positions, with `rope`. Raises `InputError` for sizes that do not fit.
+    rotation. `positions`: (tokens,) global positions, with `rope`; with XPos also the `length` of the whole sequence in
+    tokens. Raises `InputError` for sizes that do not fit, and like `Rope.turns`.
     """
     if (rope is None) != (positions is None):
         raise InputError("rope and positions come together: give both, or neither")
-    turn = None
+    q_turn, k_turn = None, None
     if rope is not None and positions is not None:
-        rope.check(head_dim)
-        turn = rotation(positions, head_dim, rope.base, accumulator_dtype(x.dtype), rope.style == "interleaved")
-    spec = _Spec(head_dim, heads, kv_heads, norm_eps, turn)
+        q_turn, k_turn = rope.turns(positions, head_dim, stored_dtype(x), length)
+    spec = _Spec(head_dim, heads, kv_heads, norm_eps, q_turn, k_turn)
     q, k, v = _project(x, weight, bias, q_norm, k_norm, spec, backend)
     return q, k, v
 
@@ -99,7 +100,7 @@ def project_q(
     backend: Backend = "auto",
 ) -> Tensor:
     """The queries' part of `project_qkv`: `weight` (heads * head_dim, model)."""
-    spec = _Spec(head_dim, weight.shape[0] // head_dim, 0, norm_eps, turn)
+    spec = _Spec(head_dim, weight.shape[0] // head_dim, 0, norm_eps, turn, turn)
     return _project(x, weight, bias, norm, None, spec, backend)[0]
 
 
@@ -123,9 +124,15 @@ def project_kv(
     returned tensors are then views of them, (batch, rows, kv_heads, head_dim); who writes there again before the
     backward pass spoils nothing of this function.
     """
-    spec = _Spec(head_dim, 0, weight.shape[0] // head_dim // 2, norm_eps, turn, rows, into)
+    spec = _Spec(head_dim, 0, weight.shape[0] // head_dim // 2, norm_eps, turn, turn, rows, into)
     k, v = _project(x, weight, bias, None, norm, spec, backend)
     return k, v
+
+
+def stored_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of what is projected from x: its own, or that of autocast."""
+    cast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
@@ -159,7 +166,8 @@ class _Spec(NamedTuple):
     heads: int
     kv_heads: int
     eps: float
-    turn: Rotation | None
+    q_turn: Rotation | None
+    k_turn: Rotation | None
     rows: Tensor | None = None
     into: tuple[Tensor, Tensor] | None = None
 
@@ -198,7 +206,7 @@ def _project(
     """q, k and v, or those of them that `spec` wants."""
     check_projection(x, weight, bias, (q_norm, k_norm), spec.columns, spec.head_dim, backend)
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = stored_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check_places(x, spec)
     if backend == "auto":
@@ -242,10 +250,11 @@ def check_projection(
 
 def _check_places(x: Tensor, spec: _Spec) -> None:
     """Raise `InputError` unless the rotation and the places fit the tokens of x."""
-    if spec.turn is not None and spec.turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
+    turn = spec.k_turn
+    if turn is not None and turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
         raise InputError(
             f"{spec.tokens(x)} tokens with heads of {spec.head_dim} need a rotation of shape "
-            f"({spec.tokens(x)}, {spec.head_dim // 2}), got {tuple(spec.turn.cos.shape)}"
+            f"({spec.tokens(x)}, {spec.head_dim // 2}), got {tuple(turn.cos.shape)}"
         )
     place = (spec.tokens(x), x.shape[0], spec.kv_heads, spec.head_dim)
     for view in spec.into or ():
@@ -262,19 +271,19 @@ def _plain(
     """The truth, in plain torch."""
     raw = F.linear(spec.kept(x), weight, bias).unflatten(-1, (-1, spec.head_dim))
     q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
-    q, k = _turned(q, q_norm, spec), _turned(k, k_norm, spec)
+    q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)
     if spec.into is not None:
         k, v = (_Put.apply(heads, place) for heads, place in zip((k, v), spec.places(), strict=True))
     return (q, k, v)[0 if spec.heads else 1 : 3 if spec.kv_heads else 1]
 
 
-def _turned(heads: Tensor, norm: Tensor | None, spec: _Spec) -> Tensor:
+def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | None) -> Tensor:
     """Heads (batch, tokens, heads, head_dim), normalized and rotated."""
     wide = heads.to(accumulator_dtype(heads.dtype))
     if norm is not None:
-        wide = F.rms_norm(wide, (spec.head_dim,), norm.to(wide.dtype), spec.eps)
-    if spec.turn is not None:
-        wide = rotate(wide, *spec.turn)
+        wide = F.rms_norm(wide, heads.shape[3:], norm.to(wide.dtype), eps)
+    if turn is not None:
+        wide = rotate(wide, *turn)
     return wide.to(heads.dtype)
 
 

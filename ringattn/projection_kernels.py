@@ -88,13 +88,11 @@ def _groups(
 ) -> list[tuple[slice, Finish]]:
     """What is made by one launch each, in order: rows of the weight, and their finish."""
     cut = spec.heads * spec.head_dim
-    cos, sin, interleaved = spec.turn or (None, None, False)
-    turn = spec.eps, cos, sin, interleaved
     groups = []
     if spec.kv_heads:
-        groups.append((slice(cut, None), Finish(places[-2], places[-1], k_norm, *turn)))
+        groups.append((slice(cut, None), Finish(places[-2], places[-1], k_norm, spec.eps, *(spec.k_turn or ()))))
     if spec.heads:
-        groups.append((slice(0, cut), Finish(places[0], None, q_norm, *turn)))
+        groups.append((slice(0, cut), Finish(places[0], None, q_norm, spec.eps, *(spec.q_turn or ()))))
     return groups
 
 

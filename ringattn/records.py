@@ -15,13 +15,12 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.engine.base import KV
 from ringattn.geometry import Run
-from ringattn.schedule.content import Content, Part
+from ringattn.schedule.content import Content, Part, Spot
 
 TORCH_DTYPE = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 CODES = {name: getattr(torch, name) for name in ("int8", "float8_e4m3fn")}
@@ -71,15 +70,17 @@ class Records:
         """The rows of one head part."""
         return self.parts[heads]
 
-    def rows(self, part: Part, run: Run) -> tuple[Rows, Rows]:
-        """K and V of the given owner rows, which lie in one run of the content, for a part's heads."""
-        held = next(mine for mine in self.content if mine.heads == part.heads)
-        first = int(held.offsets(np.array([run.start]))[0])
-        at = slice(first, first + run.count)
-        k, v, _ = self.parts[part.heads]
-        if part.heads not in self.scales:
+    def spots(self, part: Part) -> Iterator[list[Spot]]:
+        """Where the rows of a part lie here, run by run."""
+        return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
+
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, Rows]:
+        """K and V of some packed rows of one head part."""
+        at = slice(packed.start, packed.stop, packed.stride)
+        k, v, _ = self.parts[heads]
+        if heads not in self.scales:
             return Rows(k[at]), Rows(v[at])
-        k_scales, v_scales, _ = self.scales[part.heads]
+        k_scales, v_scales, _ = self.scales[heads]
         return Rows(k[at], k_scales[at]), Rows(v[at], v_scales[at])
 
 
@@ -95,10 +96,15 @@ class Home:
         at = slice(heads.start, heads.stop)
         return KV(self.k[:, :, at], self.v[:, :, at], heads.start)
 
-    def rows(self, part: Part, run: Run) -> tuple[Rows, Rows]:
-        """K and V of the given rows, for a part's heads."""
-        k, v, _ = self.part(part.heads)
-        return Rows(k[run.start : run.stop]), Rows(v[run.start : run.stop])
+    def spots(self, part: Part) -> Iterator[list[Spot]]:
+        """Where the rows of a part lie here, run by run: where they say."""
+        return ([Spot(Run(0, run.count), run)] for run in part.rows)
+
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, Rows]:
+        """K and V of some rows, for the heads of one part."""
+        k, v, _ = self.part(heads)
+        at = slice(packed.start, packed.stop, packed.stride)
+        return Rows(k[at]), Rows(v[at])
 
 
 Place = Records | Home
@@ -125,14 +131,20 @@ def add(part: Records, into: Place) -> None:
 
 
 def _pairs(source: Place, into: Place, content: Content) -> Iterator[tuple[Rows, Rows]]:
+    """The same rows of both, where they are evenly spaced in both; one of them holds `content` and nothing else."""
     for part in content:
-        for run in part.rows:
-            yield from zip(source.rows(part, run), into.rows(part, run), strict=True)
+        for ours, theirs in zip(source.spots(part), into.spots(part), strict=True):
+            for one in ours:
+                for other in theirs:
+                    if both := one.meeting(other):
+                        yield from zip(
+                            source.rows(part.heads, both[0]), into.rows(part.heads, both[1]), strict=True
+                        )
 
 
-def from_row(kv: KV, row: int) -> KV:
-    """The same block from `row` on."""
-    return KV(kv.k[row:], kv.v[row:], kv.first_head) if row else kv
+def from_row(kv: KV, row: int, step: int = 1) -> KV:
+    """The same block from `row` on, every `step`-th row."""
+    return KV(kv.k[row::step], kv.v[row::step], kv.first_head) if row or step > 1 else kv
 
 
 def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:

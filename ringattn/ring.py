@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ringattn import api
 from ringattn.agreement import Agreement
+from ringattn.dilated import dilated_attention
 from ringattn.engine.base import KV, Engine
 from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import ClosedError, InputError, RingError
@@ -129,39 +130,15 @@ class Ring:
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq: Sequence,
-        *,
-        causal: bool = False,
-        window: api.Window = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        kv_seq: Sequence | None = None,
-        schedule: str = "auto",
-        return_lse: Literal[False] = False,
-    ) -> Tensor: ...
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, return_lse: Literal[False] = False,
+        **options: Unpack[api.Options],
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq: Sequence,
-        *,
-        causal: bool = False,
-        window: api.Window = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        kv_seq: Sequence | None = None,
-        schedule: str = "auto",
-        return_lse: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, return_lse: Literal[True],
+        **options: Unpack[api.Options],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def attention(
         self,
@@ -193,6 +170,41 @@ class Ring:
         """
         return api.attention(
             self, q, k, v, seq, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, kv_seq=kv_seq,
+            schedule=schedule, return_lse=return_lse,
+        )  # fmt: skip
+
+    def dilated_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequence,
+        *,
+        segment_lengths: Many[int],
+        dilation_rates: Many[int],
+        causal: bool = False,
+        offset: str = "mod",
+        grad: str = "exact",
+        tail: str = "ragged",
+        layer: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        schedule: str = "auto",
+        return_lse: bool = False,
+    ) -> Any:
+        """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
+
+        Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's
+        queries meet the keys at its `offset` modulo `dilation_rates[i]` (see `ringattn.dilation`). A pair that several
+        branches have counts once for each. `grad`: exact, or detached, which takes the branches' shares as constants,
+        as torchscale does. `tail`: ragged, or zero_pad, which lets queries see the zero keys with which torchscale
+        fills short segments. `layer`: for offset="layer_rotated". The rest, what is returned (out, and with
+        `return_lse` lse) and what is raised are those of `attention`; an lse beside detached carries no gradient.
+        """
+        return dilated_attention(
+            self, q, k, v, seq, segment_lengths=segment_lengths, dilation_rates=dilation_rates,
+            causal=causal, offset=offset, grad=grad, tail=tail, layer=layer, scale=scale, softcap=softcap, sinks=sinks,
             schedule=schedule, return_lse=return_lse,
         )  # fmt: skip
 

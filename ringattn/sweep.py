@@ -8,8 +8,10 @@ Does not know: how blocks travel, torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import pairwise
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -58,15 +60,37 @@ class TileTable:
         """The first K/V row of each tile."""
         return self.columns[:, 8]
 
+    def k_runs(self) -> list[Run]:
+        """The K/V rows of each tile."""
+        return [Run(row, count, stride) for count, row, stride in self.columns[:, 7:10].tolist()]
+
     def area(self) -> int:
         """Allowed pairs times query heads, summed over the tiles."""
         return sum(tile.area() for tile in self)
 
-    def with_k_rows(self, rows: Ints) -> TileTable:
-        """The same tiles reading K/V from other rows."""
+    def with_k_rows(self, rows: Ints, strides: Ints | None = None) -> TileTable:
+        """The same tiles reading K/V from other rows, as far apart as before or `strides`."""
         columns = self.columns.copy()
         columns[:, 8] = rows
+        if strides is not None:
+            columns[:, 9] = strides
         return TileTable(columns)
+
+    def take(self, at: Ints | list[int]) -> TileTable:
+        """The tiles at `at`, indices or booleans."""
+        return TileTable(self.columns[at])
+
+    @staticmethod
+    def joined(tables: Iterable[TileTable]) -> TileTable:
+        """All tiles of the tables; those that differ in their heads alone, and whose heads adjoin, are one."""
+        columns = np.concatenate([table.columns for table in tables])
+        columns = columns[np.lexsort(columns[:, [12, *range(11, -1, -1)]].T)]
+        heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
+        alike = (columns[1:, :12] == columns[:-1, :12]).all(1) & (heads[1:] == end[:-1])
+        first = np.flatnonzero(np.r_[True, ~alike][: len(columns)])
+        found = columns[first]
+        found[:, 13] = end[np.r_[first[1:], len(columns)] - 1] - found[:, 12] if len(first) else 0
+        return TileTable(found)
 
     @staticmethod
     def of(tiles: list[Tile]) -> TileTable:
@@ -81,7 +105,7 @@ class TileTable:
 
 
 class Pieces(NamedTuple):
-    """Runs of positions that lie in one segment each: equal-length arrays, ordered by rank and row."""
+    """Runs of positions that lie in one segment each: equal-length arrays, ordered by rank and first row."""
 
     rank: Ints
     segment: Ints
@@ -89,6 +113,7 @@ class Pieces(NamedTuple):
     stride: Ints
     size: Ints
     row: Ints
+    row_stride: Ints
 
     def take(self, index: Ints) -> Pieces:
         """The pieces at `index`."""
@@ -100,23 +125,56 @@ class Pieces(NamedTuple):
         return self.start + (self.size - 1) * self.stride
 
 
-@lru_cache(maxsize=64)
-def cut(layout: Layout, bounds: tuple[int, ...]) -> Pieces:
-    """The runs of all shards of `layout`, cut at `bounds`."""
+@lru_cache(maxsize=256)
+def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
+    """The first positions of the segments, and the length: `bounds`, each part cut again every `segment` positions."""
+    if segment is None:
+        return np.array(bounds, np.int64)
+    starts = [np.arange(start, stop, segment, dtype=np.int64) for start, stop in pairwise(bounds)]
+    return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
+
+
+@lru_cache(maxsize=1024)
+def cut(
+    layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
+) -> Pieces:
+    """What of all shards of `layout` takes part in a branch (see `Branch`), cut at its segments' borders."""
     runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
     rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
     row = np.cumsum(count) - count
     row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
-    edges = np.array(bounds, np.int64)
+    edges = edges_of(bounds, segment)
     first = np.searchsorted(edges, start, side="right") - 1
     spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
     of = np.repeat(np.arange(len(rank)), spans)
-    segment = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
-    begin = np.maximum(0, -((start[of] - edges[segment]) // stride[of]))
-    end = np.minimum(count[of], -((start[of] - edges[segment + 1]) // stride[of]))
-    keep = end > begin
-    of, segment, begin, end = of[keep], segment[keep], begin[keep], end[keep]
-    return Pieces(rank[of], segment, start[of] + begin * stride[of], stride[of], end - begin, row[of] + begin)
+    at = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
+    rank, start, count, stride, row = rank[of], start[of], count[of], stride[of], row[of]
+    begin = np.maximum(0, -((start - edges[at]) // stride))
+    end = np.minimum(count, -((start - edges[at + 1]) // stride))
+    step = np.ones_like(stride)
+    if dilation > 1:
+        begin, step = _kept(edges[at] + offset - start, stride, dilation, begin, end)
+    size = -((begin - end) // step)
+    found = Pieces(rank, at, start + begin * stride, stride * step, size, row + begin, step)
+    return found.take(np.flatnonzero(size > 0))
+
+
+def _kept(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """The indices from `begin` on with index * stride = target modulo dilation: (the first, or `end`, their step)."""
+    common = np.gcd(stride, dilation)
+    step = dilation // common
+    strides = stride.tolist()
+    inverse = {one: pow(one // gcd(one, dilation), -1, dilation // gcd(one, dilation)) for one in set(strides)}
+    turn = np.array([inverse[one] for one in strides], np.int64)
+    residue = target // common % step * turn % step
+    first = begin + (residue - begin) % step
+    return np.where(target % common == 0, np.minimum(first, end), end), step
+
+
+def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
+    """What of a layout takes part in a branch as queries, or as `keys`."""
+    bounds = branch.kv_bounds if keys else branch.bounds
+    return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
 
 
 def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
@@ -142,10 +200,10 @@ def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
 
 def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints]:
     """Where `rank`'s query pieces meet key pieces: (owners (n,), tile columns (n, 14)), ordered by owner."""
-    q, k = cut(q_layout, branch.bounds), cut(kv_layout, branch.kv_bounds)
+    q, k = pieces_of(q_layout, branch, keys=False), pieces_of(kv_layout, branch, keys=True)
     q = q.take(np.flatnonzero(q.rank == rank))
     q = q.take(np.argsort(q.segment, kind="stable"))
-    first = np.searchsorted(q.segment, np.arange(len(branch.bounds)))
+    first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
     meets = (first[1:] - first[:-1])[k.segment]
     ki = np.repeat(np.arange(len(k.rank)), meets)
     qi = np.arange(len(ki)) - np.repeat(np.cumsum(meets) - meets - first[k.segment], meets)
@@ -158,15 +216,17 @@ def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) ->
     q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
     one = np.ones_like(lo)
     columns = np.stack(
-        [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first, one,
-         k_start, k.stride, k_end - k_first, k.row + k_first, one, lo, hi, one, one], axis=1)  # fmt: skip
+        [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
+         k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one],
+        axis=1)  # fmt: skip
     keep = k_end > k_first
     return k.rank[keep], columns[keep]
 
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
     """The bounds (lo, hi) of q - k for pieces of the given segments, in positions."""
-    shift = (np.array(branch.bounds[:-1]) - np.array(branch.kv_bounds[:-1]))[segment]
+    starts, kv_starts = (edges_of(bounds, branch.segment)[:-1] for bounds in (branch.bounds, branch.kv_bounds))
+    shift = (starts - kv_starts)[segment]
     return shift + branch.band.lo, shift + branch.band.hi
 
 

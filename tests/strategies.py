@@ -87,8 +87,18 @@ def truth_of(mask: Mask, q_heads: int) -> np.ndarray:
     counts = np.zeros(shape, np.int64)
     for branch in mask.branches:
         heads = slice(None) if branch.heads is None else slice(branch.heads.start, branch.heads.stop)
-        counts[heads] += pairs(branch.bounds, branch.kv_bounds, *branch.band)
+        cut, kv_cut = (_cut(bounds, branch.segment) for bounds in (branch.bounds, branch.kv_bounds))
+        q_kept, k_kept = (_places(at)[1] % branch.dilation == branch.offset for at in (cut, kv_cut))
+        counts[heads] += pairs(cut, kv_cut, *branch.band) & q_kept[:, None] & k_kept[None, :]
     return counts
+
+
+def _cut(bounds: Iterable[int], segment: int | None) -> list[int]:
+    """The borders of all segments."""
+    if segment is None:
+        return list(bounds)
+    spans = list(pairwise(bounds))
+    return [*(at for start, stop in spans for at in range(start, stop, segment)), spans[-1][1]]
 
 
 def cuts(length: int, documents: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
@@ -152,13 +162,15 @@ def cross_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def branched_cases(draw: st.DrawFn) -> Case:
-    """Branches of their own heads, segments and bands side by side; pairs may count twice, and heads see nothing."""
+    """Branches of their own heads, segments, rates and bands; pairs may count twice, and heads see nothing."""
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     branches = []
     for _ in range(draw(st.integers(1, 3))):
         bounds, first = draw(cuts(length)), draw(st.integers(0, 3))
         heads = draw(st.one_of(st.none(), st.integers(0, 4 - first).map(lambda count, first=first: Run(first, count))))
-        branches.append(Branch(bounds, bounds, draw(_bands()), heads))
+        segment, dilation = draw(st.one_of(st.none(), st.integers(1, 30))), draw(st.sampled_from([1, 1, 2, 3, 4, 6]))
+        offset = draw(st.integers(0, dilation - 1))
+        branches.append(Branch(bounds, bounds, draw(_bands()), heads, segment, dilation, offset))
     layout = _layout_of(draw, length, ranks, draw(st.one_of(st.none(), cuts(length))))
     return _case(draw, layout, layout, Mask(tuple(branches)))
 

@@ -25,12 +25,15 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
-    6: ("__init__", "agreement", "api", "ring", "modules", "explain", "opening", "sequence", "projection", "projected"),
+    6: (
+        "__init__", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening", "projected",
+        "projection", "ring", "sequence",
+    ),
     5: ("executor", "records", "rotary", "projection_kernels"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),
     2: ("schedule",),
-    1: ("mask", "layout", "problem", "sweep"),
+    1: ("mask", "dilation", "presets", "layout", "problem", "sweep"),
     0: ("geometry", "errors"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

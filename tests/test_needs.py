@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from ringattn.geometry import Run
 from ringattn.planner.choose import choose_route
@@ -47,7 +48,7 @@ def test_reach(case: Case) -> None:
 
 @covering
 def test_contents_are_canonical(case: Case) -> None:
-    # Equal sets must be equal values: parts ascend, runs ascend and do not touch, nothing is empty.
+    # Parts ascend, nothing is empty, nothing is there twice; without dilation equal sets are equal values.
     needs = Needs(case.problem)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
@@ -55,8 +56,10 @@ def test_contents_are_canonical(case: Case) -> None:
         for content in contents:
             assert [part.heads for part in content] == sorted({part.heads for part in content})
             for part in content:
-                assert part.rows and part.rows == merge_runs(part.rows)
-                assert all(run.stride == 1 and run.count for run in part.rows)
+                rows = [row for run in part.rows for row in run.members()]
+                assert rows and all(run.count for run in part.rows) and len(set(rows)) == len(rows)
+                if all(branch.dilation == 1 for branch in case.problem.mask.branches):
+                    assert part.dense and part.rows == merge_runs(part.rows)
 
 
 @covering
@@ -140,6 +143,29 @@ def test_piece_of(outer: tuple[Part, ...], inner: tuple[Part, ...], at: int | No
     assert piece_of(outer, inner) == at
     if at is not None:
         assert wire_order(outer)[at : at + size(inner)] == wire_order(inner)
+
+
+@given(st.lists(st.builds(Run, st.integers(0, 30), st.integers(0, 9), st.integers(1, 7)), max_size=6))
+def test_a_union_holds_each_member_once(runs: list[Run]) -> None:
+    merged = merge_runs(runs)
+    members = [member for run in merged for member in run.members()]
+    assert sorted(members) == sorted({member for run in runs for member in run.members()})
+
+
+RUNS = st.lists(st.builds(Run, st.integers(0, 30), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5)
+
+
+@given(RUNS, RUNS)
+def test_rows_are_found_where_they_are_packed(held: list[Run], wanted: list[Run]) -> None:
+    part = Part(Run(0, 1), merge_runs(held))
+    packed = [row for run in part.rows for row in run.members()]
+    for run, spots_of_run in zip(wanted, part.locate(wanted), strict=True):
+        members, seen = list(run.members()), []
+        for spot in spots_of_run:
+            here = [members[index] for index in spot.indices.members()]
+            assert here == [packed[row] for row in spot.packed.members()]
+            seen += here
+        assert sorted(seen) == sorted(set(members) & set(packed))
 
 
 def test_contents_as_sets() -> None:

@@ -23,6 +23,7 @@ from ringattn.rotary import Rope, rotate, rotation
 
 BATCH, TOKENS, MODEL, HEADS, KV_HEADS, DIM = 2, 11, 24, 4, 2, 8
 POSITIONS = torch.randperm(1000, generator=torch.Generator().manual_seed(3))[:TOKENS]
+PLACED: dict[str, Any] = {"positions": POSITIONS, "length": 1000}
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -54,8 +55,11 @@ def by_definition(
                 pairs = [(i, i + DIM // 2) if rope.style == "neox" else (2 * i, 2 * i + 1) for i in range(DIM // 2)]
                 columns: dict[int, Tensor] = {}
                 for i, (low, high) in enumerate(pairs):
-                    angle = POSITIONS.double() * rope.base ** (-2 * i / DIM)
-                    turned = torch.complex(y[..., low], y[..., high]) * torch.polar(torch.ones_like(angle), angle)
+                    angle, radius = POSITIONS.double() * rope.base ** (-2 * i / DIM), torch.ones(TOKENS).double()
+                    if rope.xpos_scale is not None:
+                        power = (POSITIONS.double() - 999 / 2) / rope.xpos_scale * (1 if head < HEADS else -1)
+                        radius = ((2 * i / DIM + 0.4) / 1.4) ** power
+                    turned = torch.complex(y[..., low], y[..., high]) * torch.polar(radius, angle)
                     columns[low], columns[high] = turned.real, turned.imag
                 y = torch.stack([columns[i] for i in range(DIM)], -1)
         made.append(y)
@@ -63,13 +67,13 @@ def by_definition(
     return heads[:, :, :HEADS], heads[:, :, HEADS : HEADS + KV_HEADS], heads[:, :, HEADS + KV_HEADS :]
 
 
-@pytest.mark.parametrize("rope", [None, Rope(), Rope("interleaved", 500.0)])
+@pytest.mark.parametrize("rope", [None, Rope(), Rope("interleaved", 500.0), Rope("neox", 500.0, 200.0)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
     given = weights(bias, norm)
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
-    mine = project_qkv(**given, **sizes, rope=rope, positions=None if rope is None else POSITIONS)
+    mine = project_qkv(**given, **sizes, rope=rope, **({} if rope is None else PLACED))
     truth = by_definition(**given, rope=rope)
     leaves = [one for one in given.values() if one is not None]
     seeds = [leaf(*one.shape, seed=7).detach() for one in truth]
@@ -84,7 +88,7 @@ def test_keys_first_and_queries_second_is_the_same() -> None:
     x, weight, bias, cut = given["x"], given["weight"], given["bias"], HEADS * DIM
     q, k, v = project_qkv(
         x, weight, bias, HEADS, KV_HEADS, DIM,
-        q_norm=given["q_norm"], k_norm=given["k_norm"], rope=Rope(), positions=POSITIONS,
+        q_norm=given["q_norm"], k_norm=given["k_norm"], rope=Rope(), **PLACED,
     )  # fmt: skip
     turn = rotation(POSITIONS, DIM, 10_000.0, torch.float64)
     k_first, v_first = project_kv(x, weight[cut:], bias[cut:], DIM, norm=given["k_norm"], turn=turn)

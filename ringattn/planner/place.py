@@ -28,7 +28,7 @@ from ringattn.plan import (
     record_elements,
 )
 from ringattn.problem import EIGHT_BIT, Problem
-from ringattn.schedule.content import Content, piece_of, size, union
+from ringattn.schedule.content import Content, Part, piece_of, size, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
 from ringattn.sweep import TileTable
 
@@ -77,7 +77,10 @@ class _Projection:
             else:
                 kv = HOME if item.kv.owner == self.rank else self._readable(item.kv, now, restores)
                 dkv = self._sum(item.dkv, now, zeros) if isinstance(item, AttendGrad) else HOME
-                work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
+                if kv == dkv == HOME and len(item.tiles) > 1:
+                    work.append(Fold(self.rank, None, TileTable.joined(table for _, table in item.tiles), HOME))
+                else:
+                    work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
         done = tuple(packs), tuple(sends), tuple(recvs), tuple(zeros), tuple(restores), tuple(work)
         return PlanStep(index, *done)
 
@@ -150,27 +153,62 @@ class _Projection:
 
     def _folds(self, item: Attend | AttendGrad, tiles: PartTiles, kv: int, dkv: int) -> Iterable[Fold]:
         """One fold for each distance between a key's row in `kv` and in `dkv`: one, but where contents differ."""
-        kv_rows = self._rows_in(kv, tiles)
-        if isinstance(item, Attend):
-            yield Fold(item.kv.owner, tiles.part, tiles.tiles.with_k_rows(kv_rows), kv)
+        alike = isinstance(item, Attend) or kv == dkv
+        alike = alike or (HOME not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content)
+        places = [self._part(buffer, tiles) for buffer in ((kv,) if alike else (kv, dkv))]
+        table = _within_runs(tiles.tiles, places)
+        rows, steps = _packed_rows(table, places[0])
+        owner, part = item.kv.owner, tiles.part
+        if alike:
+            yield Fold(
+                owner, part, table.with_k_rows(rows, steps), kv, 0, dkv if isinstance(item, AttendGrad) else HOME
+            )
             return
-        if kv == dkv or (HOME not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content):
-            yield Fold(item.kv.owner, tiles.part, tiles.tiles.with_k_rows(kv_rows), kv, 0, dkv, 0)
-            return
-        shift = self._rows_in(dkv, tiles) - kv_rows
-        for distance in np.unique(shift).tolist():
-            at = shift == distance
-            base = int(kv_rows[at].min())
-            table = TileTable(tiles.tiles.columns[at]).with_k_rows(kv_rows[at] - base)
-            yield Fold(item.kv.owner, tiles.part, table, kv, base, dkv, base + distance)
+        dkv_rows, dkv_steps = _packed_rows(table, places[1])
+        even = steps == dkv_steps
+        for distance in np.unique((dkv_rows - rows)[even]).tolist():
+            at = even & (dkv_rows - rows == distance)
+            base = int(rows[at].min())
+            yield Fold(
+                owner, part, table.take(at).with_k_rows(rows[at] - base, steps[at]), kv, base, dkv, base + distance
+            )
+        for one in np.flatnonzero(~even).tolist():
+            alone, ends = table.take([one]).with_k_rows(np.zeros(1, np.int64), np.ones(1, np.int64)), (rows, dkv_rows)
+            row, dkv_row = (int(end[one]) for end in ends)
+            yield Fold(owner, part, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
 
-    def _rows_in(self, buffer: int, tiles: PartTiles) -> np.ndarray:
-        """The key rows of the tiles, as rows of a buffer's head part."""
+    def _part(self, buffer: int, tiles: PartTiles) -> Part | None:
+        """The part of a buffer's content that the tiles read; None for HOME, which holds every row at its own place."""
         if buffer == HOME:
-            return tiles.tiles.k_rows
+            return None
         heads = self.problem.parts[tiles.part].kv_heads
-        part = next(part for part in self.buffers[buffer].content if part.heads == heads)
-        return part.offsets(tiles.tiles.k_rows)
+        return next(part for part in self.buffers[buffer].content if part.heads == heads)
+
+
+def _within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:
+    """The tiles cut so that the key rows of each lie in one run of each of the parts."""
+    for part in places:
+        if part is not None and not (part.dense and (table.columns[:, 9] == 1).all()):
+            found = part.locate(table.k_runs())
+            table = TileTable.of(
+                [
+                    tile._replace(k=tile.k.pick(spot.indices))
+                    for tile, spots in zip(table, found, strict=True)
+                    for spot in spots
+                ]
+            )
+    return table
+
+
+def _packed_rows(table: TileTable, part: Part | None) -> tuple[np.ndarray, np.ndarray]:
+    """The first key row of each tile and their step as rows of the part, of which one run holds them all."""
+    rows, steps = table.k_rows, table.columns[:, 9]
+    if part is None:
+        return rows, steps
+    if part.dense:
+        return part.offsets(rows), steps
+    packed = [spot.packed for (spot,) in part.locate(table.k_runs())]
+    return np.array([run.start for run in packed], np.int64), np.array([run.stride for run in packed], np.int64)
 
 
 def _lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:

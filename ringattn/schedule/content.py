@@ -1,7 +1,7 @@
 """What a message or a held block contains: for some heads, some rows of the owner's shard.
 
-A content is a tuple of `Part`s, ordered by head; a part's rows are disjoint ascending runs with gaps between them, so
-equal sets are equal values. Wire order is part after part, in each rows outermost.
+A content is a tuple of `Part`s, ordered by head; a part's rows are disjoint runs, as `merge_runs` makes them. Wire
+order is part after part, in each run after run, rows outermost.
 Does not know: schedules, bytes, torch.
 """
 
@@ -28,12 +28,53 @@ class Part(NamedTuple):
         """Rows."""
         return sum(run.count for run in self.rows)
 
+    @property
+    def dense(self) -> bool:
+        """Whether all runs have stride 1, and so ascend with gaps between them."""
+        return all(run.stride == 1 for run in self.rows)
+
     def offsets(self, rows: np.ndarray) -> np.ndarray:
-        """Where the given owner rows (each a member) lie in the packed part: int64, same shape."""
+        """Where the given owner rows (each a member) lie in the packed part, if it is dense: int64, same shape."""
         starts = np.array([run.start for run in self.rows])
         counts = np.array([run.count for run in self.rows])
         at = np.searchsorted(starts, rows, side="right") - 1
         return (np.cumsum(counts) - counts)[at] + rows - starts[at]
+
+    def locate(self, wanted: Iterable[Run]) -> Iterator[list[Spot]]:
+        """For each run of owner rows where it lies in the packed part: a spot for each run that holds some of it."""
+        dense, starts = self.dense, [run.start for run in self.rows]
+        offsets = list(accumulate((run.count for run in self.rows), initial=0))
+        for rows in wanted:
+            near = range(len(self.rows))
+            if dense and rows.count:
+                near = range(max(0, bisect_right(starts, rows.start) - 1), bisect_right(starts, rows.last))
+            yield [spot for n in near if (spot := _spot(rows, self.rows[n], offsets[n]))]
+
+
+class Spot(NamedTuple):
+    """Some members of a run of owner rows, by their `indices` in it, and the `packed` rows of a part that hold them."""
+
+    indices: Run
+    packed: Run
+
+    def meeting(self, other: Spot) -> tuple[Run, Run] | None:
+        """The packed rows, here and there, of the members that both spots hold; None for none."""
+        both = self.indices.intersect(other.indices)
+        if not both.count:
+            return None
+        picks = (Run((both.start - one.indices.start) // one.indices.stride, both.count,
+                     max(1, both.stride // one.indices.stride)) for one in (self, other))  # fmt: skip
+        here, there = (one.packed.pick(pick) for one, pick in zip((self, other), picks, strict=True))
+        return here, there
+
+
+def _spot(rows: Run, held: Run, offset: int) -> Spot | None:
+    met = _indices(rows, held)
+    if met is None:
+        return None
+    first, step = rows.start + met.start * rows.stride - held.start, rows.stride * met.stride
+    stride = step // held.stride if met.count > 1 else 1
+    return Spot(met, Run(offset + first // held.stride, met.count, stride))
 
 
 Content = tuple[Part, ...]
@@ -60,22 +101,68 @@ def union(contents: Iterable[Content]) -> Content:
 
 
 def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The union of runs of stride 1, as ascending runs that do not touch."""
-    merged: list[Run] = []
-    first = stop = 0
-    for start, count, _ in sorted(runs):
-        if merged and start <= stop:
-            merged.pop()
-            start, count = first, max(stop, start + count) - first
+    """The union of runs, as disjoint runs: of stride 1 in order and not touching, others without what denser ones have.
+
+    Equal sets of runs of stride 1 give equal values; with other strides the values depend on the runs as well.
+    """
+    by_class: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for start, count, stride in runs:
         if count:
-            merged.append(Run(start, count))
+            stride = stride if count > 1 else 1
+            by_class.setdefault((stride, start % stride), []).append((start // stride, count))
+    merged: list[Run] = []
+    for stride, residue in sorted(by_class):
+        joined = [Run(residue + at * stride, n, stride) for at, n in _joined(by_class[stride, residue])]
+        denser = tuple(merged) if stride > 1 else ()
+        for run in joined:
+            left = [run]
+            for other in denser:
+                left = [piece for part in left for piece in _without(part, other)]
+            merged += left
+    return tuple(sorted(merged))
+
+
+def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The union of intervals (start, count) as ascending ones that do not touch."""
+    first = stop = None
+    for start, count in sorted(intervals):
+        if stop is None or start > stop:
+            if first is not None and stop is not None:
+                yield first, stop - first
             first, stop = start, start + count
-    return tuple(merged)
+        else:
+            stop = max(stop, start + count)
+    if first is not None and stop is not None:
+        yield first, stop - first
+
+
+def _without(run: Run, other: Run) -> list[Run]:
+    """The members of `run` that are not members of `other`."""
+    met = _indices(run, other)
+    if not met:
+        return [run]
+    between = [Run(met.start + n, met.count - 1, met.stride) for n in range(1, met.stride if met.count > 1 else 1)]
+    ends = [Run(0, met.start), Run(met.last + 1, run.count - met.last - 1)]
+    return [run.pick(indices) for indices in (*ends, *between) if indices.count]
+
+
+def _indices(run: Run, other: Run) -> Run | None:
+    """The indices of `run` whose members are members of `other`; None for none."""
+    both = run.intersect(other)
+    if not both.count:
+        return None
+    return Run((both.start - run.start) // run.stride, both.count, both.stride // run.stride if both.count > 1 else 1)
 
 
 def contains(outer: Content, inner: Content) -> bool:
     """Whether everything in `inner` is in `outer`."""
-    return all(spot is not None for spot in _locations(outer, inner))
+    by_heads = {part.heads: part for part in outer}
+    return all(
+        part.heads in by_heads
+        and sum(spot.packed.count for spots in by_heads[part.heads].locate(part.rows) for spot in spots)
+        == part.row_count
+        for part in inner
+    )
 
 
 def piece_of(outer: Content, inner: Content) -> int | None:
@@ -84,28 +171,21 @@ def piece_of(outer: Content, inner: Content) -> int | None:
         return 0
     sizes = (size((part,)) for part in outer)
     bases = dict(zip((part.heads for part in outer), accumulate(sizes, initial=0), strict=False))
-    spots = _locations(outer, inner)
+    by_heads = {part.heads: part for part in outer}
     first = end = None
     for heads, rows in inner:
-        for run, row in zip(rows, spots, strict=False):
-            at = None if row is None else bases[heads] + row * heads.count
-            if at is None or end not in (None, at):
+        if heads not in by_heads:
+            return None
+        for run, spots in zip(rows, by_heads[heads].locate(rows), strict=True):
+            spots = sorted(spots, key=lambda spot: spot.indices.start)
+            if sum(spot.packed.count for spot in spots) < run.count:
                 return None
-            first, end = at if first is None else first, at + run.count * heads.count
+            for spot in spots:
+                at = bases[heads] + spot.packed.start * heads.count
+                if end not in (None, at) or spot.indices.stride != 1 or spot.packed.stride != 1:
+                    return None
+                first, end = at if first is None else first, at + spot.packed.count * heads.count
     return first
-
-
-def _locations(outer: Content, inner: Content) -> Iterator[int | None]:
-    """For each run of `inner`, the packed row of `outer`'s same part where it starts; None where it is missing."""
-    by_heads = {part.heads: part.rows for part in outer}
-    for heads, rows in inner:
-        held = by_heads.get(heads, ())
-        starts = [run.start for run in held]
-        offsets = list(accumulate((run.count for run in held), initial=0))
-        for run in rows:
-            at = bisect_right(starts, run.start) - 1
-            missing = at < 0 or run.start + run.count > starts[at] + held[at].count
-            yield None if missing else offsets[at] + run.start - starts[at]
 
 
 def describe(content: Content) -> str:

@@ -20,7 +20,7 @@ from ringattn.geometry import UNBOUNDED, Run
 from ringattn.mask import Branch
 from ringattn.problem import Problem
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
-from ringattn.sweep import Ints, Pieces, band_of, cut, partners, tiles_of
+from ringattn.sweep import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
 
 NOBODY = 1 << 61
 """Start of a query piece that does not exist; its last position is -NOBODY, so nothing lies between."""
@@ -117,11 +117,11 @@ class Needs:
 
     @cached_property
     def _reads(self) -> tuple[Pieces, Reads] | None:
-        """The reads as arrays, for a mask of one branch with all heads; None for others."""
+        """The reads as arrays, for a mask of one branch with all heads, not dilated; None for others."""
         branches = self.problem.mask.branches
-        if len(branches) > 1 or branches[0].heads is not None:
+        if len(branches) > 1 or branches[0].heads is not None or branches[0].dilation > 1:
             return None
-        k = cut(self.problem.kv_layout, branches[0].kv_bounds)
+        k = pieces_of(self.problem.kv_layout, branches[0], keys=True)
         return k, _reads(self.problem, branches[0], k)
 
     @cached_property
@@ -163,8 +163,8 @@ class Needs:
         if reader not in self._tables:
             by_owner: dict[int, list[Part]] = {}
             for (k_rank, index), table in tiles_of(self.problem, reader).items():
-                runs = map(Run, table.k_rows.tolist(), table.columns[:, 7].tolist())
-                by_owner.setdefault(k_rank, []).append(Part(self.problem.parts[index].kv_heads, merge_runs(runs)))
+                part = Part(self.problem.parts[index].kv_heads, merge_runs(table.k_runs()))
+                by_owner.setdefault(k_rank, []).append(part)
             self._tables[reader] = {k_rank: tuple(parts) for k_rank, parts in by_owner.items()}
         return self._tables[reader].get(owner, NOTHING)
 
@@ -190,12 +190,12 @@ class Needs:
 
 def _reads(problem: Problem, branch: Branch, k: Pieces) -> Reads:
     """The reads of one branch by every rank, key piece by distance."""
-    q, ranks = cut(problem.q_layout, branch.bounds), problem.world_size
+    q, ranks = pieces_of(problem.q_layout, branch, keys=False), problem.world_size
     one_sided = branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED
     first = np.full((len(k.rank), ranks), NOBODY)
     end = np.zeros_like(first)
     apart = np.zeros(first.shape, bool)
-    layers = _layers(q, len(branch.bounds) - 1, ranks)
+    layers = _layers(q, len(edges_of(branch.bounds, branch.segment)) - 1, ranks)
     for at in (slice(n, n + BLOCK_PIECES) for n in range(0, len(k.rank), BLOCK_PIECES)):
         block = Pieces(*(array[at, None] for array in k))
         lo, hi = band_of(branch, block.segment)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from ringattn.geometry import Run
 from ringattn.problem import Problem
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
 from ringattn.schedule.ops import (
@@ -38,7 +37,7 @@ Delivery = tuple[int, Copy]
 def rows_read(problem: Problem, tiles: tuple[PartTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
     parts = (
-        Part(problem.parts[index].kv_heads, merge_runs(map(Run, table.k_rows.tolist(), table.columns[:, 7].tolist())))
+        Part(problem.parts[index].kv_heads, merge_runs(table.k_runs()))
         for index, table in tiles
     )
     return tuple(part for part in parts if part.rows)

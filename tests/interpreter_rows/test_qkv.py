@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "norm": False, "rope": None},
     "norm": {"bias": False, "norm": True, "rope": None},
     "rope": {"bias": False, "norm": False, "rope": Rope("neox")},
+    "xpos": {**FULL, "rope": Rope("interleaved", xpos_scale=20_000.0)},
 }
 
 
@@ -47,7 +48,8 @@ def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, 
     q_norm, k_norm = (leaf(dim), leaf(dim)) if norm else (None, None)
     made = project_qkv(
         x, weight, b, HEADS, KV_HEADS, dim,
-        q_norm=q_norm, k_norm=k_norm, rope=rope, positions=positions() if rope else None, backend=backend,  # type: ignore
+        q_norm=q_norm, k_norm=k_norm, rope=rope, positions=positions() if rope else None, length=TOKENS * 1000,
+        backend=backend,  # type: ignore
     )  # fmt: skip
     seeds = [random(*heads.shape, dtype=torch.bfloat16, seed=5).to(dtype) for heads in made]
     leaves = [one for one in (x, weight, b, q_norm, k_norm) if one is not None]

@@ -1,0 +1,138 @@
+"""Dilated attention over a ring: one exact call, or torchscale's variants put together from several.
+
+Promises: with exact gradients one pass over all branches, merged as it goes; the variants give what torchscale's
+published algorithm gives, and refuse where that moves rows.
+Does not know: schedules, engines, modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ringattn.api import Attention, Call, agreed, call_of, check_tensors
+from ringattn.dilation import Dilated
+from ringattn.errors import InputError
+from ringattn.partial import accumulator_dtype
+from ringattn.presets import check, head_offsets
+from ringattn.sequence import Sequence
+
+if TYPE_CHECKING:
+    from ringattn.ring import Ring
+
+GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
+
+
+def dilated_attention(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Sequence,
+    *,
+    segment_lengths: Many[int],
+    dilation_rates: Many[int],
+    causal: bool,
+    offset: str,
+    grad: str,
+    tail: str,
+    layer: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    schedule: str,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `Ring.dilated_attention`."""
+
+    def attended(branch: int | None) -> tuple[Tensor, Tensor]:
+        """The attention of one branch, or of all: (out, lse), zero keys and all."""
+        chosen: list[Dilated] = []
+
+        def described() -> Call:
+            check_tensors(ring, q, k, v, seq, seq, sinks)
+            whole = Dilated(*check(segment_lengths, dilation_rates), causal, offset, layer)
+            _check_variant(ring, whole, seq, grad, tail, sinks)
+            chosen.append(whole if branch is None else whole.branches()[branch])
+            sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+            return call_of(ring, seq, None, sizes, q.dtype, q.device, chosen[0], scale, softcap, schedule)
+
+        call = agreed(ring, described, sinks)
+        out, lse = Attention.apply(q, k, v, sinks, ring, call)
+        if tail == "zero_pad" and not causal:
+            out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0], seq, q.shape[2], k.shape[2]))
+        return out, lse
+
+    if grad == "detached":
+        first = attended(0)  # which refuses what is no list of branches
+        out, lse = _mixed([first, *(attended(branch) for branch in range(1, len(segment_lengths)))])
+    else:
+        out, lse = attended(None)
+    return (out, lse) if return_lse else out
+
+
+def zero_keys(pairs: Dilated, seq: Sequence, q_heads: int, kv_heads: int) -> Tensor:
+    """How many zero keys torchscale lets this rank's queries see: (q_heads, tokens), int64.
+
+    It fills every segment up to the full length, or to that of a shorter sequence, and from there up to a multiple of
+    the rate (torchscale at 4d1e0e8, dilated_attention.py: `gathering`, `dense_to_sparse`).
+    """
+    positions, bounds = seq.positions(), torch.tensor(_bounds(seq))
+    document = torch.searchsorted(bounds, positions, right=True) - 1
+    start, stop = bounds[document], bounds[document + 1]
+    found = torch.zeros(q_heads, len(positions), dtype=torch.int64)
+    for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
+        width = (stop - start).clamp(max=length)
+        begin = start + (positions - start) // width * width
+        size = torch.minimum(stop, begin + width) - begin
+        for head, offset in enumerate(head_offsets(pairs.offset, rate, q_heads, kv_heads, pairs.layer or 0)):
+            held = (size - offset + rate - 1) // rate
+            kept = (positions - begin) % rate == offset
+            found[head] += torch.where(kept, (width + rate - 1) // rate - held, 0)
+    return found
+
+
+def _bounds(seq: Sequence) -> tuple[int, ...]:
+    return seq.documents or (0, seq.length)
+
+
+def _check_variant(ring: Ring, pairs: Dilated, seq: Sequence, grad: str, tail: str, sinks: Tensor | None) -> None:
+    for name, value, known in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
+        if value not in known:
+            raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
+    if grad == "detached" and sinks is not None:
+        raise InputError("grad='detached' takes no sinks, which torchscale does not have; use grad='exact'")
+    if tail == "zero_pad":
+        longest = max(stop - start for start, stop in pairwise(_bounds(seq)))
+        for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
+            if length % rate and length < longest:
+                raise InputError(
+                    f"tail='zero_pad' with segments of {length} and rate {rate}: torchscale fills segments up to a "
+                    f"multiple of {rate} and then writes later ones back to other positions; use tail='ragged', or "
+                    f"segments of a multiple of {rate}"
+                )
+
+
+def _with_zero_keys(out: Tensor, lse: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` after `count` more keys with logit 0 and value 0."""
+    count = count.to(lse.device, lse.dtype)
+    more = count > 0
+    before = torch.where(more, lse, 0.0)
+    after = torch.logaddexp(before, torch.where(more, count, 1.0).log())
+    share = torch.where(more, (before - after).exp(), 1.0).transpose(1, 2)[..., None]
+    return (out.to(lse.dtype) * share).to(out.dtype), torch.where(more, after, lse)
+
+
+def _mixed(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The branches weighted by their softmax denominators, as constants; an lse that carries no gradient."""
+    outs, lses = zip(*parts, strict=True)
+    every = torch.stack(lses).detach()
+    lse = every.logsumexp(0)
+    shares = torch.where(lse.isneginf(), 0.0, (every - lse).exp()).transpose(2, 3)[..., None]
+    dtype = accumulator_dtype(outs[0].dtype)
+    mixed = sum(out.to(dtype) * share for out, share in zip(outs, shares, strict=True))
+    return mixed.to(outs[0].dtype), lse
