@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ringattn.errors import InputError
 
-NAMES = ("planning", "memory", "speed", "hop", "faults", "launch")
+NAMES = ("planning", "memory", "speed", "hop", "faults", "launch", "dilated")
 
 
 def main(words: list[str]) -> None:

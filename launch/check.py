@@ -20,7 +20,8 @@ import ringattn
 from ringattn.errors import InputError
 from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
-from ringattn.testing import dense_attention, run_ranks
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
 from ringattn.transport.local import LocalWorld
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,11 +62,19 @@ class Case:
     schedule: str
 
     def options(self, length: int) -> dict[str, Any]:
-        """Keyword arguments of `Ring.attention`."""
+        """Keyword arguments of `Ring.attention`, or of `Ring.dilated_attention`."""
         causal = self.mask.startswith("causal")
+        if self.dilated:  # ragged segments, some longer than a shard and than the sequence, rates that do not divide
+            lengths = [length // 9 + 1, length // 2 + 1, 2 * length + 1]
+            return {"causal": causal, "segment_lengths": lengths, "dilation_rates": [1, 3, 4]}
         if "window" in self.mask:
             return {"causal": causal, "window": (length // 5, 0 if causal else length // 9)}
         return {"causal": causal}
+
+    @property
+    def dilated(self) -> bool:
+        """Whether branches of dilated segments meet."""
+        return "dilated" in self.mask
 
     def documents(self, length: int) -> list[int] | None:
         """cu_seqlens of uneven documents, one of a single token and one empty."""
@@ -74,14 +83,16 @@ class Case:
         return [*sorted({0, length // 3, length // 3 + 1, length // 2, length}), length]
 
 
-MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents")
+MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
+         "dilated", "causal dilated documents")  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
     """Every mask x layout x schedule that makes sense together."""
     layouts = ("contiguous", "zigzag", "striped", "per_document")
-    for mask, layout, schedule in product(MASKS, layouts, ("ring", "all_gather", "direct")):
-        if layout != "per_document" or "documents" in mask:
+    for mask, layout, schedule in product(MASKS, layouts, ROUTES):
+        segments = "documents" in mask or "dilated" in mask
+        if (layout != "per_document" or "documents" in mask) and (schedule != "sub_rings" or segments):
             yield Case(mask, layout, schedule)
 
 
@@ -128,7 +139,7 @@ def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     say: Callable[[str], None] = print if ring.rank == 0 else lambda _: None
     bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
-    say(f"{'mask':<24}{'layout':<14}{'schedule':<12}" + "".join(f"{name:>10}" for name in NAMES))
+    say(f"{'mask':<26}{'layout':<14}{'schedule':<12}" + "".join(f"{name:>10}" for name in NAMES))
     failed = torch.zeros(1, dtype=torch.int64, device=ring.device)
     truths: dict[str, tuple[list[Tensor], list[float]]] = {}
     everything = list(cases())
@@ -142,7 +153,7 @@ def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
             wrong = [not error <= limit for error, limit in zip(errors, bounds, strict=True)]
             failed += any(wrong)
             marks = "".join(f"{error:>10.1e}" for error in errors)
-            say(f"{case.mask:<24}{case.layout:<14}{case.schedule:<12}{marks}{'  OVER' if any(wrong) else ''}")
+            say(f"{case.mask:<26}{case.layout:<14}{case.schedule:<12}{marks}{'  OVER' if any(wrong) else ''}")
     ring.all_reduce([failed])  # only rank 0 has counted
     return {"cases": len(everything), "failed": int(failed)}
 
@@ -164,7 +175,8 @@ def _attend(ring: ringattn.Ring, case: Case, inputs: tuple[Tensor, ...], length:
     seq = ring.sequence(length, cu_seqlens=case.documents(length), layout=case.layout)
     q, k, v, dout = (seq.shard(x) for x in inputs)
     q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = ring.attention(q, k, v, seq, schedule=case.schedule, **case.options(length))
+    attend = ring.dilated_attention if case.dilated else ring.attention
+    out: Tensor = attend(q, k, v, seq, schedule=case.schedule, **case.options(length))
     grads = torch.autograd.grad(out, leaves, dout)
     return [seq.gather(x) for x in (out.detach(), *grads)]
 
@@ -174,7 +186,8 @@ def _truth_and_bounds(
 ) -> tuple[list[Tensor], list[float]]:
     """The dense float64 results, and what each may differ from them."""
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
-    out, _ = dense_attention(*leaves, cu_seqlens=case.documents(length), **case.options(length))
+    dense = dense_dilated_attention if case.dilated else dense_attention
+    out, _ = dense(*leaves, cu_seqlens=case.documents(length), **case.options(length))
     truth = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
     dtype = inputs[0].dtype
     if dtype in ABSOLUTE_BOUND:

@@ -162,7 +162,7 @@ class Ring:
         this rank's shards of `seq` (of `kv_seq` for k and v in cross attention). `window` = (left, right) tokens
         besides the query, None or -1 for unbounded. `scale`: None for 1/sqrt(d_k). `softcap`: scores become
         softcap * tanh(score / softcap). `sinks`: (q_heads,) logits that take weight and give no value. `schedule`:
-        auto, ring, all_gather or direct.
+        auto, ring, all_gather, direct or sub_rings.
 
         Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
         natural log, accumulator dtype. Rows that see no key give 0 and -inf. Raises `InputError` on every rank when one

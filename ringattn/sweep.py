@@ -81,9 +81,13 @@ class TileTable:
         return TileTable(self.columns[at])
 
     @staticmethod
-    def joined(tables: Iterable[TileTable]) -> TileTable:
-        """All tiles of the tables; those that differ in their heads alone, and whose heads adjoin, are one."""
-        columns = np.concatenate([table.columns for table in tables])
+    def together(tables: Iterable[TileTable]) -> TileTable:
+        """The tiles of all tables, in order."""
+        return TileTable(np.concatenate([table.columns for table in tables]))
+
+    def with_joined_heads(self) -> TileTable:
+        """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
+        columns = self.columns
         columns = columns[np.lexsort(columns[:, [12, *range(11, -1, -1)]].T)]
         heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
         alike = (columns[1:, :12] == columns[:-1, :12]).all(1) & (heads[1:] == end[:-1])
@@ -182,24 +186,37 @@ def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
 
     Ordered by owner, then part. Owners that have nothing for this rank are left out.
     """
-    found: dict[tuple[int, int], list[Ints]] = {}
+    found: dict[tuple[int, int], list[TileTable]] = {}
     for branch in problem.mask.branches:
-        owners, columns = _meetings(problem.q_layout, problem.kv_layout, branch, rank)
-        if not len(owners):
-            continue
-        edges = np.flatnonzero(np.diff(owners)) + 1
-        for index, part in enumerate(problem.parts):
-            heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
-            if heads.count:
-                columns = columns.copy()
-                columns[:, 12], columns[:, 13] = heads.start, heads.count
-                for owner, block in zip(owners[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True):
-                    found.setdefault((owner, index), []).append(block)
-    return {key: TileTable(np.concatenate(found[key])) for key in sorted(found)}
+        for (owner, part, _), table in branch_tiles(problem, branch, rank, by_segment=False).items():
+            found.setdefault((owner, part), []).append(table)
+    return {key: TileTable.together(found[key]) for key in sorted(found)}
 
 
-def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints]:
-    """Where `rank`'s query pieces meet key pieces: (owners (n,), tile columns (n, 14)), ordered by owner."""
+def branch_tiles(
+    problem: Problem, branch: Branch, rank: int, by_segment: bool
+) -> dict[tuple[int, int, int], TileTable]:
+    """The tiles of one branch by (owner of the keys, head part, segment); the segment is 0 unless asked for."""
+    owners, segments, columns = _meetings(problem.q_layout, problem.kv_layout, branch, rank)
+    if not len(owners):
+        return {}
+    keys = np.stack([owners, segments * by_segment], axis=1)
+    order = np.lexsort(keys.T[::-1])
+    keys, columns = keys[order], columns[order]
+    edges = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
+    groups = list(zip(keys[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True))
+    found = {}
+    for index, part in enumerate(problem.parts):
+        heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
+        for (owner, segment), block in groups if heads.count else ():
+            block = block.copy()
+            block[:, 12], block[:, 13] = heads.start, heads.count
+            found[owner, index, segment] = TileTable(block)
+    return found
+
+
+def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
+    """Where `rank`'s query pieces meet key pieces: (owners (n,), segments (n,), tile columns (n, 14)), by owner."""
     q, k = pieces_of(q_layout, branch, keys=False), pieces_of(kv_layout, branch, keys=True)
     q = q.take(np.flatnonzero(q.rank == rank))
     q = q.take(np.argsort(q.segment, kind="stable"))
@@ -220,7 +237,7 @@ def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) ->
          k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one],
         axis=1)  # fmt: skip
     keep = k_end > k_first
-    return k.rank[keep], columns[keep]
+    return k.rank[keep], k.segment[keep], columns[keep]
 
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:

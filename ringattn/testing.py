@@ -79,10 +79,39 @@ def dense_attention(
         allowed &= ahead >= -left
     if right not in (None, -1):
         allowed &= ahead <= right
+    return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), scale)
+
+
+def dense_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    causal: bool = False,
+    cu_seqlens: Sequence[int] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The truth of LongNet's dilated attention, as `dense_attention`: a key counts once for each branch that has it."""
+    tokens = torch.arange(q.shape[1], device=q.device)
+    bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
+    place = tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)]
+    counts = torch.zeros(q.shape[2], len(tokens), len(tokens), dtype=torch.float64, device=q.device)
+    for length, rate in zip(segment_lengths, dilation_rates, strict=True):
+        segment = tokens - place % length
+        for head in range(q.shape[2]):
+            kept = place % length % rate == head % rate
+            counts[head] += (segment[:, None] == segment[None, :]) & kept[:, None] & kept[None, :]
+    return _softmax(q, k, v, counts.tril() if causal else counts, scale)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Attention in float64 in which query i of a head meets `counts[head, i, j]` times key j."""
     group = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    sees = allowed.any(1)
-    weights = torch.where(sees[:, None], scores.masked_fill(~sees[:, None], 0.0).softmax(-1), 0.0)
+    scores = torch.where(counts > 0, scores + counts.clamp(min=1).log(), float("-inf"))
+    sees = (counts > 0).any(2)[..., None]
+    weights = torch.where(sees, scores.masked_fill(~sees, 0.0).softmax(-1), 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v), scores.logsumexp(-1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import clock, memory, planning, speed
+from ringattn.bench import clock, dilated, memory, planning, speed
 from ringattn.bench.contenders import Flash, OurRing, independent, one_process
 from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, truth
 from ringattn.bench.mistakes import FullQueryRing, GatheredScores
@@ -201,6 +201,25 @@ def test_speed(tmp_path: Path) -> None:
     assert max(data["largest_error"].values()) < 1e-5
     page = (tmp_path / "speed.md").read_text()
     assert "by processor time" in page and str(tmp_path) not in page
+
+
+@pytest.mark.slow
+def test_dilated(tmp_path: Path) -> None:
+    words = ["length_tokens=512", "ranks=2", "heads=2", "head_dim=16", "base_length=64", "long_tokens=1024"]
+    data = dilated.main([*words, f"results={tmp_path}"])
+    rows = {row["schedule"]: (row["rows_a_head"], row["bytes_sent"]) for row in data["planned"]}
+    assert rows == {
+        "ring": (5376, 16_515_072),
+        "all_gather": (3072, 9_437_184),
+        "direct": (3072, 9_437_184),
+        "sub_rings": (4352, 13_369_344),
+        "full attention, ring": (917_504, 2_818_572_288),
+    }
+    (found,) = data["by_ranks"].values()
+    # Half the tokens' pairs of 64 with 64 and their branches, against all pairs.
+    assert [rank["pairs"]["full"] for rank in found] == [2 * 256 * 512] * 2
+    assert sum(rank["pairs"]["dilated"] for rank in found) == 2 * 512 * (64 + 32 + 16 + 8)
+    assert (tmp_path / "dilated.md").read_text().count("### ") == 3
 
 
 @pytest.mark.slow

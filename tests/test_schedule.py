@@ -30,7 +30,10 @@ GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
 """(step, owner, src, dst): the rows that travel."""
 
-each_route = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+each_schedule = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+WHOLE = [route for route in ROUTES.values() if not route.by_segment]
+each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
+"""Those with one block for each owner; for the others see test_sub_rings.py."""
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
@@ -68,14 +71,14 @@ def test_forward_sends_what_is_read_and_nothing_else(route: Route, case: Case) -
     assert traffic(schedule_of(case.problem, route, False)) == expected(case, route.name)
 
 
-@each_route
+@each_schedule
 @covering
 def test_verified(route: Route, case: Case) -> None:
     for backward in (False, True):
         verify(schedule_of(case.problem, route, backward))
 
 
-@each_route
+@each_schedule
 @covering
 def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
     whole = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
@@ -210,7 +213,7 @@ def test_relays_carry_what_only_farther_ranks_read() -> None:
 # --- passes and text -------------------------------------------------------------------------------------------------
 
 
-@each_route
+@each_schedule
 @covering
 def test_prune_is_idempotent_and_keeps_the_input(route: Route, case: Case) -> None:
     unpruned = forward(case.problem, route)

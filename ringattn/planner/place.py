@@ -55,7 +55,7 @@ class _Projection:
             for copy in step.copies
             if copy.block.kind is Kind.DKV and copy.src == rank
         }
-        self.own = self._own_block()
+        self.own = self._own_blocks()
 
     def plan(self) -> Plan:
         """The finished plan."""
@@ -78,7 +78,8 @@ class _Projection:
                 kv = HOME if item.kv.owner == self.rank else self._readable(item.kv, now, restores)
                 dkv = self._sum(item.dkv, now, zeros) if isinstance(item, AttendGrad) else HOME
                 if kv == dkv == HOME and len(item.tiles) > 1:
-                    work.append(Fold(self.rank, None, TileTable.joined(table for _, table in item.tiles), HOME))
+                    tiles = TileTable.together(table for _, table in item.tiles).with_joined_heads()
+                    work.append(Fold(self.rank, None, tiles, HOME))
                 else:
                     work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
         done = tuple(packs), tuple(sends), tuple(recvs), tuple(zeros), tuple(restores), tuple(work)
@@ -101,11 +102,14 @@ class _Projection:
         restores.append(Pack(held, restored))
         return restored
 
-    def _own_block(self) -> Content:
-        """What is packed once of the own K/V: all rows that are ever sent."""
-        block = Block(Kind.KV, self.rank)
-        sent = (copy for _, step in self.steps for copy in step.copies if copy.src == self.rank and copy.block == block)
-        return union(dict.fromkeys(copy.content for copy in sent))
+    def _own_blocks(self) -> dict[Block, Content]:
+        """What is packed once of the own K/V, in each ring: all rows that are ever sent."""
+        sent: dict[Block, list[Content]] = defaultdict(list)
+        for _, step in self.steps:
+            for copy in step.copies:
+                if copy.src == copy.block.owner == self.rank and copy.block.kind is Kind.KV:
+                    sent[copy.block].append(copy.content)
+        return {block: union(dict.fromkeys(contents)) for block, contents in sent.items()}
 
     def _send(self, copy: Copy, now: int, packs: list[Pack]) -> Send:
         label = f"{copy.block} to rank {copy.dst}"
@@ -127,11 +131,11 @@ class _Projection:
 
     def _packed_own(self, copy: Copy, now: int, packs: list[Pack]) -> int:
         """The buffer with all own rows that travel, packed at its first use; HOME where this copy is no piece of it."""
-        if piece_of(self.own, copy.content) is None:
+        block, own = copy.block, self.own[copy.block]
+        if piece_of(own, copy.content) is None:
             return HOME
-        block = Block(Kind.KV, self.rank)
         if block not in self.held:
-            self.held[block] = self._new(f"{block} packed", self.own, self.problem.kv_dtype, now)
+            self.held[block] = self._new(f"{block} packed", own, self.problem.kv_dtype, now)
             packs.append(Pack(HOME, self.held[block]))
         return self.held[block]
 

@@ -30,14 +30,19 @@ class Kind(StrEnum):
 
 
 class Block(NamedTuple):
-    """Named data of one owner's shard. `origin` is the rank whose partial sum a gradient block is; None elsewhere."""
+    """Named data of one owner's shard. `origin` is the rank whose partial sum a gradient block is; None elsewhere.
+
+    `ring`: the sub-ring in which it travels, beside others of the same owner; None where there is one for all.
+    """
 
     kind: Kind
     owner: int
     origin: int | None = None
+    ring: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.owner}" + ("" if self.origin is None else f"@{self.origin}")
+        origin = "" if self.origin is None else f"@{self.origin}"
+        return f"{self.kind}{self.owner}{origin}" + ("" if self.ring is None else f"/{self.ring}")
 
 
 class PartTiles(NamedTuple):
@@ -102,14 +107,15 @@ def ordered_step(copies: Iterable[Copy], work: Iterable[Work]) -> Step:
     return Step(tuple(sorted(copies, key=_copy_order)), tuple(sorted(work, key=_work_order)))
 
 
-def _copy_order(copy: Copy) -> tuple[bool, int, int, int]:
-    return copy.block.kind is not Kind.KV, copy.block.owner, copy.src, copy.dst
+def _copy_order(copy: Copy) -> tuple[bool, int, int, int, int]:
+    return copy.block.kind is not Kind.KV, copy.block.owner, copy.src, copy.dst, copy.block.ring or 0
 
 
-def _work_order(item: Work) -> tuple[int, int, int]:
+def _work_order(item: Work) -> tuple[int, int, int, int]:
     if isinstance(item, Merge):
-        return item.rank, item.into.owner, -1 if item.part.origin is None else item.part.origin
-    return item.rank, item.kv.owner, -1
+        origin = -1 if item.part.origin is None else item.part.origin
+        return item.rank, item.into.owner, origin, item.part.ring or 0
+    return item.rank, item.kv.owner, -1, item.kv.ring or 0
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,13 @@ class Schedule:
         return Schedule(self.problem, self.name, steps)
 
 
-def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...]) -> Attend:
-    """`rank` attends its own queries to `owner`'s keys."""
-    return Attend(rank, Block(Kind.Q, rank), Block(Kind.KV, owner), Block(Kind.OUT, rank), tiles)
+def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...], ring: int | None = None) -> Attend:
+    """`rank` attends its own queries to `owner`'s keys, which came in `ring`."""
+    return Attend(rank, Block(Kind.Q, rank), Block(Kind.KV, owner, ring=ring), Block(Kind.OUT, rank), tiles)
 
 
-def attend_grad(rank: int, owner: int, tiles: tuple[PartTiles, ...]) -> AttendGrad:
-    """The backward of `attend`."""
-    q, seed, dq = Block(Kind.Q, rank), Block(Kind.SEED, rank), Block(Kind.DQ, rank)
-    return AttendGrad(rank, q, Block(Kind.KV, owner), seed, dq, Block(Kind.DKV, owner, rank), tiles)
+def attend_grad(item: Attend) -> AttendGrad:
+    """The backward of an attend."""
+    rank, kv = item.rank, item.kv
+    seed, dq, dkv = Block(Kind.SEED, rank), Block(Kind.DQ, rank), Block(Kind.DKV, kv.owner, rank, kv.ring)
+    return AttendGrad(rank, item.q, kv, seed, dq, dkv, item.tiles)

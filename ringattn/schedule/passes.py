@@ -84,11 +84,11 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
         main = main_step(s, last)
         for item in step.work:
             assert isinstance(item, Attend)
-            work[main].append(attend_grad(item.rank, item.kv.owner, item.tiles))
+            work[main].append(attend_grad(item))
         for copy in step.copies:
-            part = Block(Kind.DKV, copy.block.owner, copy.dst)
+            part = copy.block._replace(kind=Kind.DKV, origin=copy.dst)
             copies[main].append(Copy(part, copy.dst, copy.src, copy.content))
-            work[main + 1].append(Merge(copy.src, Block(Kind.DKV, copy.block.owner, copy.src), part))
+            work[main + 1].append(Merge(copy.src, part._replace(origin=copy.src), part))
     for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
         copies[main_step(at, last) if at <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, tuple(map(ordered_step, copies, work)))
@@ -105,19 +105,18 @@ def deliveries_of(schedule: Schedule) -> list[Delivery]:
     Where an owner's block was relayed, it goes from home to the last receiver and back along the reversed edges if
     that sends no more than home sending to every reader, else home sends to every reader.
     """
-    edges: dict[int, dict[int, tuple[int, Copy]]] = defaultdict(dict)  # owner: {src: (step, copy)}
-    reads: dict[int, list[tuple[int, int, Content]]] = defaultdict(list)  # owner: [(step, reader, rows)]
+    edges: dict[Block, dict[int, tuple[int, Copy]]] = defaultdict(dict)  # block: {src: (step, copy)}
+    reads: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)  # block: [(step, reader, rows)]
     for s, step in enumerate(schedule.steps):
         for copy in step.copies:
-            edges[copy.block.owner][copy.src] = s, copy
+            edges[copy.block][copy.src] = s, copy
         for item in step.work:
             if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
-                reads[item.kv.owner].append((s, item.rank, rows_read(schedule.problem, item.tiles)))
+                reads[item.kv].append((s, item.rank, rows_read(schedule.problem, item.tiles)))
     found: list[Delivery] = []
-    for owner, readers in reads.items():
-        block = Block(Kind.KV, owner)
-        direct = [(s + 1, Copy(block, owner, reader, rows)) for s, reader, rows in readers]
-        back = _relay_back(block, edges[owner], {reader: rows for _, reader, rows in readers})
+    for block, readers in reads.items():
+        direct = [(s + 1, Copy(block, block.owner, reader, rows)) for s, reader, rows in readers]
+        back = _relay_back(block, edges[block], {reader: rows for _, reader, rows in readers})
         found += back if back and _cost(back) <= _cost(direct) else direct
     return found
 

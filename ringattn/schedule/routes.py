@@ -2,6 +2,7 @@
 
 In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) hands on what it
 holds; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
+*By segment* (sub-rings) is another kind of route, see `sub_rings`.
 Does not know: masks, memory, torch.
 """
 
@@ -13,10 +14,11 @@ from functools import lru_cache
 
 from ringattn.errors import InputError
 from ringattn.problem import Problem
+from ringattn.schedule import sub_rings
 from ringattn.schedule.content import whole
 from ringattn.schedule.needs import needs_of
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
-from ringattn.schedule.passes import Delivery, transpose
+from ringattn.schedule.passes import Delivery, prune, transpose
 from ringattn.sweep import tiles_of
 
 
@@ -27,6 +29,7 @@ class Route:
     name: str
     relay: bool = False
     at_once: bool = False
+    by_segment: bool = False
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
         """The rank that hands `owner`'s block to `reader`."""
@@ -44,7 +47,8 @@ class Route:
 RING = Route("ring", relay=True)
 DIRECT = Route("direct")
 ALL_GATHER = Route("all_gather", at_once=True)
-ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT)}
+SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
+ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS)}
 
 
 def route_named(name: str) -> Route:
@@ -56,6 +60,8 @@ def route_named(name: str) -> Route:
 
 def forward(problem: Problem, route: Route) -> Schedule:
     """The forward schedule before any pass: whole shards travel, every rank attends to all of them."""
+    if route.by_segment:
+        return sub_rings.forward(problem, route.name)
     ranks = problem.world_size
     heads = [part.kv_heads for part in problem.parts]
     tiles = [work_of(problem, rank) for rank in range(ranks)]
@@ -84,7 +90,12 @@ def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
 
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the pruned forward schedule, found from the readers' needs alone."""
+    """What `rank` does in the pruned forward schedule, found from the readers' needs alone.
+
+    Sub-rings are found for all ranks at once.
+    """
+    if route.by_segment:
+        return _pruned(problem, route).restricted_to(rank)
     ranks, needs = problem.world_size, needs_of(problem)
     copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
     work: list[list[Work]] = [[] for _ in copies]
@@ -102,9 +113,21 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
 
 
 def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the transposed schedule, found from the readers' needs alone."""
+    """What `rank` does in the transposed schedule, found as in `forward_of_rank`."""
+    if route.by_segment:
+        return _transposed(problem, route).restricted_to(rank)
     forward_part = forward_of_rank(problem, route, rank)
     return transpose(forward_part, _deliveries_of_rank(problem, route, rank)).restricted_to(rank)
+
+
+@lru_cache(maxsize=16)
+def _pruned(problem: Problem, route: Route) -> Schedule:
+    return prune(forward(problem, route))
+
+
+@lru_cache(maxsize=16)
+def _transposed(problem: Problem, route: Route) -> Schedule:
+    return transpose(_pruned(problem, route))
 
 
 def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:

@@ -63,29 +63,33 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
 def _check_presence(schedule: Schedule, fail: Fail) -> None:
     problem = schedule.problem
     heads = [part.kv_heads for part in problem.parts]
-    held: dict[Spot, Content] = defaultdict(tuple)
-    for rank, count in enumerate(problem.kv_layout.counts):
-        held[rank, Block(Kind.KV, rank)] = whole(count, heads)
+    at_home = [whole(count, heads) for count in problem.kv_layout.counts]
+    came: dict[Spot, Content] = defaultdict(tuple)
+
+    def held(rank: int, block: Block) -> Content:
+        return at_home[rank] if block.owner == rank else came[rank, block]
+
     for index, step in enumerate(schedule.steps):
         for item in step.work:
             if not isinstance(item, Merge):
-                if not contains(held[item.rank, item.kv], rows_read(problem, item.tiles)):
+                if not contains(held(item.rank, item.kv), rows_read(problem, item.tiles)):
                     fail(index, item.rank, f"reads rows of {item.kv} that have not arrived")
         arrived: list[Copy] = []
         for copy in step.copies:
             if copy.block.kind is Kind.KV:
-                if not contains(held[copy.src, copy.block], copy.content):
+                if not contains(held(copy.src, copy.block), copy.content):
                     fail(index, copy.src, f"sends rows of {copy.block} that it does not hold")
                 arrived.append(copy)
         for copy in arrived:
-            held[copy.dst, copy.block] = union((held[copy.dst, copy.block], copy.content))
+            came[copy.dst, copy.block] = union((came[copy.dst, copy.block], copy.content))
 
 
 def _check_payload(schedule: Schedule, fail: Fail) -> None:
     least = prune(schedule)
     for index, (step, pruned) in enumerate(zip(schedule.steps, least.steps, strict=True)):
+        read = {(copy.block, copy.src, copy.dst): copy.content for copy in pruned.copies}
         for copy in step.copies:
-            if copy not in pruned.copies:
+            if not contains(read.get((copy.block, copy.src, copy.dst), NOTHING), copy.content):
                 fail(index, copy.src, f"sends rows of {copy.block} to rank {copy.dst} that nobody reads there")
 
 

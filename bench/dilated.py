@@ -1,0 +1,211 @@
+"""Dilated attention: what each schedule sends and should cost, and how fast ranks are beside full attention.
+
+`python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
+bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; and one
+long sequence, forward and backward.
+Promises: nothing is timed before dilated attention has passed a dense float64 truth on the same ranks; FLOPs are those
+of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the arithmetic.
+Does not know: GPUs.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.bench.clock import Lap, lap, samples, wall
+from ringattn.bench.gate import BOUND, GateError, random_inputs
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import RESULTS, Table, finish, mib, progress, spread
+from ringattn.dilation import Dilated
+from ringattn.layout import make_layout
+from ringattn.mask import Banded
+from ringattn.planner.choose import plan_of
+from ringattn.planner.simulate import REFERENCE, simulate
+from ringattn.presets import Branches, geometric
+from ringattn.problem import Problem
+from ringattn.ring import Ring
+from ringattn.schedule.content import size
+from ringattn.schedule.routes import ROUTES
+from ringattn.sweep import tiles_of
+from ringattn.testing import dense_dilated_attention
+
+PROGRAM = "ringattn.bench.dilated:on_rank"
+BAR = 1.3
+"""How many times the ratio of FLOPs the ratio of times may be."""
+
+GATE_TOKENS_PER_RANK = 97
+
+
+@dataclass(frozen=True)
+class Options:
+    """`length_tokens`: of what is compared, by `ranks` processes each; `long_tokens`: of the long run, 0 for none."""
+
+    length_tokens: int = 65_536
+    ranks: tuple[int, ...] = (2, 4)
+    heads: int = 4
+    head_dim: int = 64
+    base_length: int = 2048
+    repeats: int = 1
+    long_tokens: int = 1_048_576
+    results: str = RESULTS
+
+
+def planned() -> tuple[Table, list[dict[str, Any]]]:
+    """The worked example: rows of each head and bytes that a rank sends, slots, and the predicted forward."""
+    tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
+    layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
+    calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in ROUTES}
+    calls["full attention, ring"] = Banded(), "ring"
+    table = Table(
+        f"Planned: {tokens} tokens on {ranks} ranks, {heads} heads of {dim}, bfloat16, forward",
+        ["schedule", "rows a head", "MB sent by a rank", "messages", "MB of slots", "predicted, ms", "not hidden, ms"],
+        notes=[f"Branches {branches.pairs()}.", f"Predicted for {REFERENCE.name}."],
+    )
+    rows = []
+    for name, (pairs, schedule) in calls.items():
+        mask = pairs.mask(tokens, tokens, None, None, heads, heads)
+        problem = Problem(layout, layout, mask, 1, heads, heads, dim, dim, "bfloat16")
+        plans = tuple(plan_of(problem, ROUTES[schedule], rank, False) for rank in range(ranks))
+        time = simulate(plans, REFERENCE)
+        sent = sum(size(plans[0].buffers[one.buffer].content) for step in plans[0].steps for one in step.recvs)
+        row: dict[str, Any] = {
+            "schedule": name, "rows_a_head": sent / heads, "bytes_sent": plans[0].bytes_sent,
+            "messages": plans[0].messages, "slot_bytes": max(plan.arena_bytes for plan in plans),
+            "predicted_us": time.total_us, "exposed_us": time.total_us - max(time.busy_us),
+        }  # fmt: skip
+        rows.append(row)
+        table.rows.append([
+            name, f"{row['rows_a_head']:g}", f"{plans[0].bytes_sent / 1e6:.2f}", str(plans[0].messages),
+            f"{row['slot_bytes'] / 1e6:.2f}", f"{time.total_us / 1e3:.2f}", f"{row['exposed_us'] / 1e3:.3f}",
+        ])  # fmt: skip
+    return table, rows
+
+
+def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
+    """One rank's part: the gate, then each contender forward and backward in turns. Laps, pairs and memory."""
+    options, tokens = Options(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
+    say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
+    branches = geometric(options.base_length, length=options.length_tokens)
+    _gate(ring, options)
+    say("gate: green")
+    found: dict[str, Any] = {"laps": {}, "pairs": {}}
+    contenders = ["dilated", "full"] if tokens == options.length_tokens else ["dilated"]
+    if tokens != options.length_tokens:
+        branches = geometric(options.base_length, length=tokens)
+    for turn in range(options.repeats):
+        for name in contenders if turn % 2 == 0 else reversed(contenders):
+            call = _Call(ring, options, tokens, branches if name == "dilated" else None)
+            found["pairs"][name] = call.pairs()
+            for part in ("forward", "backward"):
+                say(f"{tokens} tokens, round {turn + 1} of {options.repeats}: {name}, {part}")
+                laps: list[Lap] = found["laps"].setdefault(name, {}).setdefault(part, [])
+                laps.append(lap(ring.barrier, getattr(call, part)))
+            found.setdefault("slot_bytes", {})[name] = ring.memory_info()["pool_high_water_bytes"]
+    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+class _Call:
+    """This rank's part of one attention call on random numbers."""
+
+    def __init__(self, ring: Ring, options: Options, tokens: int, branches: Branches | None) -> None:
+        self.ring, self.options, self.branches = ring, options, branches
+        self.seq = ring.sequence(tokens, layout="contiguous")
+        shape = 1, self.seq.counts[ring.rank], options.heads, options.head_dim
+        generator = torch.Generator().manual_seed(ring.rank)
+        self.q, self.k, self.v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
+        self.dout = torch.randn(shape, generator=generator)
+
+    def forward(self) -> None:
+        """Of the branches, or of full attention by a ring."""
+        if self.branches is None:
+            self.out: Tensor = self.ring.attention(self.q, self.k, self.v, self.seq, schedule="ring")
+        else:
+            self.out = self.ring.dilated_attention(self.q, self.k, self.v, self.seq, **self.branches._asdict())
+
+    def backward(self) -> None:
+        """Of what `forward` kept."""
+        torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout)
+
+    def pairs(self) -> int:
+        """(q, k) pairs times heads of this rank."""
+        tokens, heads = self.seq.length, self.options.heads
+        pairs = Banded() if self.branches is None else Dilated(*self.branches)
+        mask = pairs.mask(tokens, tokens, None, None, heads, heads)
+        dim = self.options.head_dim
+        problem = Problem(self.seq.layout, self.seq.layout, mask, 1, heads, heads, dim, dim, "float32")
+        return sum(table.area() for table in tiles_of(problem, self.ring.rank).values())
+
+
+def _gate(ring: Ring, options: Options) -> None:
+    """Raise `GateError` unless small branches are exact on these ranks, forward and backward."""
+    tokens = GATE_TOKENS_PER_RANK * ring.world_size
+    branches: dict[str, Any] = {"segment_lengths": [64, tokens // 2 + 1, tokens], "dilation_rates": [1, 3, 4]}
+    inputs = random_inputs(tokens, options.heads, options.heads, options.head_dim, torch.float32)
+    seq = ring.sequence(tokens, layout="contiguous")
+    mine = [seq.shard(x).clone().requires_grad_() for x in inputs[:3]]
+    out = ring.dilated_attention(mine[0], mine[1], mine[2], seq, **branches)
+    found = [out.detach(), *torch.autograd.grad(out, mine, seq.shard(inputs.dout))]
+    whole = [x.double().requires_grad_() for x in inputs[:3]]
+    dense, _ = dense_dilated_attention(*whole, **branches)
+    truth = [dense.detach(), *torch.autograd.grad(dense, whole, inputs.dout.double())]
+    error = max(float((x - seq.shard(y)).abs().max()) for x, y in zip(found, truth, strict=True))
+    if not error <= BOUND[torch.float32]:
+        raise GateError(f"rank {ring.rank}: dilated attention is off by {error:.1e}: nothing is timed")
+
+
+def compared(options: Options, by_ranks: dict[int, list[Any]]) -> Table:
+    """Times beside FLOPs."""
+    table = Table(
+        f"Measured: {options.length_tokens} tokens, {options.heads} heads of {options.head_dim}, float32, one thread a "
+        f"process, {options.repeats} rounds",
+        ["ranks", "pass", "dilated, s", "full ring, s", "times", "FLOPs", "times over FLOPs", "MiB of slots", "full"],
+        notes=[f"times, FLOPs: full over dilated. The bar: dilated takes at most {BAR} times its share of FLOPs."],
+    )
+    for ranks, found in by_ranks.items():
+        pairs = {name: max(rank["pairs"][name] for rank in found) for name in ("dilated", "full")}
+        for part in ("forward", "backward"):
+            by = {name: samples([rank["laps"][name][part] for rank in found]) for name in pairs}
+            times, flops = wall(by["full"]) / wall(by["dilated"]), pairs["full"] / pairs["dilated"]
+            table.rows.append([
+                str(ranks), part, spread([s.wall_s for s in by["dilated"]]), spread([s.wall_s for s in by["full"]]),
+                f"{times:.2f}", f"{flops:.2f}", f"{flops / times:.2f}",
+                *(mib(found[0]["slot_bytes"][name]) for name in ("dilated", "full")),
+            ])  # fmt: skip
+    return table
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Plan, run, print, keep; returns what is kept."""
+    options = parse(Options(), words)
+    table, plans = planned()
+    tables: list[Table] = [table]
+    by_ranks: dict[int, list[Any]] = {}
+    long: list[Any] | None = None
+    with progress("dilated") as say:
+        for ranks in options.ranks:
+            by_ranks[ranks] = run_in_processes(ranks, PROGRAM, asdict(options) | {"tokens": options.length_tokens}, say)
+        tables.append(compared(options, by_ranks))
+        if options.long_tokens:
+            long = run_in_processes(2, PROGRAM, asdict(options) | {"tokens": options.long_tokens, "repeats": 1}, say)
+            seconds = [max(rank["laps"]["dilated"][part][0][0] for rank in long) for part in ("forward", "backward")]
+            gib = sum(rank["peak_bytes"] for rank in long) / 2**30
+            tables.append(Table(
+                f"{options.long_tokens} tokens on two processes", ["forward, s", "backward, s", "GiB of both"],
+                [[*(f"{one:.1f}" for one in seconds), f"{gib:.2f}"]],
+            ))  # fmt: skip
+    data = {"planned": plans, "by_ranks": by_ranks, "long": long}
+    finish("dilated", options, tables, data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

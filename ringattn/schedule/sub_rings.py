@@ -1,0 +1,62 @@
+"""Sub-rings: a ring of its own for each segment of each kind of branch, among the ranks that hold tokens of it.
+
+All segments of a branch work side by side, and nobody relays what is another segment's: a ring over all ranks would
+carry a pair's keys the long way round. A row that several branches need travels once for each.
+Promises: a schedule before any pass, as `routes.forward`; its blocks are named by their sub-ring.
+Does not know: payloads, memory, torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from ringattn.problem import Problem
+from ringattn.schedule.content import whole
+from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
+from ringattn.sweep import TileTable, branch_tiles
+
+Tables = dict[int, list[TileTable]]
+"""By head part."""
+
+
+def forward(problem: Problem, name: str) -> Schedule:
+    """Own keys first, then each sub-ring turns: its n-th member attends to that of the (n - t)-th in turn t."""
+    ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
+    own, rings = _tiles(problem)
+    copies: list[list[Copy]] = [[] for _ in range(ranks)]
+    work: list[list[Work]] = [[] for _ in range(ranks)]
+    for rank in range(ranks):
+        work[0].append(attend(rank, rank, _by_part(own[rank])))
+    for number, pairs in enumerate(rings):
+        members = sorted({rank for pair in pairs for rank in pair})
+        for (rank, owner), tables in pairs.items():
+            turn = (members.index(rank) - members.index(owner)) % len(members)
+            work[turn].append(attend(rank, owner, _by_part(tables), number))
+        for owner in members:
+            at = members.index(owner)
+            chain = [*members[at:], *members[:at]]
+            block, content = Block(Kind.KV, owner, ring=number), whole(problem.kv_layout.counts[owner], heads)
+            for turn, (src, dst) in enumerate(pairwise(chain)):
+                copies[turn].append(Copy(block, src, dst, content))
+    return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
+
+
+def _tiles(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:
+    """The tiles of each rank with its own keys; and for each sub-ring those of (rank, owner of the keys)."""
+    own: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
+    rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
+    for branch in problem.mask.branches:
+        kind = branch.bounds, branch.kv_bounds, branch.band, branch.segment, branch.dilation
+        for rank in range(problem.world_size):
+            for (owner, part, segment), table in branch_tiles(problem, branch, rank, by_segment=True).items():
+                if owner == rank:
+                    own[rank][part].append(table)
+                else:
+                    pairs = rings.setdefault((*kind, segment), {})
+                    pairs.setdefault((rank, owner), defaultdict(list))[part].append(table)
+    return own, list(rings.values())
+
+
+def _by_part(tables: Tables) -> tuple[PartTiles, ...]:
+    return tuple(PartTiles(part, TileTable.together(tables[part])) for part in sorted(tables))
