@@ -14,6 +14,7 @@ from ringattn.explain import Explanation
 from ringattn.launch.config import load
 from ringattn.launch.options import help_text, option
 from ringattn.layout import LAYOUTS
+from ringattn.presets import OFFSETS
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.schedule.text import to_text
@@ -34,6 +35,9 @@ class ExplainConfig:
     causal: bool = option(True, "keys after the query are hidden")
     left: int = option(-1, "window: keys before the query, -1 for all", least=-1)
     right: int = option(-1, "window: keys after the query, -1 for all", least=-1)
+    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
+    offset: str = option("mod", "dilated: which rows a head keeps", choices=OFFSETS[:3])
     batch: int = option(1, "sequences", least=1)
     heads: int = option(8, "query heads", least=1)
     kv_heads: int = option(2, "key and value heads", least=1)
@@ -42,6 +46,7 @@ class ExplainConfig:
     backward: bool = option(True, "also the backward pass")
     operations: bool = option(False, "also list every operation, one a line")
     picture: str = option("", "file to draw the schedule into (PNG)")
+    rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
 
         draw_schedule(explanation, config.picture)
         print(f"drawn into {config.picture}")
+    if config.rows_picture:
+        from ringattn.launch.rows_picture import draw_rows
+
+        draw_rows(explanation, config.rows_picture)
+        print(f"rows drawn into {config.rows_picture}")
     return 0
 
 
@@ -70,8 +80,9 @@ def explanation_of(config: ExplainConfig) -> Explanation:
         if ring.rank:
             return None
         seq = ring.sequence(
-            None if config.cu_seqlens else config.length_tokens, cu_seqlens=config.cu_seqlens, layout=config.layout
-        )
+            None if config.cu_seqlens else config.length_tokens, cu_seqlens=config.cu_seqlens, layout=config.layout,
+            for_="dilated" if config.segment_lengths else "causal",
+        )  # fmt: skip
         return ring.explain(
             seq,
             batch=config.batch,
@@ -81,6 +92,9 @@ def explanation_of(config: ExplainConfig) -> Explanation:
             dtype=getattr(torch, config.dtype),
             causal=config.causal,
             window=(config.left, config.right),
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            offset=config.offset,
             schedule=config.schedule,
             backward=config.backward,
         )

@@ -16,17 +16,18 @@ from torch import Tensor
 from ringattn import api
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
+from ringattn.geometry import Run
 from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import Banded
-from ringattn.plan import Plan
+from ringattn.plan import Plan, record_elements
 from ringattn.planner.choose import choose_route, plan_of, schedule_of
 from ringattn.planner.simulate import REFERENCE, Cluster, simulate
 from ringattn.presets import check
-from ringattn.problem import Problem
+from ringattn.problem import ITEM_BYTES, Problem
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
-from ringattn.sweep import tiles_of
+from ringattn.sweep import branch_tiles, pieces_of, tiles_of
 
 if TYPE_CHECKING:
     from ringattn.ring import Ring
@@ -77,6 +78,8 @@ class Explanation:
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
+        if others := _beside(self):
+            lines.append(others)
         if self.better_layout:
             lines.append(f"layout={self.better_layout!r} would balance this mask better")
         return "\n".join(lines)
@@ -169,6 +172,29 @@ def _better_layout(
         if greatest < least:
             best, least = name, greatest
     return best
+
+
+def _beside(e: Explanation) -> str | None:
+    """What the forward of dilated branches sends, beside a full ring and beside an all-gather of the sparse rows.
+
+    The latter is LongNet's own algorithm: every row that a branch keeps goes to all ranks if any rank needs another's.
+    """
+    p = e.problem
+    if all(branch.dilation == 1 for branch in p.mask.branches) or p.world_size == 1:
+        return None
+    ours = sum(plan.bytes_sent for plan in e.plans[0])
+    record = record_elements(p, p.kv_dtype) * ITEM_BYTES[p.kv_dtype] * (p.world_size - 1)
+    sparse = 0
+    for branch in p.mask.branches:
+        met = {(rank, owner) for rank in range(p.world_size) for owner, *_ in branch_tiles(p, branch, rank, False)}
+        if any(rank != owner for rank, owner in met):
+            served = (part for part in p.parts if part.q_heads.intersect(branch.heads or Run(0, p.q_heads)).count)
+            heads = sum(part.kv_heads.count for part in served)
+            sparse += int(pieces_of(p.kv_layout, branch, keys=True).size.sum()) * heads * record
+    full = p.kv_layout.length * p.kv_heads * record
+    told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
+            for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
+    return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
 
 
 def _fields(problem: Problem) -> dict[str, Any]:
