@@ -20,6 +20,7 @@ from ringattn.dilation import Dilated
 from ringattn.errors import InputError
 from ringattn.modules import Projections
 from ringattn.presets import check, coverage_warnings
+from ringattn.projected import Heads, projected_attention
 from ringattn.projection import project_qkv
 from ringattn.ring import Ring
 from ringattn.rotary import Rope
@@ -187,22 +188,34 @@ class MultiheadDilation(Projections):
 
     def attend(self, x: Tensor, seq: Sequence) -> Tensor:
         """This rank's shard of `seq`, (batch, tokens, embed_dim), to the same shape."""
+        heads = self._attended(x, seq).flatten(2)
+        out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
+        return out
+
+    def _attended(self, x: Tensor, seq: Sequence) -> Tensor:
+        """The heads' outputs; keys and values are projected first and travel under the queries, where one call does."""
+        options = self.attention
+        if (options.grad, options.tail) == ("exact", "ragged"):
+            return projected_attention(
+                x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
+                q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, pairs=options.pairs,
+                scale=options.scale, softcap=options.softcap, schedule=options.schedule,
+            )  # fmt: skip
         try:
             q, k, v = self._projected(x, seq)
         except InputError as refusal:
             seq.ring.agree("", refusal)  # the other ranks are about to agree on their call, and hear of it there
             raise
-        heads = self.attention(q, k, v, seq).flatten(2)
-        out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
-        return out
+        return options(q, k, v, seq)
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values. Raises `InputError` unless x is this rank's shard."""
-        rank, tokens = seq.ring.rank, seq.counts[seq.ring.rank]
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise InputError(f"rank {rank}: x must be (batch, tokens, {self.embed_dim}), got {tuple(x.shape)}")
-        if x.shape[1] != tokens:
-            raise InputError(f"rank {rank}: x has {x.shape[1]} tokens, its shard has {tokens}; pass seq.shard(x)")
+        ring, tokens = seq.ring, seq.counts[seq.ring.rank]
+        if x.dim() != 3 or x.shape[1:] != (tokens, self.embed_dim):
+            raise InputError(
+                f"rank {ring.rank}: x must be (batch, {tokens}, {self.embed_dim}), this rank's shard, got "
+                f"{tuple(x.shape)}; pass seq.shard(x)"
+            )
         return project_qkv(
             x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,
             q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
