@@ -149,6 +149,21 @@ def test_the_future_changes_nothing() -> None:
         assert torch.equal(changed[:, :token], whole[:, :token]) and not torch.equal(changed[:, token], whole[:, token])
 
 
+def test_gradients_are_those_of_finite_differences() -> None:
+    """Along random directions of q, k and v, three ranks, without any other derivation of a gradient."""
+    made, step = random_inputs(), 1e-5
+    q, k, v, dout = made
+    _, dq, dk, dv, _ = on_a_ring(3, made, "contiguous", None, **MIXED)
+    for at, grad in enumerate((dq, dk, dv)):
+        direction = torch.randn(grad.shape, generator=torch.Generator().manual_seed(at), dtype=grad.dtype)
+        losses = []
+        for sign in (1, -1):
+            moved = [x + sign * step * direction if n == at else x for n, x in enumerate((q, k, v))]
+            losses.append((on_a_ring(3, (*moved, dout), "contiguous", None, **MIXED)[0] * dout).sum())
+        slope = (losses[0] - losses[1]) / (2 * step)
+        torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-7, atol=1e-7)
+
+
 def test_an_lse_of_exactly_zero_counts() -> None:
     """One key with logit 0 is a key, where torchscale drops the branch: out is its value."""
     q, v = torch.zeros(1, 4, 1, 2, dtype=torch.float64), torch.arange(8.0, dtype=torch.float64).view(1, 4, 1, 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn
-from ringattn.testing import dense_attention
+from ringattn.testing import dense_attention, dense_dilated_attention
 from tests.gpu import kept
 
 keep = partial(kept.keep, "exactness")
@@ -27,6 +27,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window": (100, 40)},
     "causal window": {"causal": True, "window": (100, 0)},
     "documents": {"causal": True, "cu_seqlens": [0, 1, 200, 200, TOKENS]},
+    "dilated": {"segment_lengths": [64, 300, 600], "dilation_rates": [1, 3, 4]},
+    "causal dilated": {"causal": True, "segment_lengths": [64, 256, 600], "dilation_rates": [1, 2, 16]},
 }
 
 pytestmark = pytest.mark.gpu
@@ -63,14 +65,16 @@ def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -
     with ringattn.Ring(engine=engine_named(engine)) as ring:
         assert ring.device.type == "cuda"
         seq = ring.sequence(TOKENS, cu_seqlens=mask.get("cu_seqlens"), layout="contiguous")
-        out = ring.attention(q, k, v, seq, **options)
+        attend = ring.dilated_attention if "dilation_rates" in mask else ring.attention
+        out: Tensor = attend(q, k, v, seq, **options)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 def truth_of(dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.double().requires_grad_() for x in leaves)
-    out, _ = dense_attention(q, k, v, **mask)
+    dense = dense_dilated_attention if "dilation_rates" in mask else dense_attention
+    out, _ = dense(q, k, v, **mask)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
 
 
@@ -107,7 +111,7 @@ def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, 
     assert all(a <= 1.25 * b for a, b in zip(found, alone, strict=True)), (found, alone)
 
 
-@pytest.mark.parametrize("mask", ["window", "causal window", "documents"])
+@pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
     """`aten` returns rounded partials here: its figure is kept, and the others must not be worse than it."""
