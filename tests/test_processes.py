@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parent.parent
 
 
-MASKS = ("full", "causal", "window", "documents")
+MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
 def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
