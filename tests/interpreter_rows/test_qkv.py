@@ -49,7 +49,7 @@ def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, 
     made = project_qkv(
         x, weight, b, HEADS, KV_HEADS, dim,
         q_norm=q_norm, k_norm=k_norm, rope=rope, positions=positions() if rope else None, length=TOKENS * 1000,
-        backend=backend,  # type: ignore
+        backend=backend,
     )  # fmt: skip
     seeds = [random(*heads.shape, dtype=torch.bfloat16, seed=5).to(dtype) for heads in made]
     leaves = [one for one in (x, weight, b, q_norm, k_norm) if one is not None]
@@ -91,7 +91,7 @@ def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
     turn = rotation(positions()[rows], dim, 1e4, torch.float32)
     record = canaries.out((5, BATCH, KV_HEADS, 2 * dim), torch.float32, dense=True)
     into = record[..., :dim], record[..., dim:]
-    k, v = project_kv(x, weight, None, dim, turn=turn, rows=rows, into=into, backend=backend)  # type: ignore
+    k, v = project_kv(x, weight, None, dim, turn=turn, rows=rows, into=into, backend=backend)
     assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
 
     wide_x, wide_w = (one.detach().double().requires_grad_() for one in (x, weight))
@@ -142,7 +142,7 @@ def test_nothing_is_read_or_written_beside(canaries: Canaries, dim: int, style: 
     turn = {"cos": held(cos, dense=True), "sin": held(sin, dense=True), "interleaved": style == "interleaved"}
 
     def places() -> tuple[Tensor, Tensor]:
-        return tuple(canaries.out((BATCH, tokens, heads, dim), torch.float32) for _ in range(2))  # type: ignore
+        return tuple(canaries.out((BATCH, tokens, heads, dim), torch.float32) for _ in range(2))
 
     finish = Finish(*places(), norm, **turn)
     raw = held(x @ weight.T + bias, dense=True)
@@ -167,7 +167,7 @@ def test_nothing_is_read_or_written_beside(canaries: Canaries, dim: int, style: 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
 def test_no_tokens_at_all(backend: str) -> None:
     x, weight = torch.zeros(1, 0, 16, requires_grad=True), random(64, 16).requires_grad_()
-    q = project_q(x, weight, None, 32, norm=torch.ones(32), backend=backend)  # type: ignore
+    q = project_q(x, weight, None, 32, norm=torch.ones(32), backend=backend)
     assert q.shape == (1, 0, 2, 32)
     (dweight,) = torch.autograd.grad(q.sum(), weight)
     assert not dweight.any()
