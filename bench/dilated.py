@@ -1,8 +1,8 @@
 """Dilated attention: what each schedule sends and should cost, and how fast ranks are beside full attention.
 
 `python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
-bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; and one
-long sequence, forward and backward.
+bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; memory
+at equal tokens of each rank; and one long sequence, forward and backward.
 Promises: nothing is timed before dilated attention has passed a dense float64 truth on the same ranks; FLOPs are those
 of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the arithmetic.
 Does not know: GPUs.
@@ -10,10 +10,12 @@ Does not know: GPUs.
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any
 
 import torch
@@ -21,23 +23,27 @@ from torch import Tensor
 
 from ringattn.bench.clock import Lap, lap, samples, wall
 from ringattn.bench.gate import BOUND, GateError, random_inputs
+from ringattn.bench.memory import reset_peak, status_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, mib, progress, spread
 from ringattn.dilation import Dilated
 from ringattn.layout import make_layout
 from ringattn.mask import Banded
-from ringattn.planner.choose import plan_of
+from ringattn.plan import Plan
+from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.simulate import REFERENCE, simulate
 from ringattn.presets import Branches, geometric
 from ringattn.problem import Problem
 from ringattn.ring import Ring
 from ringattn.schedule.content import size
+from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES
 from ringattn.sweep import tiles_of
 from ringattn.testing import dense_dilated_attention
 
 PROGRAM = "ringattn.bench.dilated:on_rank"
+WEIGHED = "ringattn.bench.dilated:weighed"
 BAR = 1.3
 """How many times the ratio of FLOPs the ratio of times may be."""
 
@@ -46,47 +52,68 @@ GATE_TOKENS_PER_RANK = 97
 
 @dataclass(frozen=True)
 class Options:
-    """`length_tokens`: of what is compared, by `ranks` processes each; `long_tokens`: of the long run, 0 for none."""
+    """`length_tokens`: of what is compared, by `ranks` processes each; `long_tokens`: of the long run, 0 for none.
+
+    `tokens_per_rank`: of the runs whose memory is weighed, by `memory_ranks` processes each.
+    """
 
     length_tokens: int = 65_536
     ranks: tuple[int, ...] = (2, 4)
     heads: int = 4
     head_dim: int = 64
     base_length: int = 2048
-    repeats: int = 1
+    repeats: int = 2
+    tokens_per_rank: int = 16_384
+    memory_ranks: tuple[int, ...] = (1, 2, 4, 8)
     long_tokens: int = 1_048_576
     results: str = RESULTS
 
 
 def planned() -> tuple[Table, list[dict[str, Any]]]:
-    """The worked example: rows of each head and bytes that a rank sends, slots, and the predicted forward."""
+    """The worked example: rows of each head and bytes that a rank sends in the mean, slots, and predicted times."""
     tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
     layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
     calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in ROUTES}
     calls["full attention, ring"] = Banded(), "ring"
     table = Table(
         f"Planned: {tokens} tokens on {ranks} ranks, {heads} heads of {dim}, bfloat16, forward",
-        ["schedule", "rows a head", "MB sent by a rank", "messages", "MB of slots", "predicted, ms", "not hidden, ms"],
-        notes=[f"Branches {branches.pairs()}.", f"Predicted for {REFERENCE.name}."],
+        ["schedule", "rows a head", "MB sent", "messages", "MB of slots", "MB kept", "MB sent backward",
+         "predicted, ms", "not hidden, ms"],
+        notes=[
+            f"Branches {branches.pairs()}. Mean of the ranks; slots of the greatest.",
+            "A row is K and V; a row of queries or of outputs counts half. MB kept: what came and is not sent again "
+            "for the backward, which returns dK and dV in float32.",
+            f"Predicted for {REFERENCE.name}: the forward.",
+        ],
     )
     rows = []
     for name, (pairs, schedule) in calls.items():
         mask = pairs.mask(tokens, tokens, None, None, heads, heads)
         problem = Problem(layout, layout, mask, 1, heads, heads, dim, dim, "bfloat16")
-        plans = tuple(plan_of(problem, ROUTES[schedule], rank, False) for rank in range(ranks))
-        time = simulate(plans, REFERENCE)
-        sent = sum(size(plans[0].buffers[one.buffer].content) for step in plans[0].steps for one in step.recvs)
+        route = choose_route(problem, schedule)
+        plans, back = ([plan_of(problem, route, rank, backward) for rank in range(ranks)] for backward in (False, True))
+        time = simulate(tuple(plans), REFERENCE)
         row: dict[str, Any] = {
-            "schedule": name, "rows_a_head": sent / heads, "bytes_sent": plans[0].bytes_sent,
-            "messages": plans[0].messages, "slot_bytes": max(plan.arena_bytes for plan in plans),
+            "schedule": name, "rows_a_head": mean(map(_rows_received, plans)) / heads,
+            "bytes_sent": mean(plan.bytes_sent for plan in plans), "messages": plans[0].messages,
+            "slot_bytes": max(plan.arena_bytes for plan in plans), "kept_bytes": mean(p.kept_bytes for p in plans),
+            "bytes_sent_backward": mean(plan.bytes_sent for plan in back),
             "predicted_us": time.total_us, "exposed_us": time.total_us - max(time.busy_us),
         }  # fmt: skip
         rows.append(row)
+        megabytes = ("slot_bytes", "kept_bytes", "bytes_sent_backward")
         table.rows.append([
-            name, f"{row['rows_a_head']:g}", f"{plans[0].bytes_sent / 1e6:.2f}", str(plans[0].messages),
-            f"{row['slot_bytes'] / 1e6:.2f}", f"{time.total_us / 1e3:.2f}", f"{row['exposed_us'] / 1e3:.3f}",
+            name, f"{row['rows_a_head']:g}", f"{row['bytes_sent'] / 1e6:.2f}", str(row["messages"]),
+            *(f"{row[key] / 1e6:.2f}" for key in megabytes), f"{time.total_us / 1e3:.2f}",
+            f"{row['exposed_us'] / 1e3:.3f}",
         ])  # fmt: skip
     return table, rows
+
+
+def _rows_received(plan: Plan) -> float:
+    """Rows times heads, of K and V; of queries or outputs half."""
+    came = [plan.buffers[one.buffer] for step in plan.steps for one in step.recvs]
+    return sum(size(one.content) * (1 if one.kind is Kind.KV else 0.5) for one in came)
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
@@ -111,6 +138,23 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
             found.setdefault("slot_bytes", {})[name] = ring.memory_info()["pool_high_water_bytes"]
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
+
+
+def weighed(ring: Ring, **spec: Any) -> dict[str, int]:
+    """One rank's memory for dilated attention over `tokens_per_rank` tokens of each rank, forward and backward."""
+    options = Options(**spec)
+    _gate(ring, options)
+    tokens = options.tokens_per_rank * ring.world_size
+    gc.collect()
+    reset_peak()
+    before = status_bytes("VmRSS")
+    call = _Call(ring, options, tokens, geometric(options.base_length, length=tokens))
+    call.forward()
+    call.backward()
+    return {
+        "peak_growth_bytes": status_bytes("VmHWM") - before,
+        "slot_bytes": ring.memory_info()["pool_high_water_bytes"],
+    }
 
 
 class _Call:
@@ -183,17 +227,38 @@ def compared(options: Options, by_ranks: dict[int, list[Any]]) -> Table:
     return table
 
 
+def memory(options: Options, weights: dict[int, list[dict[str, int]]]) -> Table:
+    """Peak memory of the greatest rank."""
+    table = Table(
+        f"Memory: {options.tokens_per_rank} tokens a rank, {options.heads} heads of {options.head_dim}, float32, "
+        "forward and backward",
+        ["ranks", "tokens", "branches", "MiB of slots", "MiB of growth, greatest rank"],
+        notes=["Growth of the peak resident size from before the inputs exist."],
+    )
+    for ranks, found in weights.items():
+        tokens = ranks * options.tokens_per_rank
+        table.rows.append([
+            str(ranks), str(tokens), str(len(geometric(options.base_length, length=tokens).segment_lengths)),
+            *(mib(max(rank[key] for rank in found)) for key in ("slot_bytes", "peak_growth_bytes")),
+        ])  # fmt: skip
+    return table
+
+
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Plan, run, print, keep; returns what is kept."""
     options = parse(Options(), words)
     table, plans = planned()
     tables: list[Table] = [table]
     by_ranks: dict[int, list[Any]] = {}
+    weights: dict[int, list[dict[str, int]]] = {}
     long: list[Any] | None = None
     with progress("dilated") as say:
         for ranks in options.ranks:
             by_ranks[ranks] = run_in_processes(ranks, PROGRAM, asdict(options) | {"tokens": options.length_tokens}, say)
         tables.append(compared(options, by_ranks))
+        for ranks in options.memory_ranks:
+            weights[ranks] = run_in_processes(ranks, WEIGHED, asdict(options), say)
+        tables.append(memory(options, weights))
         if options.long_tokens:
             long = run_in_processes(2, PROGRAM, asdict(options) | {"tokens": options.long_tokens, "repeats": 1}, say)
             seconds = [max(rank["laps"]["dilated"][part][0][0] for rank in long) for part in ("forward", "backward")]
@@ -202,7 +267,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
                 f"{options.long_tokens} tokens on two processes", ["forward, s", "backward, s", "GiB of both"],
                 [[*(f"{one:.1f}" for one in seconds), f"{gib:.2f}"]],
             ))  # fmt: skip
-    data = {"planned": plans, "by_ranks": by_ranks, "long": long}
+    data = {"planned": plans, "by_ranks": by_ranks, "memory": weights, "long": long}
     finish("dilated", options, tables, data, options.results)
     return data
 

@@ -75,13 +75,13 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
     ring.barrier()
     gc.collect()
     reset_peak()
-    resident, most = _status("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident, most = status_bytes("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     one.load(inputs)
     kept = one.forward(), one.backward()
     ring.barrier()
     del kept
     return {
-        "peak_growth_bytes": _status("VmHWM") - resident,
+        "peak_growth_bytes": status_bytes("VmHWM") - resident,
         "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - most,
     }
 
@@ -91,7 +91,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _status(key: str) -> int:
+def status_bytes(key: str) -> int:
     """A line of the kernel's account of this process, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

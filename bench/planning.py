@@ -23,11 +23,12 @@ from ringattn.bench.report import RESULTS, Say, Table, finish, progress, spread
 from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import make_mask
 from ringattn.plan import Plan
-from ringattn.planner.choose import plan_of, schedule_of
-from ringattn.planner.place import project, verify_placement
+from ringattn.planner.arena import verify_placement
+from ringattn.planner.choose import plan_of
+from ringattn.planner.place import project
 from ringattn.problem import Problem
 from ringattn.schedule.needs import needs_of
-from ringattn.schedule.routes import forward_of_rank, route_named
+from ringattn.schedule.routes import forward_of_rank, route_named, schedule_of
 from ringattn.schedule.verify import verify
 
 BARS_MS = {"contiguous": 5.0, "zigzag": 5.0, "striped": 25.0}
@@ -69,7 +70,7 @@ def plan_cold(
 
     A backward is planned after its forward, as it always is, and only the backward is timed.
     """
-    for cached in (plan_of, forward_of_rank, needs_of, sweep.cut):
+    for cached in (plan_of, forward_of_rank, schedule_of, needs_of, sweep.cut):
         cached.cache_clear()
     route = route_named(schedule)
     if backward:

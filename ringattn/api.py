@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.dilation import Dilated
-from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.engine.base import Engine, Seed, Softmax
 from ringattn.errors import InputError
 from ringattn.mask import Banded
 from ringattn.partial import accumulator_dtype
@@ -159,22 +160,19 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
         executor = ring.executor_of(call, backward=False)
-        carry = call.engine.begin(executor.works, rows_q, v.shape[3], None if sinks is None else sinks.detach())
-
-        def fold(kv: KV, _: KV | None, work: Any) -> None:
-            call.engine.attend(rows_q, kv, carry, work)
-
-        ring.run(executor, fold, home)
-        result, lse = carry.out.settled(q.dtype).transpose(0, 1), carry.lse
+        logits = None if sinks is None else sinks.detach()
+        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
+        kept = ring.run(executor, arithmetic, keep=any(ctx.needs_input_grad))
+        result, lse = arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse
         ctx.ring, ctx.call = ring, call
-        ctx.save_for_backward(q, k, v, sinks, result, lse)
+        ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
         ctx.set_materialize_grads(False)
         return result, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         ring, call = ctx.ring, ctx.call
         ring.agree(f"backward of {call.summary()}")
         if dout is None:
@@ -183,15 +181,10 @@ class Attention(torch.autograd.Function):
         dtype = accumulator_dtype(q.dtype)
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         rows_q, executor = q.detach().transpose(0, 1), ring.executor_of(call, backward=True)
-        rows_dq = call.engine.begin_grad(executor.works, rows_q, v.shape[3])
-
-        def fold(kv: KV, dkv: KV | None, work: Any) -> None:
-            assert dkv is not None
-            call.engine.attend_grad(rows_q, kv, seed, rows_dq, dkv, work)
-
-        home = Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
-        ring.run(executor, fold, home, Home(dk.transpose(0, 1), dv.transpose(0, 1)))
-        dq = rows_dq.settled(q.dtype).transpose(0, 1)
+        home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
+        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
+        ring.run(executor, arithmetic, kept)
+        dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
         dsinks = None if sinks is None else _sinks_grad(sinks, seed)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 

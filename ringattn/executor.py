@@ -7,18 +7,20 @@ Does not know: masks, layouts, routes, which rank it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.geometry import Run
-from ringattn.plan import HOME, Add, Fold, Plan, PlanStep, record_elements
+from ringattn.plan import HOME, Add, Fold, Plan, PlanStep, Serve, form_of, record_elements
 from ringattn.pool import Pool
-from ringattn.records import CODES, TORCH_DTYPE, Home, Place, Records, add, from_row, pack
+from ringattn.records import TORCH_DTYPE, Home, Place, Records, add, from_row, pack
 from ringattn.schedule.content import Part, size
+from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Ticket, Transport
 
 
@@ -31,8 +33,21 @@ class Counters:
     bytes_sent: int = 0
 
 
-FoldInto = Callable[[KV, KV | None, Any], None]
-"""(keys and values, their gradients in a backward pass, prepared tiles): one engine call."""
+class Arithmetic(Protocol):
+    """What is computed in a pass, on the rank's own tensors; `work` is what the engine has prepared."""
+
+    @property
+    def homes(self) -> Mapping[Kind, Home]:
+        """By kind: Q, KV; SEED and DKV backward; OUT, or DQ, where others add to them."""
+        ...
+
+    def fold(self, kv: KV, dkv: KV | None, work: Any) -> None:
+        """The own queries with some keys and values; backward adds to their gradients `dkv`."""
+        ...
+
+    def serve(self, guests: Mapping[Kind, Records], work: Any) -> None:
+        """The queries that came with the keys that came, all with one head; fills OUT, or DQ and adds to DKV."""
+        ...
 
 
 class _Bound(NamedTuple):
@@ -49,26 +64,40 @@ class Executor:
     def __init__(self, plan: Plan, engine: Engine, softmax: Softmax) -> None:
         """Prepares every fold's tiles once."""
         self.plan = plan
-        folds = [item for step in plan.steps for item in step.work if isinstance(item, Fold)]
+        items = [item for step in plan.steps for item in step.work]
+        folds = [item for item in items if isinstance(item, Fold)]
         rows = plan.problem.q_layout.counts[plan.rank]
-        self.works = engine.prepare([tuple(fold.tiles) for fold in folds], softmax, rows, plan.problem.q_heads)
-        self._work_of = {id(fold): work for fold, work in zip(folds, self.works, strict=True)}
+        merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
+        steps = [tuple(fold.tiles) for fold in folds]
+        self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged)
+        self._work_of: dict[int, Any] = {id(fold): work for fold, work in zip(folds, self.works, strict=True)}
+        for item in items:
+            if isinstance(item, Serve):
+                rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
+                (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=plan.backward)
         self._bound: _Bound | None = None
         self._begun = False
         self._ticket: Ticket | None = None
+
+    @property
+    def begins_with_keys(self) -> bool:
+        """Whether the first step sends nothing but K and V, so that a pass can begin before there are queries."""
+        packs = self.plan.steps[0].packs if self.plan.steps else ()
+        return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
     def begin(self, transport: Transport, pool: Pool, make: Callable[[KV | None], Home]) -> Home:
         """Begin a pass early: its first messages leave with the own K and V that `make` gives, and `run` goes on.
 
         `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
-        in it as they are; there it must write them. Else it gets None, and they are copied.
+        in it as they are; there it must write them. Else it gets None, and they are copied. Only for a plan that
+        `begins_with_keys`.
         """
         pool.begin_pass(self.plan.arena_bytes)
         try:
             message = self._own_message()
             buffers = self._buffers(transport, pool)
-            home = make(None if message is None else next(iter(buffers[message].parts.values())))
-            self._depart(0, home, filled=message)
+            home = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
+            self._depart(0, {Kind.KV: home}, filled=message)
         except BaseException:
             pool.end_pass()
             raise
@@ -76,64 +105,73 @@ class Executor:
         return home
 
     def run(
-        self,
-        transport: Transport,
-        pool: Pool,
-        counters: Counters,
-        fold: FoldInto,
-        home: Home,
-        grads: Home | None = None,
-    ) -> None:
-        """One pass: `home` holds the own K and V, `grads` the accumulators of their gradients in a backward pass."""
+        self, transport: Transport, pool: Pool, counters: Counters, arithmetic: Arithmetic, kept: Tensor | None = None,
+        keep: bool = False,
+    ) -> Tensor | None:
+        """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind."""
         begun, self._begun = self._begun, False
         if not begun:
             pool.begin_pass(self.plan.arena_bytes)
         try:
-            buffers = self._buffers(transport, pool)
+            homes, buffers = arithmetic.homes, self._buffers(transport, pool)
+            held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
+            if kept is not None:
+                for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
+                    flat.copy_(part)
 
-            def place(buffer: int, at_home: Home | None) -> Place:
-                if buffer != HOME:
-                    return buffers[buffer]
-                assert at_home is not None
-                return at_home
+            def place(buffer: int, kind: Kind) -> Place:
+                return homes[kind] if buffer == HOME else buffers[buffer]
 
-            problem = self.plan.problem
             for number, step in enumerate(self.plan.steps):
                 if number or not begun:
-                    self._depart(number, home)
+                    self._depart(number, homes)
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
                 for restore in step.restores:
                     pack(buffers[restore.source], buffers[restore.into])
                 for item in step.work:
                     if isinstance(item, Add):
-                        add(buffers[item.part], place(item.into, grads))
+                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
+                    elif isinstance(item, Serve):
+                        served = (item.q, item.kv, item.result, item.seed, item.dkv)
+                        guests = {self.plan.buffers[one].kind: buffers[one] for one in served if one != HOME}
+                        arithmetic.serve(guests, self._work_of[id(item)])
                     else:
-                        heads = Run(0, problem.kv_heads) if item.part is None else problem.parts[item.part].kv_heads
-                        kv = from_row(place(item.kv, home).part(heads), item.kv_row, item.kv_step)
-                        dkv = (
-                            from_row(place(item.dkv, grads).part(heads), item.dkv_row, item.dkv_step) if grads else None
-                        )
-                        fold(kv, dkv, self._work_of[id(item)])
+                        kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
+                        if self.plan.backward:
+                            dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
+                        arithmetic.fold(kv, dkv, self._work_of[id(item)])
             self._arrive()
+            kept = torch.cat(held) if keep and held else None
         finally:
             pool.end_pass()
         counters.passes += 1
         counters.messages += self.plan.messages
         counters.bytes_sent += self.plan.bytes_sent
+        return kept
 
     def unbind(self) -> None:
         """Let go of the pool's memory; the next pass binds anew."""
         self._bound = None
 
-    def _depart(self, number: int, home: Home, filled: int | None = None) -> None:
+    def _read(self, place: Place, item: Fold, row: int, step: int) -> KV:
+        """Keys and values that a fold reads; in a bundle every row is there for all heads, of which tiles name one."""
+        kv = from_row(place.part(item.heads), row, step)
+        if item.owner is not None:
+            return kv
+        heads = self.plan.problem.kv_heads
+        return KV(kv.k.expand(-1, -1, heads, -1), kv.v.expand(-1, -1, heads, -1))
+
+    def _depart(self, number: int, homes: Mapping[Kind, Home], filled: int | None = None) -> None:
         """Wait for what travels, pack the step's messages but the `filled` one, and let them go."""
         self._arrive()
         assert self._bound is not None
         buffers = self._bound.buffers
         for gather in self.plan.steps[number].packs:
             if gather.into != filled:
-                pack(home if gather.source == HOME else buffers[gather.source], buffers[gather.into])
+                own = gather.source == HOME
+                source = homes[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
+                pack(source, buffers[gather.into])
         hop = self._bound.hops[number]
         self._ticket = hop.start() if hop is not None else None
 
@@ -150,7 +188,7 @@ class Executor:
         whole = (Part(Run(0, problem.kv_heads), (rows,)),)
         for gather in self.plan.steps[0].packs if self.plan.steps else ():
             into = self.plan.buffers[gather.into]
-            if gather.source == HOME and into.content == whole and into.dtype == problem.dtype:
+            if gather.source == HOME and into.kind is Kind.KV and into.content == whole and into.dtype == problem.dtype:
                 return gather.into
         return None
 
@@ -162,12 +200,17 @@ class Executor:
 
     def _bind(self, transport: Transport, pool: Pool) -> _Bound:
         """The plan's buffers as views of the pool, and its hops over them; made again only when the pool has grown."""
-        problem, buffers = self.plan.problem, []
+        problem, buffers = self.plan.problem, list[Records]()
         for buffer in self.plan.buffers:
-            count = size(buffer.content) * record_elements(problem, buffer.dtype)
-            code = CODES.get(buffer.dtype)
-            flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if code else TORCH_DTYPE[buffer.dtype])
-            buffers.append(Records(flat, buffer.content, problem.batch, problem.head_dim, problem.value_dim, code))
+            form, dtype = form_of(problem, buffer.kind, buffer.dtype), TORCH_DTYPE[buffer.dtype]
+            record = record_elements(problem, buffer.dtype, buffer.kind)
+            count = size(buffer.content) * record
+            if buffer.inside is None:
+                flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if form.scalars else dtype)
+            else:
+                first = buffer.inside.row * record
+                flat = buffers[buffer.inside.buffer].flat[first : first + count]
+            buffers.append(Records(flat, buffer.content, problem.batch, form, dtype))
         hops = [
             transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
             for step in self.plan.steps

@@ -19,12 +19,13 @@ from ringattn.errors import InputError
 from ringattn.geometry import Run
 from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import Banded
-from ringattn.plan import Plan, record_elements
-from ringattn.planner.choose import choose_route, plan_of, schedule_of
+from ringattn.plan import Plan, record_bytes
+from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.simulate import REFERENCE, Cluster, simulate
 from ringattn.presets import check
-from ringattn.problem import ITEM_BYTES, Problem
+from ringattn.problem import Problem
 from ringattn.schedule.ops import Schedule
+from ringattn.schedule.routes import schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.sweep import branch_tiles, pieces_of, tiles_of
@@ -78,6 +79,8 @@ class Explanation:
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
+        if kept := max(plan.kept_bytes for plan in self.plans[0]):
+            lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
         if others := _beside(self):
             lines.append(others)
         if self.better_layout:
@@ -183,7 +186,7 @@ def _beside(e: Explanation) -> str | None:
     if all(branch.dilation == 1 for branch in p.mask.branches) or p.world_size == 1:
         return None
     ours = sum(plan.bytes_sent for plan in e.plans[0])
-    record = record_elements(p, p.kv_dtype) * ITEM_BYTES[p.kv_dtype] * (p.world_size - 1)
+    record = record_bytes(p, p.kv_dtype) * (p.world_size - 1)
     sparse = 0
     for branch in p.mask.branches:
         met = {(rank, owner) for rank in range(p.world_size) for owner, *_ in branch_tiles(p, branch, rank, False)}

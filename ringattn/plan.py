@@ -10,17 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ringattn.geometry import Run
 from ringattn.problem import EIGHT_BIT, ITEM_BYTES, Problem
 from ringattn.schedule.content import Content, size
+from ringattn.schedule.ops import Kind
 from ringattn.sweep import TileTable
 
 HOME = -1
-"""Stands for a buffer: the rank's own K/V tensors, or its own dK/dV accumulators."""
+"""Stands for a buffer: the rank's own tensor of the kind in question, K/V or dK/dV where it says nothing else."""
 
 ALIGNMENT_BYTES = 256
 
-SCALE_BYTES = 4
-"""Of the float32 scale that K, or V, of one token and head has in eight bits."""
+class Inside(NamedTuple):
+    """Where a buffer lies in another one: from `row` on, in records."""
+
+    buffer: int
+    row: int
 
 
 class Buffer(NamedTuple):
@@ -32,6 +37,8 @@ class Buffer(NamedTuple):
     first: int
     last: int
     offset_bytes: int = -1
+    kind: Kind = Kind.KV
+    inside: Inside | None = None
 
 
 class Pack(NamedTuple):
@@ -60,14 +67,16 @@ class Recv(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Work on the tiles of one head part, or of all (None) in the rank's own tensors.
+    """Work on tiles that read some K/V heads: of one head part of an owner, or all in the rank's own tensors.
+
+    `owner` None: of several owners and heads, in a bundle where every row has a head of its own.
 
     Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or HOME). Backward: gradients of key row r are
     added to row dkv_row + r * dkv_step of `dkv`.
     """
 
-    owner: int
-    part: int | None
+    owner: int | None
+    heads: Run
     tiles: TileTable
     kv: int
     kv_row: int = 0
@@ -77,8 +86,22 @@ class Fold(NamedTuple):
     dkv_step: int = 1
 
 
+class Serve(NamedTuple):
+    """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
+
+    Forward fills `result` with out and lse; backward reads `seed`, fills `result` with dQ and adds to `dkv`.
+    """
+
+    tiles: TileTable
+    q: int
+    kv: int
+    result: int
+    seed: int = HOME
+    dkv: int = HOME
+
+
 class Add(NamedTuple):
-    """Add a whole arrived buffer into the same rows of another (or HOME)."""
+    """Add a whole buffer into the same rows of another (or HOME); partial outputs are merged."""
 
     part: int
     into: int
@@ -96,12 +119,15 @@ class PlanStep(NamedTuple):
     recvs: tuple[Recv, ...] = ()
     zeros: tuple[int, ...] = ()
     restores: tuple[Pack, ...] = ()
-    work: tuple[Fold | Add, ...] = ()
+    work: tuple[Fold | Serve | Add, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does in one pass. `backward` tells what Folds mean."""
+    """What one rank does in one pass. `backward` tells what Folds mean.
+
+    `kept`: buffers that a forward pass hands on to its backward, and that a backward pass begins with; in equal order.
+    """
 
     problem: Problem
     name: str
@@ -110,28 +136,75 @@ class Plan:
     steps: tuple[PlanStep, ...]
     buffers: tuple[Buffer, ...]
     arena_bytes: int
+    kept: tuple[int, ...] = ()
     messages: int = field(init=False)
     bytes_sent: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Counts what the pass will send."""
         sends = [send for step in self.steps for send in step.sends]
-        nbytes = sum(send.elements * ITEM_BYTES[self.buffers[send.buffer].dtype] for send in sends)
+        nbytes = sum(send.elements * self.element_bytes(send.buffer) for send in sends)
         object.__setattr__(self, "messages", len(sends))
         object.__setattr__(self, "bytes_sent", nbytes)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of others' inputs that lie between the passes, outside the arena."""
+        return sum(buffer_bytes(self.problem, self.buffers[buffer]) for buffer in self.kept)
 
-def record_elements(problem: Problem, dtype: str) -> int:
-    """Elements of one row of one K/V head in a buffer of `dtype`: all batches, in each K beside V.
+    def element_bytes(self, buffer: int) -> int:
+        """Bytes of what messages of a buffer are counted in."""
+        held = self.buffers[buffer]
+        return form_of(self.problem, held.kind, held.dtype).element_bytes(held.dtype)
 
-    In eight bits elements are bytes, and after K and V come up to 3 bytes of padding and two float32 scales.
+
+class Form(NamedTuple):
+    """What a record holds of one row and head of one batch: values of `dims` beside each other, in the buffer's dtype.
+
+    After each come `scalars` numbers in `scalar_dtype`. Records with scalars are counted in bytes, values padded so
+    that the scalars are aligned; others in values.
     """
-    values = problem.head_dim + problem.value_dim
-    if dtype in EIGHT_BIT:
-        values += -values % SCALE_BYTES + 2 * SCALE_BYTES
-    return problem.batch * values
+
+    dims: tuple[int, ...]
+    scalars: int = 0
+    scalar_dtype: str = "float32"
+
+    def elements(self, dtype: str) -> int:
+        """Elements of a record with values of `dtype`."""
+        if not self.scalars:
+            return sum(self.dims)
+        step = ITEM_BYTES[self.scalar_dtype]
+        values = sum(self.dims) * ITEM_BYTES[dtype]
+        return values + -values % step + len(self.dims) * self.scalars * step
+
+    def element_bytes(self, dtype: str) -> int:
+        """Bytes of an element."""
+        return 1 if self.scalars else ITEM_BYTES[dtype]
 
 
-def buffer_bytes(problem: Problem, content: Content, dtype: str) -> int:
+def form_of(problem: Problem, kind: Kind, dtype: str) -> Form:
+    """How a block of `kind` lies in a buffer of `dtype`.
+
+    K beside V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
+    """
+    q, v = problem.head_dim, problem.value_dim
+    if kind in (Kind.KV, Kind.DKV):
+        return Form((q, v), 1 if dtype in EIGHT_BIT else 0)
+    if kind in (Kind.Q, Kind.DQ):
+        return Form((q,))
+    return Form((v,), 1 if kind is Kind.OUT else 2, problem.accumulator_dtype)
+
+
+def record_elements(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
+    """Elements of one row of one head in a buffer of `dtype`: all batches."""
+    return problem.batch * form_of(problem, kind, dtype).elements(dtype)
+
+
+def record_bytes(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
+    """Bytes of the same."""
+    return record_elements(problem, dtype, kind) * form_of(problem, kind, dtype).element_bytes(dtype)
+
+
+def buffer_bytes(problem: Problem, buffer: Buffer) -> int:
     """Bytes of a packed content."""
-    return size(content) * record_elements(problem, dtype) * ITEM_BYTES[dtype]
+    return size(buffer.content) * record_bytes(problem, buffer.dtype, buffer.kind)

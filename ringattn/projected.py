@@ -1,7 +1,7 @@
 """Attention of tokens that are projected on the way: keys and values first, and queries while they travel.
 
 Where all of a rank's own K and V leave in one message, they are projected straight into it, and copied out of it for
-the rank's own use while it travels.
+the rank's own use while it travels. Where queries travel too, nothing leaves before they are made.
 Promises: what projecting first and attending then gives, and its gradients; refusals before anything is sent.
 Does not know: layers, schedules.
 """
@@ -91,7 +91,11 @@ def projected_attention(
         )
         return Home(*(one.detach().transpose(0, 1) for one in made))
 
-    ring.begin(ring.executor_of(call, backward=False), make)
+    executor = ring.executor_of(call, backward=False)
+    if executor.begins_with_keys:
+        ring.begin(executor, make)
+    else:
+        make(None)
     q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
     out: Tensor = Attention.apply(q, k, v, sinks, ring, call)[0]

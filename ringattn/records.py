@@ -1,8 +1,9 @@
 """Packed records: how a content lies in a flat buffer, and the copies into and out of it.
 
-Wire order has head part after part, in each rows outermost, then batches, heads, and K beside V; in eight bits padding
-to a multiple of 4 bytes and the float32 scales of K and V follow. Every view is row-first, (rows, batch, heads, dim),
-and strided: nothing here allocates, but for quantizing and restoring without a kernel.
+Wire order has head part after part, in each rows outermost, then batches, heads, and the values beside each other, as K
+and V; padding and scalars follow, as the scales of eight bits or the lse of an output (see `plan.Form`). Every view is
+row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and restoring without a
+kernel, and merging.
 Promises: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every reader
 of a block restores the same values.
 Does not know: schedules, ranks, tiles.
@@ -10,101 +11,116 @@ Does not know: schedules, ranks, tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ringattn import gathering
 from ringattn.engine.base import KV
 from ringattn.geometry import Run
+from ringattn.partial import merge_
+from ringattn.plan import Form
+from ringattn.problem import EIGHT_BIT, FLOATS
 from ringattn.schedule.content import Content, Part, Spot
 
-TORCH_DTYPE = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-CODES = {name: getattr(torch, name) for name in ("int8", "float8_e4m3fn")}
+TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: division is defined for zeros and accurate for tiny values."""
 
 
 class Rows(NamedTuple):
-    """K, or V, of some rows: (rows, batch, heads, dim); `scales` (rows, batch, heads) where they are codes."""
+    """One of a record's values for some rows: x (rows, batch, heads, dim), with its scalars, (rows, batch, heads) each.
+
+    In eight bits x are codes, and their only scalar is the scale.
+    """
 
     x: Tensor
-    scales: Tensor | None = None
+    scalars: tuple[Tensor, ...] = ()
+
+    def take(self, at: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.x[at], tuple(one[at] for one in self.scalars))
+
+    @property
+    def coded(self) -> bool:
+        """Whether x are codes of eight bits."""
+        return self.x.dtype in LARGEST
 
 
 class Records:
-    """A buffer's flat tensor with one `KV` view for each head part of its content."""
+    """A buffer's flat tensor with views of the values of each head part of its content."""
 
-    def __init__(
-        self,
-        flat: Tensor,
-        content: Content,
-        batch: int,
-        head_dim: int,
-        value_dim: int,
-        code: torch.dtype | None = None,
-    ) -> None:
-        """`flat`: contiguous, exactly as many elements as the content has; bytes where `code` is an eight-bit dtype."""
-        self.flat, self.content = flat, content
-        self.parts: dict[Run, KV] = {}
-        self.scales: dict[Run, KV] = {}
+    def __init__(self, flat: Tensor, content: Content, batch: int, form: Form, dtype: torch.dtype) -> None:
+        """`flat`: contiguous, as many elements as the content has records; bytes where they have scalars."""
+        self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
+        self.lists: dict[Any, Tensor] = {}
+        """Kept by `ringattn.gathering`."""
+        self.parts: dict[Run, tuple[Rows, ...]] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
         width = flat.numel() // records if records else 0
         at = 0
         for part in content:
-            shape = part.row_count, batch, part.heads.count, width
             count = part.row_count * batch * part.heads.count * width
-            block = flat[at : at + count].view(shape)
-            values = block[..., : head_dim + value_dim].view(code or flat.dtype)
-            self.parts[part.heads] = KV(values[..., :head_dim], values[..., head_dim:], part.heads.start)
-            if code is not None:
-                scales = block.view(torch.float32)[..., -2:]
-                self.scales[part.heads] = KV(scales[..., 0], scales[..., 1], part.heads.start)
+            block = flat[at : at + count].view(part.row_count, batch, part.heads.count, width)
+            self.parts[part.heads] = _values(block, form, dtype)
             at += count
 
     def part(self, heads: Run) -> KV:
-        """The rows of one head part."""
-        return self.parts[heads]
+        """K and V of one head part."""
+        k, v = self.parts[heads]
+        return KV(k.x, v.x, heads.start)
+
+    def flattened(self) -> tuple[Rows, ...]:
+        """All values as rows of one head, (rows times heads, batch, 1, dim). Only where every part has one head."""
+        rows = sum(part.row_count for part in self.content)
+        return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
 
     def spots(self, part: Part) -> Iterator[list[Spot]]:
         """Where the rows of a part lie here, run by run."""
         return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
 
-    def rows(self, heads: Run, packed: Run) -> tuple[Rows, Rows]:
-        """K and V of some packed rows of one head part."""
-        at = slice(packed.start, packed.stop, packed.stride)
-        k, v, _ = self.parts[heads]
-        if heads not in self.scales:
-            return Rows(k[at]), Rows(v[at])
-        k_scales, v_scales, _ = self.scales[heads]
-        return Rows(k[at], k_scales[at]), Rows(v[at], v_scales[at])
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+        """The values of some packed rows of one head part."""
+        return tuple(one.take(slice(packed.start, packed.stop, packed.stride)) for one in self.parts[heads])
+
+
+def _values(block: Tensor, form: Form, dtype: torch.dtype) -> tuple[Rows, ...]:
+    """The values in records (rows, batch, heads, width), with their scalars."""
+    values = block if not form.scalars else block[..., : sum(form.dims) * dtype.itemsize].view(dtype)
+    xs = values.split(form.dims, -1)
+    if not form.scalars:
+        return tuple(map(Rows, xs))
+    scalars = block.view(TORCH_DTYPE[form.scalar_dtype])[..., -len(xs) * form.scalars :].unbind(-1)
+    return tuple(Rows(x, scalars[n * form.scalars : (n + 1) * form.scalars]) for n, x in enumerate(xs))
 
 
 class Home:
-    """The rank's own K and V (or dK and dV), row-first views of the caller's tensors, addressed like `Records`."""
+    """The rank's own tensors of one kind, row-first views of the caller's, addressed like `Records`."""
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        """`k`: (rows, batch, kv_heads, d_k); `v`: (rows, batch, kv_heads, d_v)."""
-        self.k, self.v = k, v
+    def __init__(self, *values: Tensor, scalars: Sequence[Tensor] = ()) -> None:
+        """`values`: (rows, batch, heads, dim) each, as K and V; `scalars`: (rows, batch, heads) each, of one value."""
+        self.values = tuple(Rows(x, tuple(scalars)) for x in values)
 
     def part(self, heads: Run) -> KV:
-        """All rows of one head part."""
-        at = slice(heads.start, heads.stop)
-        return KV(self.k[:, :, at], self.v[:, :, at], heads.start)
+        """All rows of K and V of some heads."""
+        k, v = (one.x[:, :, heads.start : heads.stop] for one in self.values)
+        return KV(k, v, heads.start)
 
     def spots(self, part: Part) -> Iterator[list[Spot]]:
         """Where the rows of a part lie here, run by run: where they say."""
         return ([Spot(Run(0, run.count), run)] for run in part.rows)
 
-    def rows(self, heads: Run, packed: Run) -> tuple[Rows, Rows]:
-        """K and V of some rows, for the heads of one part."""
-        k, v, _ = self.part(heads)
-        at = slice(packed.start, packed.stop, packed.stride)
-        return Rows(k[at]), Rows(v[at])
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+        """The values of some rows and heads."""
+        rows, some = slice(packed.start, packed.stop, packed.stride), slice(heads.start, heads.stop)
+        return tuple(
+            Rows(one.x[rows, :, some], tuple(each[rows, :, some] for each in one.scalars)) for one in self.values
+        )
 
 
 Place = Records | Home
@@ -112,22 +128,31 @@ Place = Records | Home
 
 def pack(source: Place, into: Records) -> None:
     """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
+    if isinstance(source, Home) and not into.form.scalars and gathering.serves(into, into.flat.device):
+        gathering.gather(source, into)
+        return
     for have, want in _pairs(source, into, into.content):
-        if have.scales is not None and want.scales is not None:
-            want.x.copy_(have.x)
-            want.scales.copy_(have.scales)
-        elif have.scales is not None:
-            restore(have.x, have.scales, want.x)
-        elif want.scales is not None:
-            quantize(have.x, want.x, want.scales)
+        if have.coded and not want.coded:
+            restore(have.x, have.scalars[0], want.x)
+        elif want.coded and not have.coded:
+            quantize(have.x, want.x, want.scalars[0])
         else:
             want.x.copy_(have.x)
+            for mine, theirs in zip(have.scalars, want.scalars, strict=True):
+                theirs.copy_(mine)
 
 
 def add(part: Records, into: Place) -> None:
-    """Add an arrived content into the same rows of `into`."""
+    """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse."""
+    if isinstance(into, Home) and not part.form.scalars and gathering.serves(part, part.flat.device):
+        gathering.scatter_add(part, into)
+        return
     for have, want in _pairs(part, into, part.content):
-        want.x.add_(have.x)
+        if have.scalars:
+            lse, part_lse = (one.scalars[0].permute(1, 2, 0) for one in (want, have))
+            merge_(want.x, lse, have.x, part_lse)
+        else:
+            want.x.add_(have.x)
 
 
 def _pairs(source: Place, into: Place, content: Content) -> Iterator[tuple[Rows, Rows]]:

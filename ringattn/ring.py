@@ -23,7 +23,7 @@ from ringattn.dilated import dilated_attention
 from ringattn.engine.base import KV, Engine
 from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import ClosedError, InputError, RingError
-from ringattn.executor import Counters, Executor, FoldInto
+from ringattn.executor import Arithmetic, Counters, Executor
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
 from ringattn.opening import open_transport
@@ -162,7 +162,7 @@ class Ring:
         this rank's shards of `seq` (of `kv_seq` for k and v in cross attention). `window` = (left, right) tokens
         besides the query, None or -1 for unbounded. `scale`: None for 1/sqrt(d_k). `softcap`: scores become
         softcap * tanh(score / softcap). `sinks`: (q_heads,) logits that take weight and give no value. `schedule`:
-        auto, ring, all_gather, direct or sub_rings.
+        auto, ring, all_gather, direct, sub_rings or all_to_all.
 
         Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
         natural log, accumulator dtype. Rows that see no key give 0 and -inf. Raises `InputError` on every rank when one
@@ -346,11 +346,13 @@ class Ring:
             self._make_room(executor)
             return executor.begin(self.transport, self.pool, make)
 
-    def run(self, executor: Executor, fold: FoldInto, home: Home, grads: Home | None = None) -> None:
-        """One pass; backward where `grads` is given."""
+    def run(
+        self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
+    ) -> Tensor | None:
+        """One pass; see `Executor.run`."""
         with self.guarded():
             self._make_room(executor)
-            executor.run(self.transport, self.pool, self._counters, fold, home, grads)
+            return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep)
 
     def _make_room(self, executor: Executor) -> None:
         if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is free only when nobody views it

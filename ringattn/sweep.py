@@ -85,6 +85,18 @@ class TileTable:
         """The tiles of all tables, in order."""
         return TileTable(np.concatenate([table.columns for table in tables]))
 
+    def q_runs(self) -> list[Run]:
+        """The query rows of each tile."""
+        return [Run(row, count, stride) for count, row, stride in self.columns[:, 2:5].tolist()]
+
+    def with_single_heads(self) -> TileTable:
+        """The same pairs, with a tile for every query head."""
+        counts = self.columns[:, 13]
+        columns = self.columns.repeat(counts, axis=0)
+        columns[:, 12] += np.arange(len(columns)) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns[:, 13] = 1
+        return TileTable(columns)
+
     def with_joined_heads(self) -> TileTable:
         """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
         columns = self.columns

@@ -187,11 +187,13 @@ def cases() -> st.SearchStrategy[Case]:
     return st.one_of(plain_cases(), cross_cases(), branched_cases())
 
 
-def simple(name: str, length: int, ranks: int, documents: tuple[int, ...] | None = None, **options: object) -> Case:
-    """A case with one head, from a layout's name and the options of `make_mask`."""
+def simple(
+    name: str, length: int, ranks: int, documents: tuple[int, ...] | None = None, heads: int = 1, **options: object
+) -> Case:
+    """A case from a layout's name and the options of `make_mask`."""
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
-    return Case(Problem(layout, layout, mask, 1, 1, 1, 64, 64, "bfloat16"), truth_of(mask, 1))
+    return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), truth_of(mask, heads))
 
 
 def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int) -> Case:

@@ -205,7 +205,8 @@ def test_speed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dilated(tmp_path: Path) -> None:
-    words = ["length_tokens=512", "ranks=2", "heads=2", "head_dim=16", "base_length=64", "long_tokens=1024"]
+    words = ["length_tokens=512", "ranks=2", "heads=2", "head_dim=16", "base_length=64", "long_tokens=1024",
+             "repeats=1", "tokens_per_rank=256", "memory_ranks=2,3"]  # fmt: skip
     data = dilated.main([*words, f"results={tmp_path}"])
     rows = {row["schedule"]: (row["rows_a_head"], row["bytes_sent"]) for row in data["planned"]}
     assert rows == {
@@ -213,13 +214,15 @@ def test_dilated(tmp_path: Path) -> None:
         "all_gather": (3072, 9_437_184),
         "direct": (3072, 9_437_184),
         "sub_rings": (4352, 13_369_344),
+        "all_to_all": (2240, 6_881_280 + 53_760),  # (2048 + 1536 + 896) / 2; beside a quarter of the rows an lse
         "full attention, ring": (917_504, 2_818_572_288),
     }
     (found,) = data["by_ranks"].values()
     # Half the tokens' pairs of 64 with 64 and their branches, against all pairs.
     assert [rank["pairs"]["full"] for rank in found] == [2 * 256 * 512] * 2
     assert sum(rank["pairs"]["dilated"] for rank in found) == 2 * 512 * (64 + 32 + 16 + 8)
-    assert (tmp_path / "dilated.md").read_text().count("### ") == 3
+    assert (tmp_path / "dilated.md").read_text().count("### ") == 4
+    assert all(rank["slot_bytes"] > 0 for ranks in data["memory"].values() for rank in ranks)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import InputError, Ring
+from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.dilated_truth import coverage, dilated_truth
 from tests.torchscale_algorithm import CASES, GOLDENS, inputs
@@ -69,7 +70,7 @@ def test_every_layout(ranks: int, layout: str, causal: bool) -> None:
     check(ranks, layout, causal=causal)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "direct", "sub_rings"])
+@pytest.mark.parametrize("schedule", ROUTES)
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 def test_every_schedule(layout: str, schedule: str) -> None:
     check(4, layout, schedule)
@@ -108,7 +109,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "ranks": draw(st.sampled_from([1, 2, 3, 4, 8])),
         "layout": draw(st.sampled_from(["contiguous", "zigzag", "striped"])),
-        "schedule": draw(st.sampled_from(["auto", "ring", "all_gather", "direct", "sub_rings"])),
+        "schedule": draw(st.sampled_from(["auto", *ROUTES])),
         "documents": None if inner is None else [0, *sorted(inner), tokens],
         "tokens": tokens,
         "heads": kv_heads * draw(st.integers(1, 3)),

@@ -29,7 +29,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "__init__", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening", "projected",
         "projection", "ring", "sequence",
     ),
-    5: ("executor", "records", "rotary", "projection_kernels"),
+    5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),
     2: ("schedule",),

@@ -13,16 +13,15 @@ import pytest
 
 from ringattn.errors import PlanError
 from ringattn.geometry import Run
-from ringattn.planner.choose import schedule_of
 from ringattn.schedule.content import Part
-from ringattn.schedule.ops import AttendGrad, Copy, Kind, Merge, PartTiles, Schedule, Step
+from ringattn.schedule.ops import AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
 from ringattn.schedule.passes import rows_read
-from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.routes import ROUTES, schedule_of
 from ringattn.schedule.verify import verify
 from ringattn.sweep import TileTable
 from tests.strategies import simple
 
-CASE = simple("zigzag", 32, 4, causal=True)
+CASE = simple("zigzag", 32, 4, heads=4, causal=True)
 each_route = pytest.mark.parametrize("route", ROUTES)
 MISSING = r"reads rows of KV\d\S* that have not arrived|sends rows of KV\d\S* that it does not hold"
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -54,7 +53,7 @@ def worked(whole: Schedule) -> tuple[int, Any]:
 def with_tiles(whole: Schedule, change: Callable[[list], list]) -> Schedule:
     """The schedule with the tiles of one piece of work changed."""
     at, item = worked(whole)
-    tiles = PartTiles(item.tiles[0].part, TileTable.of(change(list(item.tiles[0].tiles))))
+    tiles = PartTiles(item.tiles[0].heads, TileTable.of(change(list(item.tiles[0].tiles))))
     work = tuple(item._replace(tiles=(tiles,)) if each is item else each for each in whole.steps[at].work)
     return with_step(whole, at, work=work)
 
@@ -65,7 +64,7 @@ def with_tiles(whole: Schedule, change: Callable[[list], list]) -> Schedule:
 @each_route
 @each_pass
 def test_a_dropped_tile(route: str, backward: bool) -> None:
-    with pytest.raises(PlanError, match=r"(?s)rank \d: 1 tiles of KV\d\S* are never worked on.*>>rank"):
+    with pytest.raises(PlanError, match=r"(?s)rank \d: \d tiles of KV\d\S* are never worked on.*>>rank"):
         verify(with_tiles(schedule(route, backward), lambda tiles: tiles[1:]))
 
 
@@ -88,7 +87,7 @@ def test_work_on_a_block_that_the_rank_has_nothing_to_do_with(route: str) -> Non
     whole = schedule_of(simple("contiguous", 32, 4, causal=True).problem, ROUTES[route], False)
     foreign = next(item for item in whole.steps[0].work if item.rank == 3)
     work = (*whole.steps[0].work, foreign._replace(rank=0))
-    with pytest.raises(PlanError, match=r"step 0, rank 0: works on a tile of KV3 that the mask does not have"):
+    with pytest.raises(PlanError, match=r"step 0, rank 0: works on Q3, which is not its own and was not sent"):
         verify(with_step(whole, 0, work=work))
 
 
@@ -165,9 +164,13 @@ def test_reading_in_the_step_that_delivers(route: str, backward: bool) -> None:
 
 
 def merge_step(whole: Schedule) -> tuple[int, Merge]:
-    """The first step that merges, and its first merge."""
-    at = first(whole, lambda step: any(isinstance(item, Merge) for item in step.work))
-    return at, next(item for item in whole.steps[at].work if isinstance(item, Merge))
+    """The first step that merges, and the first of its merges of what came."""
+
+    def came(step: Step) -> list[Merge]:
+        return [item for item in step.work if isinstance(item, Merge) and item.part.origin != item.rank]
+
+    at = first(whole, came)
+    return at, came(whole.steps[at])[0]
 
 
 @each_route
@@ -175,7 +178,7 @@ def test_a_dropped_merge(route: str) -> None:
     whole = schedule(route, True)
     at, merge = merge_step(whole)
     work = tuple(item for item in whole.steps[at].work if item is not merge)
-    told = r"DKV\d@\d\S* arrived and was never merged|was never sent home|nothing was added"
+    told = r"DK?[QV]\d@\d\S* arrived and was never merged|was never sent home|nothing was added"
     with pytest.raises(PlanError, match=told):
         verify(with_step(whole, at, work=work))
 
@@ -186,7 +189,7 @@ def test_a_merge_before_arrival(route: str) -> None:
     at, merge = merge_step(whole)
     moved = with_step(whole, at, work=tuple(item for item in whole.steps[at].work if item is not merge))
     moved = with_step(moved, at - 1, work=(*whole.steps[at - 1].work, merge))
-    with pytest.raises(PlanError, match=r"merges DKV\d@\d\S*, which is not there"):
+    with pytest.raises(PlanError, match=r"merges DK?[QV]\d@\d\S*, which is not there"):
         verify(moved)
 
 
@@ -194,7 +197,7 @@ def test_a_merge_before_arrival(route: str) -> None:
 def test_a_merge_done_twice(route: str) -> None:
     whole = schedule(route, True)
     at, merge = merge_step(whole)
-    with pytest.raises(PlanError, match=r"merges DKV\d@\d\S*, which is not there"):
+    with pytest.raises(PlanError, match=r"merges DK?[QV]\d@\d\S*, which is not there"):
         verify(with_step(whole, at, work=(*whole.steps[at].work, merge)))
 
 
@@ -208,15 +211,42 @@ def test_a_row_of_gradients_too_few_or_too_many(route: str, rows: int, message: 
 @each_route
 def test_a_sum_that_stays_away(route: str) -> None:
     whole = with_first_copy(schedule(route, True), Kind.DKV, lambda _: None)
-    with pytest.raises(PlanError, match=r"merges DKV\d@\d\S*, which is not there"):
+    with pytest.raises(PlanError, match=r"merges DK?[QV]\d@\d\S*, which is not there"):
         verify(whole)
     orphans = {copy.block for step in whole.steps for copy in step.copies if copy.block.kind is Kind.DKV}
     steps = [
-        step._replace(work=tuple(i for i in step.work if not isinstance(i, Merge) or i.part in orphans))
+        step._replace(work=tuple(i for i in step.work if not (isinstance(i, Merge) and lost(i.part, orphans))))
         for step in whole.steps
     ]
     with pytest.raises(PlanError, match=r"DKV\d@\d\S* was never sent home"):
         verify(replace(whole, steps=tuple(steps)))
+
+
+def lost(part: Block, sent: set[Block]) -> bool:
+    """Whether a sum of dK and dV neither came nor was made where it is merged."""
+    return part.kind is Kind.DKV and part not in sent and part.origin != part.owner
+
+
+def test_a_sum_made_at_home_that_nobody_merges() -> None:
+    whole = schedule("all_to_all", True)
+    merges = [(at, item) for at, step in enumerate(whole.steps) for item in step.work if isinstance(item, Merge)]
+    for kind in (Kind.DQ, Kind.DKV):
+        at, merge = next(one for one in merges if one[1].part.kind is kind and one[1].part.origin == one[1].rank)
+        work = tuple(item for item in whole.steps[at].work if item is not merge)
+        with pytest.raises(PlanError, match=rf"{merge.part} was never merged"):
+            verify(with_step(whole, at, work=work))
+
+
+def test_a_query_that_was_not_sent() -> None:
+    whole = with_first_copy(schedule("all_to_all", False), Kind.Q, lambda _: None)
+    with pytest.raises(PlanError, match=r"reads rows of Q\d/0 that have not arrived"):
+        verify(whole)
+    more = Part(Run(9, 1), (Run(0, 1),))
+    whole = with_first_copy(
+        schedule("all_to_all", True), Kind.SEED, lambda copy: copy._replace(content=(*copy.content, more))
+    )
+    with pytest.raises(PlanError, match=r"sends rows of SEED\d/0 to rank \d that nobody reads there"):
+        verify(whole)
 
 
 @each_route
@@ -226,7 +256,7 @@ def test_an_addition_after_the_sum_has_left(route: str) -> None:
     spot, item = next(
         (at, item) for at, step in enumerate(whole.steps) for item in step.work
         if isinstance(item, AttendGrad) and item.kv.owner != item.rank and len(item.tiles[0].tiles) > 1
-        and rows_read(whole.problem, item.tiles) == rows_read(whole.problem, halves(item)[0])
+        and rows_read(item.tiles) == rows_read(halves(item)[0])
     )  # fmt: skip
     early, late = (item._replace(tiles=half) for half in halves(item))
     moved = with_step(whole, spot, work=tuple(early if each is item else each for each in whole.steps[spot].work))
@@ -240,7 +270,7 @@ def halves(item: AttendGrad) -> tuple[tuple[PartTiles], tuple[PartTiles]]:
     """The first tile, and the others."""
     (part,) = item.tiles
     tiles = list(part.tiles)
-    return (PartTiles(part.part, TileTable.of(tiles[:1])),), (PartTiles(part.part, TileTable.of(tiles[1:])),)
+    return (PartTiles(part.heads, TileTable.of(tiles[:1])),), (PartTiles(part.heads, TileTable.of(tiles[1:])),)
 
 
 @each_route

@@ -12,12 +12,12 @@ import pytest
 
 from ringattn.errors import PlanError
 from ringattn.plan import Add, Fold, Plan, buffer_bytes
+from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
-from ringattn.planner.place import verify_placement
 from ringattn.schedule.routes import ROUTES
 from tests.strategies import simple
 
-CASE = simple("zigzag", 32, 4, causal=True)
+CASE = simple("zigzag", 32, 4, heads=4, causal=True)
 each_route = pytest.mark.parametrize("route", ROUTES)
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
@@ -36,7 +36,7 @@ def with_plan_step(whole: Plan, at: int, **changes: Any) -> Plan:
 
 def nbytes(whole: Plan, buffer: int) -> int:
     """Bytes of a buffer."""
-    return buffer_bytes(whole.problem, whole.buffers[buffer].content, whole.buffers[buffer].dtype)
+    return buffer_bytes(whole.problem, whole.buffers[buffer])
 
 
 def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
@@ -47,19 +47,34 @@ def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
 
 
 def together(whole: Plan) -> list[tuple[int, int]]:
-    """Pairs of buffers that live in a common step."""
-    spans = [(one.first, one.last) for one in whole.buffers]
-    return [(a, b) for a in range(len(spans)) for b in range(a)
-            if spans[a][0] <= spans[b][1] and spans[b][0] <= spans[a][1]]  # fmt: skip
+    """Pairs of buffers that live in a common step; of what lies in one buffer, the parts."""
+    spans, filled = [(one.first, one.last) for one in whole.buffers], leaves(whole)
+    return [(a, b) for a in filled for b in filled
+            if b < a and spans[a][0] <= spans[b][1] and spans[b][0] <= spans[a][1]]  # fmt: skip
+
+
+def leaves(whole: Plan) -> list[int]:
+    """The buffers with no others inside."""
+    outer = {one.inside.buffer for one in whole.buffers if one.inside is not None}
+    return [index for index in range(len(whole.buffers)) if index not in outer]
 
 
 @each_route
 @each_pass
 def test_two_live_buffers_in_the_same_bytes(route: str, backward: bool) -> None:
     whole = plan(route, backward)
+    whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
     for one, other in together(whole):
         with pytest.raises(PlanError, match=r"rank 1: .* live at the same time in the same bytes"):
             verify_placement(moved(whole, one, whole.buffers[other].offset_bytes))
+
+
+def test_a_part_that_lies_elsewhere() -> None:
+    whole = plan("all_to_all", False)
+    part = next(index for index, one in enumerate(whole.buffers) if one.inside is not None)
+    whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
+    with pytest.raises(PlanError, match=r"rank 1: .* served does not lie in \w+ served"):
+        verify_placement(moved(whole, part, whole.arena_bytes // 2))
 
 
 def test_swapped_slots() -> None:
@@ -86,7 +101,7 @@ def test_a_slot_outside_the_arena(route: str, backward: bool) -> None:
     whole = plan(route, backward)
     for offset_bytes in (-1, whole.arena_bytes):
         with pytest.raises(PlanError, match=r"lies outside the arena"):
-            verify_placement(moved(whole, 0, offset_bytes))
+            verify_placement(moved(whole, leaves(whole)[0], offset_bytes))
 
 
 @each_route

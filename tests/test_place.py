@@ -9,17 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send
-from ringattn.planner.choose import plan_of, schedule_of
-from ringattn.planner.place import project, verify_placement
+from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send, Serve
+from ringattn.planner.arena import verify_placement
+from ringattn.planner.choose import plan_of
+from ringattn.planner.place import project
 from ringattn.planner.simulate import REFERENCE, Cluster, simulate
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import RING, ROUTES
+from ringattn.schedule.routes import RING, ROUTES, schedule_of
 from tests.strategies import Case, covering, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 OWN_DTYPE = [(name, None) for name in ROUTES]
-EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn")]
+EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("all_to_all", "int8")]
 each_route = pytest.mark.parametrize(("route", "wire"), [*OWN_DTYPE, *EIGHT_BIT])
 
 
@@ -29,17 +30,24 @@ def plans_of(case: Case, route: str, wire: str | None = None) -> list[list[Plan]
     return [[plan_of(problem, way, rank, back) for rank in range(case.ranks)] for back in (False, True)]
 
 
-def record(plan: Plan, dtype: str) -> int:
-    """Bytes of one row of one K/V head in a buffer of `dtype`."""
-    values = plan.problem.head_dim + plan.problem.value_dim
-    if dtype in ITEM_BYTES:
-        return plan.problem.batch * values * ITEM_BYTES[dtype]
-    return plan.problem.batch * (math.ceil(values / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
+def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
+    """Bytes of one row of one head in a buffer of `dtype`."""
+    q, v, batch = plan.problem.head_dim, plan.problem.value_dim, plan.problem.batch
+    if dtype not in ITEM_BYTES:
+        return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
+    values = {Kind.KV: q + v, Kind.DKV: q + v, Kind.Q: q, Kind.DQ: q}.get(kind, v) * ITEM_BYTES[dtype]
+    scalars = {Kind.OUT: 1, Kind.SEED: 2}.get(kind, 0)  # lse; lse and delta
+    return batch * (math.ceil(values / 4) * 4 + 4 * scalars)
+
+
+def record_of(plan: Plan, buffer: int) -> int:
+    """Bytes of one row of one head in a buffer."""
+    return record(plan, plan.buffers[buffer].dtype, plan.buffers[buffer].kind)
 
 
 def bytes_of(plan: Plan, buffer: int) -> int:
     """Bytes of a buffer, from its rows."""
-    return len(wire_order(plan.buffers[buffer].content)) * record(plan, plan.buffers[buffer].dtype)
+    return len(wire_order(plan.buffers[buffer].content)) * record_of(plan, buffer)
 
 
 def touched(plan: Plan) -> dict[int, set[int]]:
@@ -51,9 +59,16 @@ def touched(plan: Plan) -> dict[int, set[int]]:
             named += [pack.source, pack.into]
         named += [message.buffer for message in (*step.sends, *step.recvs)]
         for item in step.work:
-            named += [item.part, item.into] if isinstance(item, Add) else [item.kv, item.dkv]
+            if isinstance(item, Serve):
+                named += [item.q, item.kv, item.result, item.seed, item.dkv]
+            else:
+                named += [item.part, item.into] if isinstance(item, Add) else [item.kv, item.dkv]
         for buffer in named:
-            steps[buffer].add(now)
+            if buffer != HOME and (inside := plan.buffers[buffer].inside):
+                steps[inside.buffer].add(now)
+            inner = [n for n, one in enumerate(plan.buffers) if one.inside and one.inside.buffer == buffer]
+            for part in (buffer, *inner):
+                steps[part].add(now)
     steps.pop(HOME, None)
     return steps
 
@@ -89,8 +104,8 @@ def test_the_arena_holds_what_is_live(route: str, wire: str | None, case: Case) 
         live = [0] * len(plan.steps)
         for buffer, named in steps.items():
             assert (plan.buffers[buffer].first, plan.buffers[buffer].last) == (min(named), max(named))
-            assert plan.buffers[buffer].offset_bytes % ALIGNMENT_BYTES == 0
-            for now in range(min(named), max(named) + 1):
+            assert plan.buffers[buffer].offset_bytes % ALIGNMENT_BYTES == 0 or plan.buffers[buffer].inside
+            for now in range(min(named), max(named) + 1) if plan.buffers[buffer].inside is None else ():
                 live[now] += bytes_of(plan, buffer)
         assert plan.arena_bytes >= max(live, default=0)
         ends = [plan.buffers[b].offset_bytes + bytes_of(plan, b) for b in steps]
@@ -116,9 +131,8 @@ def test_messages_of_two_plans_meet(route: str, wire: str | None, case: Case) ->
 
 def message(plan: Plan, send: Send) -> list[tuple[int, int]]:
     """The (head, row) records of a message, in order."""
-    dtype = plan.buffers[send.buffer].dtype
-    nbytes = (elements * ITEM_BYTES.get(dtype, 1) for elements in (send.first, send.elements))
-    first, count = (divmod(each, record(plan, dtype)) for each in nbytes)
+    nbytes = (elements * plan.element_bytes(send.buffer) for elements in (send.first, send.elements))
+    first, count = (divmod(each, record_of(plan, send.buffer)) for each in nbytes)
     assert first[1] == count[1] == 0
     return wire_order(plan.buffers[send.buffer].content)[first[0] : first[0] + count[0]]
 
@@ -137,7 +151,7 @@ def test_packs_only_what_does_not_lie_in_one_piece(route: str, wire: str | None,
                 at = [spots.index(spot) for spot in wanted]
                 assert source.dtype != into.dtype or at != list(range(at[0], at[0] + len(at)))
         packed = [pack.into for step in plan.steps for pack in step.packs if pack.source == HOME]
-        own = re.compile(rf"KV{plan.rank}(/\d+)? packed")
+        own = re.compile(rf"(KV|Q|SEED){plan.rank}(/\d+)? (packed|coded|in .*)")
         shared = [into for into in packed if own.fullmatch(plan.buffers[into].label)]
         assert len(packed) == len(set(packed)) and len(shared) >= bool(packed)
 
@@ -152,9 +166,10 @@ def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | No
             mine = [copy for copy in copies if copy.src == plan.rank]
             nbytes = 0
             for copy in mine:
-                wide = problem.wire_dtype or problem.accumulator_dtype
-                dtype = wide if copy.block.kind is Kind.DKV else wire or problem.dtype
-                nbytes += len(wire_order(copy.content)) * record(plan, dtype)
+                kind, wide = copy.block.kind, problem.wire_dtype or problem.accumulator_dtype
+                narrow = {Kind.KV: wire or problem.dtype, Kind.DKV: wide, Kind.DQ: problem.accumulator_dtype}
+                dtype = narrow.get(kind, problem.dtype)
+                nbytes += len(wire_order(copy.content)) * record(plan, dtype, kind)
             assert (plan.messages, plan.bytes_sent) == (len(mine), nbytes)
 
 
@@ -163,17 +178,32 @@ def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | No
 def test_folds_read_the_rows_they_mean(route: str, wire: str | None, case: Case) -> None:
     for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
         for fold in (item for step in plan.steps for item in step.work if isinstance(item, Fold)):
-            heads = None if fold.part is None else case.problem.parts[fold.part].kv_heads
-            positions = case.problem.kv_layout.positions(fold.owner)
             sides = ((fold.kv, fold.kv_row, fold.kv_step), (fold.dkv, fold.dkv_row, fold.dkv_step))
             for buffer, base, step in sides[: 1 + plan.backward]:
-                rows = list(range(len(positions)))
-                if buffer != HOME:
-                    part = next(part for part in plan.buffers[buffer].content if part.heads == heads)
-                    rows = [row for run in part.rows for row in run.members()]
+                rows = held_rows(case, plan, buffer, fold)
                 for tile in fold.tiles:
-                    held = [int(positions[rows[base + row * step]]) for row in tile.k.rows.members()]
-                    assert held == list(tile.k.positions.members())
+                    held = [rows[base + row * step] for row in tile.k.rows.members()]
+                    assert [position for _, position in held] == list(tile.k.positions.members())
+                    if fold.owner is None:
+                        assert {head for head, _ in held} == {tile.heads.start // case.problem.group}
+
+
+def held_rows(case: Case, plan: Plan, buffer: int, fold: Fold) -> list[tuple[int, int]]:
+    """(K/V head, position) of each row that a fold can name in a buffer; heads only where a row has one."""
+    if buffer == HOME:
+        return [(0, int(position)) for position in case.problem.kv_layout.positions(plan.rank)]
+    if fold.owner is not None:
+        part = next(part for part in plan.buffers[buffer].content if part.heads == fold.heads)
+        positions = case.problem.kv_layout.positions(fold.owner)
+        return [(0, int(positions[row])) for run in part.rows for row in run.members()]
+    inner = [one for one in plan.buffers if one.inside and one.inside.buffer == buffer]
+    found = []
+    for one in sorted(inner, key=lambda one: one.inside.row if one.inside else 0):
+        owner = re.match(r"D?KV(\d+)", one.label)
+        assert owner is not None and one.inside is not None and one.inside.row == len(found)
+        positions = case.problem.kv_layout.positions(int(owner[1]))
+        found += [(head, int(positions[row])) for head, row in wire_order(one.content)]
+    return found
 
 
 # --- memory known by hand --------------------------------------------------------------------------------------------
@@ -246,7 +276,7 @@ def test_simulation_ends_whatever_the_plans(case: Case) -> None:
     for route, wire in (*OWN_DTYPE, EIGHT_BIT[0]):
         times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route, wire)]
         for plans, time in zip(plans_of(case, route, wire), times, strict=True):
-            work = [sum(item.tiles.area() for s in p.steps for item in s.work if isinstance(item, Fold)) for p in plans]
+            work = [sum(i.tiles.area() for s in p.steps for i in s.work if isinstance(i, (Fold, Serve))) for p in plans]
             assert all((busy > 0) == (area > 0) for busy, area in zip(time.busy_us, work, strict=True))
             assert time.total_us >= max(time.busy_us)
             assert (time.total_us > 0) == any((*work, *(plan.messages for plan in plans)))

@@ -52,7 +52,7 @@ def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(MASKS)]
-    assert len(rows) == 112 and "112 cases, all exact" in done.stdout
+    assert len(rows) == 143 and "143 cases, all exact" in done.stdout
 
 
 # Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.

@@ -54,7 +54,7 @@ def results(attend: Any, ring: Ring, layout: str, schedule: str) -> list[Tensor]
     return [out.detach(), *torch.autograd.grad(out.sum(), list(leaves.values()))]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "direct"])
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "direct", "all_to_all"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_as_if_projected_before(ranks: int, layout: str, schedule: str) -> None:

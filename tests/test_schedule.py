@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ringattn.errors import InputError
-from ringattn.planner.choose import schedule_of
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule, Step, ordered_step
 from ringattn.schedule.passes import prune, transpose
 from ringattn.schedule.routes import (
@@ -21,6 +20,7 @@ from ringattn.schedule.routes import (
     forward,
     forward_of_rank,
     route_named,
+    schedule_of,
 )
 from ringattn.schedule.text import grid, to_text
 from ringattn.schedule.verify import verify
@@ -31,9 +31,9 @@ Traffic = dict[tuple[int, int, int, int], Spots]
 """(step, owner, src, dst): the rows that travel."""
 
 each_schedule = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
-WHOLE = [route for route in ROUTES.values() if not route.by_segment]
+WHOLE = [route for route in ROUTES.values() if route.by_turn]
 each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
-"""Those with one block for each owner; for the others see test_sub_rings.py."""
+"""Those with one block for each owner; for the others see test_sub_rings.py and test_all_to_all.py."""
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:

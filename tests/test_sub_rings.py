@@ -9,11 +9,11 @@ import pytest
 
 from ringattn.dilation import Dilated
 from ringattn.layout import make_layout
-from ringattn.planner.choose import plan_of, schedule_of
+from ringattn.planner.choose import plan_of
 from ringattn.problem import Problem
 from ringattn.schedule.ops import AttendGrad, Block, Kind, Merge
 from ringattn.schedule.passes import rows_read
-from ringattn.schedule.routes import ROUTES, SUB_RINGS
+from ringattn.schedule.routes import ROUTES, SUB_RINGS, schedule_of
 from tests.strategies import Case, covering, simple, spots
 
 
@@ -21,7 +21,7 @@ from tests.strategies import Case, covering, simple, spots
 def test_a_relay_carries_what_later_members_read(case: Case) -> None:
     schedule = schedule_of(case.problem, SUB_RINGS, False)
     reads: dict[tuple[Block, int], frozenset] = {
-        (item.kv, item.rank): spots(rows_read(case.problem, item.tiles))
+        (item.kv, item.rank): spots(rows_read(item.tiles))
         for step in schedule.steps
         for item in step.work
     }
@@ -51,7 +51,7 @@ def test_every_gradient_comes_home_once(case: Case) -> None:
                 leaving[copy.dst, copy.block] = sums.pop((copy.src, copy.block), Counter())
         for item in step.work:
             if isinstance(item, AttendGrad):
-                rows = Counter((item.rank, item.kv.ring, spot) for spot in spots(rows_read(case.problem, item.tiles)))
+                rows = Counter((item.rank, item.kv.ring, spot) for spot in spots(rows_read(item.tiles)))
                 sums[item.rank, item.dkv] += rows
                 wanted[item.kv.owner] += rows
             else:

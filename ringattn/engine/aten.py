@@ -137,7 +137,9 @@ class AtenEngine(Accumulating):
         self._ops: tuple[BlockOp, ...] = OPS.get(device.type, ())
         self._plain = PlainEngine()
 
-    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[AtenWork]:
+    def prepare(
+        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+    ) -> list[AtenWork]:
         """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
         if softmax.softcap is not None:
             raise UnsupportedError(f"engine={self.name!r} has no softcap={softmax.softcap}; use engine='plain'")

@@ -87,11 +87,14 @@ class Engine(Protocol):
 
     name: str
 
-    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> Sequence[Any]:
+    def prepare(
+        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+    ) -> Sequence[Any]:
         """Turn the tiles of a pass's steps into what each step's `attend` or `attend_grad` consumes. Once per plan.
 
         Query rows of the tiles index `q`, which has `rows`; key rows index the K/V that the step reads; heads are
-        query heads, of which there are `heads`.
+        query heads, of which there are `heads`. `more`: others add to the output after the last step, so it stays in
+        the accumulator dtype.
         """
         ...
 

@@ -42,7 +42,9 @@ class PlainEngine(Accumulating):
 
     name = "plain"
 
-    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[PlainWork]:
+    def prepare(
+        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+    ) -> list[PlainWork]:
         """Cut the heads of each tile so that every part reads whole K/V heads evenly."""
         return [
             PlainWork(tuple((tile, part) for tile in tiles for part in head_groups(tile.heads, softmax.group)), softmax)

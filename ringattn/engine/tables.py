@@ -36,8 +36,12 @@ class Tables(NamedTuple):
 class PassTables:
     """The tiles of a pass's steps with the block tables that were made of them so far."""
 
-    def __init__(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> None:
+    def __init__(
+        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, more: bool = False
+    ) -> None:
+        """`more`: no step of these is the last that adds to a row."""
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
+        self.more = more
         self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
@@ -53,7 +57,7 @@ class PassTables:
         key = (side, own, other, device)
         if key not in self._made:
             made = [make(tiles, own_rows=own, other_rows=other) for tiles in self.steps]
-            known = side == "query" and flagged(made, self.rows, self.heads)
+            known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
             alone = known and all((one.blocks[:, FLAGS] == FIRST | LAST).all() for one in made)
             single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
             tables = [

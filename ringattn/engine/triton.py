@@ -61,9 +61,11 @@ class TritonEngine(Accumulating):
         """
         self._configs, self._form, self._deterministic, self.spare = configs, form, deterministic, spare
 
-    def prepare(self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int) -> list[TritonWork]:
+    def prepare(
+        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+    ) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
-        whole = PassTables(steps, softmax, rows, heads)
+        whole = PassTables(steps, softmax, rows, heads, more)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:

@@ -5,56 +5,97 @@ Does not know: torch.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from functools import lru_cache
 
-from ringattn.plan import Plan
+from ringattn.plan import Plan, record_bytes
+from ringattn.planner.cost import forward_seconds
 from ringattn.planner.place import project
+from ringattn.planner.simulate import REFERENCE, Cluster
 from ringattn.problem import Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.needs import needs_of
-from ringattn.schedule.ops import Schedule
-from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import (
     ALL_GATHER,
     DIRECT,
     RING,
+    ROUTES,
     Route,
     backward_of_rank,
-    forward,
     forward_of_rank,
     route_named,
+    schedule_of,
 )
 
 DIRECT_MUST_SAVE = 0.25
 """Share of the ring's rows that `direct` must save before `auto` gives up the ring's neighbor-only traffic."""
 
+_alone = threading.RLock()
+"""Ranks that are threads plan one after another, so that what they share is made once."""
 
-def choose_route(problem: Problem, schedule: str) -> Route:
+KEEP_AT_MOST = 1 / 8
+"""Share of a shard's K and V that may be kept for a backward pass instead of being sent again."""
+
+
+def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
     """The route called `schedule`; for "auto" the ring, unless sending each reader its own rows saves enough.
 
-    Dilated rows are all fetched in the first step, under the branches that need none of them, unless a rank would hold
-    more of others' rows than of its own.
+    Dilated rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that),
+    the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
+    anyway, it is kept for the backward pass if it is little. Raises `InputError` for an unknown schedule.
     """
+    name = schedule if schedule == "auto" else route_named(schedule).name
+    with _alone:
+        return _chosen(problem, name, cluster)
+
+
+@lru_cache(maxsize=256)
+def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
-        return route_named(schedule)
-    if any(branch.dilation > 1 for branch in problem.mask.branches):
-        needs, ranks = needs_of(problem), range(problem.world_size)
-        fetched = [sum(size(needs.read(owner, reader)) for owner in ranks if owner != reader) for reader in ranks]
-        shards = [count * problem.kv_heads for count in problem.kv_layout.counts]
-        if all(rows <= max(shards) for rows in fetched):
-            return ALL_GATHER
-    relayed, direct = needs_of(problem).totals
-    return DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
+        route = route_named(schedule)
+    elif any(branch.dilation > 1 for branch in problem.mask.branches):
+        route = _fastest(problem, cluster)
+    else:
+        relayed, direct = needs_of(problem).totals
+        route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
+    return replace(route, keeps=_little_comes(problem, route))
+
+
+def _fastest(problem: Problem, cluster: Cluster) -> Route:
+    """Of the routes for rows that few need; of equals the one that sends each reader its own rows, then the fewest."""
+    fetched = max(_fetched(problem))
+    seconds = forward_seconds(problem, fetched, cluster)
+    if fetched > min(problem.kv_layout.counts) * problem.kv_heads:
+        del seconds[ALL_GATHER.name]
+    return ROUTES[min(seconds, key=seconds.__getitem__)]
+
+
+def _fetched(problem: Problem) -> list[int]:
+    """By rank: rows times K/V heads of others that it reads."""
+    needs, ranks = needs_of(problem), range(problem.world_size)
+    return [sum(size(needs.read(owner, reader)) for owner in ranks if owner != reader) for reader in ranks]
+
+
+def _little_comes(problem: Problem, route: Route) -> bool:
+    """Whether everything that a forward pass brings lies there at once, on every rank in little memory."""
+    if problem.world_size == 1 or not (route.at_once or route.by_head):
+        return False
+    held = [count * problem.kv_heads * record_bytes(problem, problem.dtype) for count in problem.kv_layout.counts]
+    came = [0] * problem.world_size
+    if route.by_head:
+        for rank, block, content in schedule_of(problem, route, False).arrivals():
+            dtype = problem.kv_dtype if block.kind is Kind.KV else problem.dtype
+            came[rank] += size(content) * record_bytes(problem, dtype, block.kind)
+    else:
+        came = [rows * record_bytes(problem, problem.kv_dtype) for rows in _fetched(problem)]
+    return any(came) and max(came) <= KEEP_AT_MOST * min(held)
 
 
 @lru_cache(maxsize=256)
 def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """The plan of one rank, made from the readers' needs without building the other ranks' plans."""
     make = backward_of_rank if backward else forward_of_rank
-    return project(make(problem, route, rank), rank)
-
-
-def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
-    """The whole schedule, for verifying, drawing and simulating."""
-    pruned = prune(forward(problem, route))
-    return transpose(pruned) if backward else pruned
+    with _alone:
+        return project(make(problem, route, rank), rank, route.keeps)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ringattn.plan import Fold, Plan, Recv, Send
-from ringattn.problem import ITEM_BYTES
+from ringattn.plan import Fold, Plan, Recv, Send, Serve
+from ringattn.problem import Problem
 
 FORWARD_FLOPS_PER_DIM = 4
 BACKWARD_OVER_FORWARD = 2.5
@@ -103,14 +103,17 @@ def _exchanged(
 
 def _link_s(plan: Plan, now: int, cluster: Cluster) -> float:
     """Seconds in which a rank's link carries all that it sends in one step."""
-    sends = plan.steps[now].sends
-    nbytes = sum(send.elements * ITEM_BYTES[plan.buffers[send.buffer].dtype] for send in sends)
+    nbytes = sum(send.elements * plan.element_bytes(send.buffer) for send in plan.steps[now].sends)
     return cluster.latency_s + nbytes / cluster.bandwidth
 
 
 def _work_s(plan: Plan, now: int, cluster: Cluster) -> float:
     """Seconds of a step's attention; merges and packing are not counted."""
-    problem = plan.problem
-    pairs = sum(item.tiles.area() for item in plan.steps[now].work if isinstance(item, Fold))
+    pairs = sum(item.tiles.area() for item in plan.steps[now].work if isinstance(item, (Fold, Serve)))
+    return attention_s(plan.problem, pairs, cluster) * (BACKWARD_OVER_FORWARD if plan.backward else 1)
+
+
+def attention_s(problem: Problem, pairs: float, cluster: Cluster) -> float:
+    """Seconds of a forward pass over so many (q, k) pairs times query heads, in each batch."""
     flops = pairs * problem.batch * (problem.head_dim + problem.value_dim) / 2 * FORWARD_FLOPS_PER_DIM
-    return flops * (BACKWARD_OVER_FORWARD if plan.backward else 1) / cluster.flops
+    return flops / cluster.flops

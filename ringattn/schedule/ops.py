@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from ringattn.geometry import Run
 from ringattn.problem import Problem
 from ringattn.schedule.content import Content
 from ringattn.sweep import TileTable
+
+NONE = Run(0, 0)
 
 
 class Kind(StrEnum):
@@ -27,6 +30,10 @@ class Kind(StrEnum):
     SEED = "SEED"
     DQ = "DQ"
     DKV = "DKV"
+
+
+INPUTS = Kind.Q, Kind.KV, Kind.SEED
+"""What a rank has when a pass begins. The others are sums that a pass makes."""
 
 
 class Block(NamedTuple):
@@ -46,9 +53,9 @@ class Block(NamedTuple):
 
 
 class PartTiles(NamedTuple):
-    """Tiles that read one head part of a block. `part` indexes `Problem.parts`; key rows are the owner's."""
+    """Tiles that read some K/V `heads` of a block, all of them; key rows are the owner's."""
 
-    part: int
+    heads: Run
     tiles: TileTable
 
 
@@ -107,24 +114,30 @@ def ordered_step(copies: Iterable[Copy], work: Iterable[Work]) -> Step:
     return Step(tuple(sorted(copies, key=_copy_order)), tuple(sorted(work, key=_work_order)))
 
 
-def _copy_order(copy: Copy) -> tuple[bool, int, int, int, int]:
-    return copy.block.kind is not Kind.KV, copy.block.owner, copy.src, copy.dst, copy.block.ring or 0
+def _copy_order(copy: Copy) -> tuple[bool, int, int, int, int, Kind]:
+    block = copy.block
+    return block.kind is not Kind.KV, block.owner, copy.src, copy.dst, block.ring or 0, block.kind
 
 
-def _work_order(item: Work) -> tuple[int, int, int, int]:
+def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, Run]:
     if isinstance(item, Merge):
-        origin = -1 if item.part.origin is None else item.part.origin
-        return item.rank, item.into.owner, origin, item.part.ring or 0
-    return item.rank, item.kv.owner, -1, item.kv.ring or 0
+        _, owner, origin, ring = part = item.part
+        return item.rank, owner, -1 if origin is None else origin, ring or 0, part.kind, 0, NONE
+    heads = item.tiles[0].heads if item.tiles else NONE
+    return item.rank, item.kv.owner, -1, item.kv.ring or 0, item.kv.kind, item.q.owner, heads
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all ranks do, step by step. Steps may be empty: their numbers carry meaning across passes."""
+    """What all ranks do, step by step. Steps may be empty: their numbers carry meaning across passes.
+
+    `kept`: (rank, block, rows) of others' inputs that ranks hold when the pass begins, because the forward kept them.
+    """
 
     problem: Problem
     name: str
     steps: tuple[Step, ...]
+    kept: tuple[tuple[int, Block, Content], ...] = ()
 
     def restricted_to(self, rank: int) -> Schedule:
         """Only what `rank` sends, receives and computes."""
@@ -135,7 +148,12 @@ class Schedule:
             )
             for step in self.steps
         )
-        return Schedule(self.problem, self.name, steps)
+        return Schedule(self.problem, self.name, steps, tuple(one for one in self.kept if one[0] == rank))
+
+    def arrivals(self) -> tuple[tuple[int, Block, Content], ...]:
+        """The others' inputs that come in this pass, as a later one may have them in `kept`."""
+        copies = (copy for step in self.steps for copy in step.copies if copy.block.kind in INPUTS)
+        return tuple(sorted((copy.dst, copy.block, copy.content) for copy in copies))
 
 
 def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...], ring: int | None = None) -> Attend:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
-from ringattn.problem import Problem
+from ringattn.geometry import Run
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
 from ringattn.schedule.ops import (
+    INPUTS,
     Attend,
     AttendGrad,
     Block,
@@ -34,13 +36,42 @@ Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
 
-def rows_read(problem: Problem, tiles: tuple[PartTiles, ...]) -> Content:
+def rows_read(tiles: tuple[PartTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
-    parts = (
-        Part(problem.parts[index].kv_heads, merge_runs(table.k_runs()))
-        for index, table in tiles
-    )
+    parts = (Part(heads, merge_runs(table.k_runs())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
+
+
+def rows_asked(tiles: tuple[PartTiles, ...]) -> Content:
+    """The rows of the queries that the tiles meet, for each query head."""
+    by_head: dict[int, list[Run]] = defaultdict(list)
+    for _, table in tiles:
+        single = table.with_single_heads()
+        for head, run in zip(single.columns[:, 12].tolist(), single.q_runs(), strict=True):
+            by_head[head].append(run)
+    return tuple(Part(Run(head, 1), merge_runs(by_head[head])) for head in sorted(by_head))
+
+
+def serves(item: Attend | AttendGrad) -> bool:
+    """Whether the queries came, as the keys did."""
+    return item.q.ring is not None
+
+
+def inputs_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
+    """The blocks that a work item reads and others may have sent, with the rows that it reads."""
+    found = [(item.kv, rows_read(item.tiles))]
+    if serves(item):
+        asked = rows_asked(item.tiles)
+        found += [(block, asked) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.seed))]
+    return found
+
+
+def result_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
+    """The partial sums that a work item adds to and others may be sent, with the rows that it adds to."""
+    found = [(item.dkv, rows_read(item.tiles))] if isinstance(item, AttendGrad) else []
+    if serves(item):
+        found.append((item.dq if isinstance(item, AttendGrad) else item.out, rows_asked(item.tiles)))
+    return found
 
 
 def prune(schedule: Schedule) -> Schedule:
@@ -53,21 +84,20 @@ def prune(schedule: Schedule) -> Schedule:
     for step in reversed(schedule.steps):
         copies = []
         for copy in step.copies:
-            if copy.block.kind is not Kind.KV:
+            if copy.block.kind not in INPUTS:
                 copies.append(copy)
             elif content := wanted.pop((copy.dst, copy.block), NOTHING):
                 copies.append(copy._replace(content=content))
         work = tuple(item for item in step.work if isinstance(item, Merge) or item.tiles)
         for copy in copies:
-            if copy.block.kind is Kind.KV:
+            if copy.block.kind in INPUTS:
                 spot = copy.src, copy.block
                 wanted[spot] = union((wanted[spot], copy.content))
         for item in work:
-            if not isinstance(item, Merge):
-                spot = item.rank, item.kv
-                wanted[spot] = union((wanted[spot], rows_read(schedule.problem, item.tiles)))
+            for block, rows in () if isinstance(item, Merge) else inputs_of(item):
+                wanted[item.rank, block] = union((wanted[item.rank, block], rows))
         steps.append(Step(tuple(copies), work))
-    return Schedule(schedule.problem, schedule.name, tuple(reversed(steps)))
+    return replace(schedule, steps=tuple(reversed(steps)))
 
 
 def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) -> Schedule:
@@ -88,7 +118,8 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
         for copy in step.copies:
             part = copy.block._replace(kind=Kind.DKV, origin=copy.dst)
             copies[main].append(Copy(part, copy.dst, copy.src, copy.content))
-            work[main + 1].append(Merge(copy.src, part._replace(origin=copy.src), part))
+            ring = None if copy.src == part.owner else part.ring
+            work[main + 1].append(Merge(copy.src, part._replace(origin=copy.src, ring=ring), part))
     for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
         copies[main_step(at, last) if at <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, tuple(map(ordered_step, copies, work)))
@@ -112,7 +143,7 @@ def deliveries_of(schedule: Schedule) -> list[Delivery]:
             edges[copy.block][copy.src] = s, copy
         for item in step.work:
             if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
-                reads[item.kv].append((s, item.rank, rows_read(schedule.problem, item.tiles)))
+                reads[item.kv].append((s, item.rank, rows_read(item.tiles)))
     found: list[Delivery] = []
     for block, readers in reads.items():
         direct = [(s + 1, Copy(block, block.owner, reader, rows)) for s, reader, rows in readers]

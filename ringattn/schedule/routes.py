@@ -2,19 +2,19 @@
 
 In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) hands on what it
 holds; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
-*By segment* (sub-rings) is another kind of route, see `sub_rings`.
+Two routes are not made turn by turn: see `sub_rings` and `all_to_all`.
 Does not know: masks, memory, torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringattn.errors import InputError
 from ringattn.problem import Problem
-from ringattn.schedule import sub_rings
+from ringattn.schedule import all_to_all, sub_rings
 from ringattn.schedule.content import whole
 from ringattn.schedule.needs import needs_of
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
@@ -24,12 +24,19 @@ from ringattn.sweep import tiles_of
 
 @dataclass(frozen=True)
 class Route:
-    """One way for blocks to travel."""
+    """One way for blocks to travel. `keeps`: what came in a forward pass is kept for its backward, not sent again."""
 
     name: str
     relay: bool = False
     at_once: bool = False
     by_segment: bool = False
+    by_head: bool = False
+    keeps: bool = False
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether each rank's part follows from the readers' needs alone."""
+        return not (self.by_segment or self.by_head)
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
         """The rank that hands `owner`'s block to `reader`."""
@@ -41,6 +48,8 @@ class Route:
 
     def steps(self, ranks: int) -> int:
         """Steps of a forward pass."""
+        if self.by_head:
+            return all_to_all.STEPS
         return self.read_step(ranks - 1) + 1
 
 
@@ -48,7 +57,8 @@ RING = Route("ring", relay=True)
 DIRECT = Route("direct")
 ALL_GATHER = Route("all_gather", at_once=True)
 SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
-ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS)}
+ALL_TO_ALL = Route("all_to_all", by_head=True)
+ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL)}
 
 
 def route_named(name: str) -> Route:
@@ -62,6 +72,8 @@ def forward(problem: Problem, route: Route) -> Schedule:
     """The forward schedule before any pass: whole shards travel, every rank attends to all of them."""
     if route.by_segment:
         return sub_rings.forward(problem, route.name)
+    if route.by_head:
+        return all_to_all.exchange(problem, route.name, backward=False)
     ranks = problem.world_size
     heads = [part.kv_heads for part in problem.parts]
     tiles = [work_of(problem, rank) for rank in range(ranks)]
@@ -84,18 +96,15 @@ def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
     """The tiles of `rank`'s queries by owner of the keys."""
     found: dict[int, tuple[PartTiles, ...]] = {}
     for (owner, part), table in tiles_of(problem, rank).items():
-        found[owner] = (*found.get(owner, ()), PartTiles(part, table))
+        found[owner] = (*found.get(owner, ()), PartTiles(problem.parts[part].kv_heads, table))
     return found
 
 
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the pruned forward schedule, found from the readers' needs alone.
-
-    Sub-rings are found for all ranks at once.
-    """
-    if route.by_segment:
-        return _pruned(problem, route).restricted_to(rank)
+    """What `rank` does in the pruned forward schedule, where that can be found from the readers' needs alone."""
+    if not route.by_turn:
+        return schedule_of(problem, route, False).restricted_to(rank)
     ranks, needs = problem.world_size, needs_of(problem)
     copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
     work: list[list[Work]] = [[] for _ in copies]
@@ -114,20 +123,25 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
 
 def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the transposed schedule, found as in `forward_of_rank`."""
-    if route.by_segment:
-        return _transposed(problem, route).restricted_to(rank)
+    if not route.by_turn:
+        return schedule_of(problem, route, True).restricted_to(rank)
     forward_part = forward_of_rank(problem, route, rank)
+    if route.keeps:
+        return replace(transpose(forward_part, ()), kept=forward_part.arrivals()).restricted_to(rank)
     return transpose(forward_part, _deliveries_of_rank(problem, route, rank)).restricted_to(rank)
 
 
-@lru_cache(maxsize=16)
-def _pruned(problem: Problem, route: Route) -> Schedule:
-    return prune(forward(problem, route))
-
-
-@lru_cache(maxsize=16)
-def _transposed(problem: Problem, route: Route) -> Schedule:
-    return transpose(_pruned(problem, route))
+@lru_cache(maxsize=32)
+def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
+    """What all ranks do in a pass, pruned."""
+    if route.by_head and not backward:
+        return forward(problem, route)
+    if not backward:
+        return prune(forward(problem, route))
+    there = schedule_of(problem, route, False)
+    if route.by_head:
+        return all_to_all.exchange(problem, route.name, backward, there.arrivals() if route.keeps else ())
+    return replace(transpose(there, ()), kept=there.arrivals()) if route.keeps else transpose(there)
 
 
 def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:

@@ -11,28 +11,29 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
+from ringattn.geometry import Run
 from ringattn.problem import Problem
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
 from ringattn.sweep import TileTable, branch_tiles
 
-Tables = dict[int, list[TileTable]]
-"""By head part."""
+Tables = dict[Run, list[TileTable]]
+"""By the K/V heads of a part."""
 
 
 def forward(problem: Problem, name: str) -> Schedule:
     """Own keys first, then each sub-ring turns: its n-th member attends to that of the (n - t)-th in turn t."""
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
-    own, rings = _tiles(problem)
+    own, rings = tiles_by_ring(problem)
     copies: list[list[Copy]] = [[] for _ in range(ranks)]
     work: list[list[Work]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
-        work[0].append(attend(rank, rank, _by_part(own[rank])))
+        work[0].append(attend(rank, rank, by_part(own[rank])))
     for number, pairs in enumerate(rings):
         members = sorted({rank for pair in pairs for rank in pair})
         for (rank, owner), tables in pairs.items():
             turn = (members.index(rank) - members.index(owner)) % len(members)
-            work[turn].append(attend(rank, owner, _by_part(tables), number))
+            work[turn].append(attend(rank, owner, by_part(tables), number))
         for owner in members:
             at = members.index(owner)
             chain = [*members[at:], *members[:at]]
@@ -42,7 +43,7 @@ def forward(problem: Problem, name: str) -> Schedule:
     return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
 
 
-def _tiles(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:
+def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:
     """The tiles of each rank with its own keys; and for each sub-ring those of (rank, owner of the keys)."""
     own: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
     rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
@@ -50,13 +51,15 @@ def _tiles(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], T
         kind = branch.bounds, branch.kv_bounds, branch.band, branch.segment, branch.dilation
         for rank in range(problem.world_size):
             for (owner, part, segment), table in branch_tiles(problem, branch, rank, by_segment=True).items():
+                heads = problem.parts[part].kv_heads
                 if owner == rank:
-                    own[rank][part].append(table)
+                    own[rank][heads].append(table)
                 else:
                     pairs = rings.setdefault((*kind, segment), {})
-                    pairs.setdefault((rank, owner), defaultdict(list))[part].append(table)
+                    pairs.setdefault((rank, owner), defaultdict(list))[heads].append(table)
     return own, list(rings.values())
 
 
-def _by_part(tables: Tables) -> tuple[PartTiles, ...]:
-    return tuple(PartTiles(part, TileTable.together(tables[part])) for part in sorted(tables))
+def by_part(tables: Tables) -> tuple[PartTiles, ...]:
+    """The tiles of each head part."""
+    return tuple(PartTiles(heads, TileTable.together(tables[heads])) for heads in sorted(tables))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ringattn.schedule.content import describe
 from ringattn.schedule.ops import Attend, Copy, Merge, Schedule, Step, Work
+from ringattn.schedule.passes import serves
 
 
 def to_text(schedule: Schedule) -> str:
@@ -41,13 +42,15 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
 
 def cell(step: Step, rank: int) -> str:
     """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom."""
-    work = " ".join(_short(item) for item in step.work if item.rank == rank)
+    work = " ".join(dict.fromkeys(_short(item) for item in step.work if item.rank == rank))
     sends = " ".join(f"{copy.block}>{copy.dst}" for copy in step.copies if copy.src == rank)
     return f"{work or '-'} | {sends}" if sends else work or "-"
 
 
 def _short(item: Work) -> str:
-    return f"+{item.part}" if isinstance(item, Merge) else str(item.kv)
+    if isinstance(item, Merge):
+        return f"+{item.part}"
+    return f"{item.q}x{item.kv}" if serves(item) else str(item.kv)
 
 
 def _copy(copy: Copy) -> str:

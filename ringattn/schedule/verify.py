@@ -8,13 +8,14 @@ Does not know: memory (see `planner.place`), torch.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from ringattn.errors import PlanError
-from ringattn.schedule.content import NOTHING, Content, contains, union, whole
-from ringattn.schedule.ops import AttendGrad, Block, Copy, Kind, Merge, Schedule
-from ringattn.schedule.passes import Spot, prune, rows_read
+from ringattn.geometry import Run, Tile
+from ringattn.schedule.content import NOTHING, Content, contains, union
+from ringattn.schedule.ops import INPUTS, Block, Copy, Kind, Merge, PartTiles, Schedule
+from ringattn.schedule.passes import Spot, inputs_of, prune, result_of, serves
 from ringattn.schedule.routes import work_of
 from ringattn.schedule.text import grid
 
@@ -24,9 +25,9 @@ Fail = Callable[[int, int, str], NoReturn]
 def verify(schedule: Schedule) -> None:
     """Raise `PlanError` unless the schedule, forward or backward, is complete and wastes nothing.
 
-    Coverage: every tile of the mask is worked on exactly once, by its query's rank. Presence: whatever is read or
-    sent is held. Payload: no K/V row travels that nobody reads. Backward also: every partial dK/dV reaches its home
-    exactly once, after all that adds to it.
+    Coverage: every tile of the mask is worked on exactly once. Presence: whatever is read or sent is held. Payload: no
+    row travels that nobody reads. Sums: what is computed elsewhere reaches its home exactly once, after all that adds
+    to it.
     """
 
     def fail(step: int, rank: int, why: str) -> NoReturn:
@@ -35,13 +36,12 @@ def verify(schedule: Schedule) -> None:
     _check_coverage(schedule, fail)
     _check_presence(schedule, fail)
     _check_payload(schedule, fail)
-    if any(isinstance(item, AttendGrad) for step in schedule.steps for item in step.work):
-        _check_gradients(schedule, fail)
+    _check_sums(schedule, fail)
 
 
 def _check_coverage(schedule: Schedule, fail: Fail) -> None:
     left = {
-        (rank, owner): Counter((part, tile) for part, table in parts for tile in table)
+        (rank, owner): _single(parts)
         for rank in range(schedule.problem.world_size)
         for owner, parts in work_of(schedule.problem, rank).items()
     }
@@ -49,35 +49,44 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
         for item in step.work:
             if isinstance(item, Merge):
                 continue
-            count = left.get((item.rank, item.kv.owner), Counter())
-            for key in ((part, tile) for part, table in item.tiles for tile in table):
-                if count[key] < 1:
-                    why = "once too often" if key in count else "that the mask does not have"
-                    fail(index, item.rank, f"works on a tile of {item.kv} {why}: {key[1]}")
-                count[key] -= 1
+            if not serves(item) and item.q.owner != item.rank:
+                fail(index, item.rank, f"works on {item.q}, which is not its own and was not sent")
+            count = left.get((item.q.owner, item.kv.owner), Counter())
+            for tile, times in _single(item.tiles).items():
+                if count[tile] < times:
+                    why = "once too often" if tile in count else "that the mask does not have"
+                    fail(index, item.rank, f"works on a tile of {item.kv} {why}: {tile}")
+                count[tile] -= times
     for (rank, owner), count in left.items():
         if missing := +count:
             fail(-1, rank, f"{missing.total()} tiles of KV{owner} are never worked on, first {next(iter(missing))}")
 
 
+def _single(parts: Iterable[PartTiles]) -> Counter[Tile]:
+    """The tiles, one for each query head: however heads are joined, the same pairs give the same tiles."""
+    return Counter(tile for _, table in parts for tile in table.with_single_heads())
+
+
 def _check_presence(schedule: Schedule, fail: Fail) -> None:
     problem = schedule.problem
-    heads = [part.kv_heads for part in problem.parts]
-    at_home = [whole(count, heads) for count in problem.kv_layout.counts]
-    came: dict[Spot, Content] = defaultdict(tuple)
+    counts = {Kind.KV: problem.kv_layout.counts, Kind.Q: problem.q_layout.counts, Kind.SEED: problem.q_layout.counts}
+    came: dict[Spot, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
 
-    def held(rank: int, block: Block) -> Content:
-        return at_home[rank] if block.owner == rank else came[rank, block]
+    def held(rank: int, block: Block, rows: Content) -> bool:
+        if block.owner == rank:
+            shard = Run(0, counts[block.kind][rank])
+            return all(run.intersect(shard) == run for part in rows for run in part.rows)
+        return contains(came[rank, block], rows)
 
     for index, step in enumerate(schedule.steps):
         for item in step.work:
-            if not isinstance(item, Merge):
-                if not contains(held(item.rank, item.kv), rows_read(problem, item.tiles)):
-                    fail(index, item.rank, f"reads rows of {item.kv} that have not arrived")
+            for block, rows in () if isinstance(item, Merge) else inputs_of(item):
+                if not held(item.rank, block, rows):
+                    fail(index, item.rank, f"reads rows of {block} that have not arrived")
         arrived: list[Copy] = []
         for copy in step.copies:
-            if copy.block.kind is Kind.KV:
-                if not contains(held(copy.src, copy.block), copy.content):
+            if copy.block.kind in INPUTS:
+                if not held(copy.src, copy.block, copy.content):
                     fail(index, copy.src, f"sends rows of {copy.block} that it does not hold")
                 arrived.append(copy)
         for copy in arrived:
@@ -88,21 +97,20 @@ def _check_payload(schedule: Schedule, fail: Fail) -> None:
     least = prune(schedule)
     for index, (step, pruned) in enumerate(zip(schedule.steps, least.steps, strict=True)):
         read = {(copy.block, copy.src, copy.dst): copy.content for copy in pruned.copies}
-        for copy in step.copies:
+        for copy in (copy for copy in step.copies if copy.block.kind in INPUTS):
             if not contains(read.get((copy.block, copy.src, copy.dst), NOTHING), copy.content):
                 fail(index, copy.src, f"sends rows of {copy.block} to rank {copy.dst} that nobody reads there")
 
 
-def _check_gradients(schedule: Schedule, fail: Fail) -> None:
-    """Each partial sum: all additions, then one copy, then one merge, up to the owner."""
-    problem = schedule.problem
+def _check_sums(schedule: Schedule, fail: Fail) -> None:
+    """Each partial sum: all additions, then one copy, then one merge, up to the owner; there a merge alone will do."""
     added: dict[Block, Content] = defaultdict(tuple)
     arrived: dict[Spot, Content] = {}
     sent: set[Block] = set()
     for index, step in enumerate(schedule.steps):
         incoming: dict[Spot, Content] = {}
         for copy in step.copies:
-            if copy.block.kind is not Kind.DKV:
+            if copy.block.kind in INPUTS:
                 continue
             if copy.block.origin != copy.src or copy.block in sent:
                 fail(index, copy.src, f"sends {copy.block} twice or for somebody else")
@@ -114,20 +122,23 @@ def _check_gradients(schedule: Schedule, fail: Fail) -> None:
             incoming[copy.dst, copy.block] = copy.content
         for item in step.work:
             if isinstance(item, Merge):
-                into, rows = item.into, arrived.pop((item.rank, item.part), None)
+                made_here = item.part.owner == item.part.origin == item.rank
+                rows = added.pop(item.part, None) if made_here else arrived.pop((item.rank, item.part), None)
                 if rows is None:
                     fail(index, item.rank, f"merges {item.part}, which is not there")
-            elif isinstance(item, AttendGrad):
-                into, rows = item.dkv, rows_read(problem, item.tiles)
+                sums = [(item.into, rows)]
             else:
-                continue
-            if into in sent:
-                fail(index, item.rank, f"adds to {into} after it was sent")
-            added[into] = union((added[into], rows or NOTHING))
+                sums = result_of(item)
+            for into, rows in sums:
+                if into in sent:
+                    fail(index, item.rank, f"adds to {into} after it was sent")
+                added[into] = union((added[into], rows))
         arrived |= incoming
     for (rank, block), _ in arrived.items():
         fail(-1, rank, f"{block} arrived and was never merged")
     for block, rows in added.items():
-        if block.origin != block.owner and block not in sent and rows:
+        if block.origin not in (None, block.owner) and block not in sent and rows:
             fail(-1, block.origin or 0, f"{block} was never sent home")
+        if block.ring is not None and block.origin == block.owner:
+            fail(-1, block.owner, f"{block} was never merged")
 

@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn.engine.base import KV, Carry, Engine, Output, Seed, Softmax
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import Tile
+from ringattn.geometry import CAUSAL, Tile
 from ringattn.partial import accumulator_dtype
-from tests.contract.engine_scenarios import DENSE, SCENARIOS, Run, Scenario, random_scenario, simple
+from tests.contract.engine_scenarios import DENSE, SCENARIOS, Run, Scenario, random_scenario, simple, strip
 from tests.oracle import attention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -252,6 +252,53 @@ class EngineContract:
         works = engine.prepare([()], trial.softmax, trial.scenario.q_rows, trial.scenario.heads)
         engine.attend(trial.q, trial.kvs[0], Carry(Output(out), lse), works[0])
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+
+    def test_rows_of_one_head_each_seen_by_all(self) -> None:
+        """Keys of two heads behind each other, with a stride of zero from head to head, as apart."""
+        engine, softmax = self.engine(), Softmax(SCALE, 2)
+        q, dout = (torch.randn(24, 2, 4, 16, device=self.device) for _ in range(2))
+        k, v = (torch.randn(24, 2, 1, 16, device=self.device) for _ in range(2))
+        rows, heads = (Run(0, 10), Run(10, 14)), (Run(0, 2), Run(2, 2))
+        tiles = [Tile(strip(14, 24), strip(0, run.count)._replace(rows=run), CAUSAL, some)
+                 for run, some in zip(rows, heads, strict=True)]  # fmt: skip
+        apart = [tile._replace(k=strip(0, tile.k.rows.count)) for tile in tiles]
+        kvs = [KV(k[run.start : run.stop], v[run.start : run.stop], head) for head, run in enumerate(rows)]
+
+        def run(steps: list[list[Tile]], held: list[KV], dkvs: list[KV]) -> list[Tensor]:
+            works = engine.prepare(steps, softmax, 24, 4)
+            carry = engine.begin(works, q, 16, None)
+            for kv, work in zip(held, works, strict=True):
+                engine.attend(q, kv, carry, work)
+            out, dq = carry.out.settled(q.dtype), engine.begin_grad(works, q, 16)
+            seed = Seed(dout, out, carry.lse, None, engine.delta(dout, out, None))
+            for kv, dkv, work in zip(held, dkvs, works, strict=True):
+                engine.attend_grad(q, kv, seed, dq, dkv, work)
+            return [out, carry.lse, dq.settled(q.dtype)]
+
+        sums, bundle = ([torch.zeros_like(x) for x in (k, v)] for _ in range(2))
+        parts = [KV(*(x[run.start : run.stop] for x in sums), head) for head, run in enumerate(rows)]
+        every = [KV(*(x.expand(-1, -1, 2, -1) for x in pair)) for pair in ((k, v), bundle)]
+        wanted, found = run([[one] for one in apart], kvs, parts), run([tiles], every[:1], every[1:])
+        for ours, theirs in zip((*found, *bundle), (*wanted, *sums), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            assert ours.abs().sum() > 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_others_add_to_stays_wide(self, dtype: torch.dtype) -> None:
+        """With `more` outputs and dQ come in the accumulator dtype; rounded, they are what they are without."""
+        trial = Trial(SCENARIOS["whole-zigzag-pass"], dtype, False, 0, self.device)
+        s, engine, found = trial.scenario, self.engine(), []
+        for more in (False, True):
+            works = engine.prepare([step.tiles for step in s.steps], trial.softmax, s.q_rows, s.heads, more=more)
+            carry, dq = engine.begin(works, trial.q, s.d_v, None), engine.begin_grad(works, trial.q, s.d_k)
+            for kv, work in zip(trial.kvs, works, strict=True):
+                engine.attend(trial.q, kv, carry, work)
+            if more:
+                for output in (carry.out, dq):
+                    assert output.result is None and output.carried is not None
+                    assert output.carried.dtype == trial.accumulator
+            found.append(carry.out.settled(dtype))
+        assert torch.equal(*found)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("cut", [False, True], ids=["one-tile", "two-steps"])

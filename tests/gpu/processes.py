@@ -100,10 +100,10 @@ def in_order(ring: Ring) -> list[list[Any]]:
     planned: list[list[Any]] = []
     for executor in ring._executors.values():
         plan = executor.plan
-        item = {at: getattr(torch, buffer.dtype).itemsize for at, buffer in enumerate(plan.buffers)}
+        item = {at: plan.element_bytes(at) for at in range(len(plan.buffers))}
         for step in plan.steps:
             whole = {recv.buffer: size(plan.buffers[recv.buffer].content) for recv in step.recvs}
-            record = {at: record_elements(plan.problem, buffer.dtype) for at, buffer in enumerate(plan.buffers)}
+            record = [record_elements(plan.problem, held.dtype, held.kind) for held in plan.buffers]
             planned += [["Recv", r.peer, whole[r.buffer] * record[r.buffer] * item[r.buffer]] for r in step.recvs]
             planned += [["Send", s.peer, s.elements * item[s.buffer]] for s in step.sends]
     return planned

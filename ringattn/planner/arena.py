@@ -1,0 +1,139 @@
+"""Where buffers lie in the arena, and the proof that a plan never touches one outside its life.
+
+Double buffering is not a mechanism here but a result: a buffer lives from the step that fills it to the last step that
+reads or sends it, both included, and buffers that live together lie apart.
+Does not know: what buffers are for, torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ringattn.errors import PlanError
+from ringattn.plan import (
+    ALIGNMENT_BYTES,
+    HOME,
+    Add,
+    Buffer,
+    Fold,
+    Plan,
+    Serve,
+    buffer_bytes,
+    record_bytes,
+    record_elements,
+)
+from ringattn.problem import EIGHT_BIT, Problem
+from ringattn.schedule.content import size
+
+
+def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
+    """Offsets by first fit in order of birth, and the arena's bytes. What lies inside a buffer prolongs its life."""
+    placed = list(buffers)
+    for buffer in buffers:
+        if buffer.inside is not None:
+            whole = placed[buffer.inside.buffer]
+            first, last = min(whole.first, buffer.first), max(whole.last, buffer.last)
+            placed[buffer.inside.buffer] = whole._replace(first=first, last=last)
+    roots = [index for index, buffer in enumerate(buffers) if buffer.inside is None]
+    live: list[tuple[int, int, int]] = []  # (offset, end, last step)
+    peak = 0
+    for index in sorted(roots, key=lambda i: placed[i].first):
+        buffer = placed[index]
+        nbytes = -(-buffer_bytes(problem, buffer) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        live = sorted(entry for entry in live if entry[2] >= buffer.first)
+        offset = 0
+        for start, end, _ in live:
+            if offset + nbytes <= start:
+                break
+            offset = max(offset, end)
+        live.append((offset, offset + nbytes, buffer.last))
+        placed[index] = buffer._replace(offset_bytes=offset)
+        peak = max(peak, offset + nbytes)
+    for index, buffer in enumerate(buffers):
+        if buffer.inside is not None:
+            before = buffer.inside.row * record_bytes(problem, buffer.dtype, buffer.kind)
+            placed[index] = buffer._replace(offset_bytes=placed[buffer.inside.buffer].offset_bytes + before)
+    return tuple(placed), peak
+
+
+def verify_placement(plan: Plan) -> None:
+    """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
+
+    What lies inside a buffer is looked at in its stead.
+
+    Lifetimes are derived again, from the steps alone.
+    """
+    written: dict[int, int] = {}
+    used: dict[int, int] = defaultdict(int)
+
+    parts: dict[int, list[int]] = defaultdict(list)
+    for index, one in enumerate(plan.buffers):
+        if one.inside is not None:
+            parts[one.inside.buffer].append(index)
+
+    def write(buffer: int, now: int) -> None:
+        for part in parts[buffer]:
+            write(part, now)
+        if parts[buffer]:
+            return
+        if buffer in written:
+            raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is filled twice")
+        written[buffer] = used[buffer] = now
+
+    def read(buffer: int, now: int, after: int = 0) -> None:
+        for part in parts[buffer] if buffer != HOME else ():
+            read(part, now, after if part in received else 0)
+        if buffer != HOME and not parts[buffer]:
+            if written.get(buffer, now + 1) > now - after:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
+            used[buffer] = now
+
+    for buffer in plan.kept if plan.backward else ():
+        write(buffer, 0)
+    for now, step in enumerate(plan.steps):
+        received = {recv.buffer for recv in step.recvs}
+        for pack in step.packs:
+            read(pack.source, now)
+            write(pack.into, now)
+        for send in step.sends:
+            read(send.buffer, now, after=send.buffer in received)
+            sent = plan.buffers[send.buffer]
+            held = size(sent.content) * record_elements(plan.problem, sent.dtype, sent.kind)
+            if not 0 <= send.first <= send.first + send.elements <= held:
+                raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
+        for recv in step.recvs:
+            write(recv.buffer, now)
+        for zero in step.zeros:
+            write(zero, now)
+        for pack in step.restores:
+            read(pack.source, now, after=pack.source in received)
+            write(pack.into, now)
+        for item in step.work:
+            if isinstance(item, Serve):
+                write(item.result, now)
+                for source in (item.q, item.kv, item.seed, item.dkv):
+                    read(source, now)
+                continue
+            sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
+            if isinstance(item, Fold) and item.kv != HOME and plan.buffers[item.kv].dtype in EIGHT_BIT:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.kv].label} is not restored")
+            for source in sources:
+                read(source, now, after=source in received)
+    for buffer in () if plan.backward else plan.kept:
+        read(buffer, len(plan.steps) - 1)
+    spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
+    for n, (start, nbytes, this) in enumerate(spans):
+        if start < 0 or start + nbytes > plan.arena_bytes:
+            raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} lies outside the arena")
+        for other_start, other_bytes, other in spans[:n]:
+            together = written[this] <= used[other] and written[other] <= used[this]
+            if together and start < other_start + other_bytes and other_start < start + nbytes:
+                labels = f"{plan.buffers[this].label} and {plan.buffers[other].label}"
+                raise PlanError(f"rank {plan.rank}: {labels} live at the same time in the same bytes")
+    for inner in plan.buffers:
+        if inner.inside is None:
+            continue
+        whole = plan.buffers[inner.inside.buffer]
+        before = inner.inside.row * record_bytes(plan.problem, inner.dtype, inner.kind)
+        if inner.offset_bytes != whole.offset_bytes + before:
+            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {whole.label}")

@@ -1,0 +1,112 @@
+"""Queries, keys and values to the owner of a head, and outputs back: Ulysses within each segment of each branch.
+
+The K/V heads that a segment's ranks need of each other are dealt among these ranks; each is sent the rows of its heads,
+attends, and sends the outputs home, where they are merged. Four rows travel for every m-th head where a ring of m ranks
+sends 2 (m - 1). A rank's queries meet its own keys at home, half of the heads before its guests are served, half after.
+Promises: a schedule that needs no pass, forward or backward; every row travels with one head, and only if it is read.
+Does not know: payloads, memory, torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ringattn.geometry import Run
+from ringattn.problem import Problem
+from ringattn.schedule.content import Content, union
+from ringattn.schedule.ops import (
+    Attend,
+    AttendGrad,
+    Block,
+    Copy,
+    Kind,
+    Merge,
+    PartTiles,
+    Schedule,
+    Work,
+    attend,
+    attend_grad,
+    ordered_step,
+)
+from ringattn.schedule.passes import inputs_of, result_of
+from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
+from ringattn.sweep import TileTable
+
+OUT, SERVE, BACK, MERGE = range(4)
+STEPS = 4
+
+
+def exchange(
+    problem: Problem, name: str, backward: bool, kept: tuple[tuple[int, Block, Content], ...] = ()
+) -> Schedule:
+    """The whole schedule of a pass; `kept` need not travel."""
+    own, rings = tiles_by_ring(problem)
+    copies: list[list[Copy]] = [[] for _ in range(STEPS)]
+    work: list[list[Work]] = [[] for _ in copies]
+    for rank in range(problem.world_size):
+        parts = by_part(own[rank])
+        for step, some in ((OUT, parts[: -(-len(parts) // 2)]), (BACK, parts[-(-len(parts) // 2) :])):
+            if some:
+                item = attend(rank, rank, some)
+                work[step].append(attend_grad(item) if backward else item)
+    for number, pairs in enumerate(rings):
+        for item in _served(problem, number, pairs):
+            work[SERVE].append(_grad(item) if backward else item)
+    arrives, leaves = rows_served(work[SERVE])
+    there = {(rank, block) for rank, block, _ in kept}
+    for (rank, block), content in arrives.items():
+        if block.owner != rank and (rank, block) not in there:
+            copies[OUT].append(Copy(block, block.owner, rank, content))
+    for (rank, block), content in leaves.items():
+        if block.owner != rank:
+            copies[BACK].append(Copy(block, rank, block.owner, content))
+        into = Block(block.kind, block.owner, block.owner if block.kind is Kind.DKV else None)
+        work[MERGE].append(Merge(block.owner, into, block))
+    return Schedule(problem, name, tuple(map(ordered_step, copies, work)), kept)
+
+
+Rows = dict[tuple[int, Block], Content]
+"""By rank and block."""
+
+
+def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
+    """What serving reads and what it makes, on each rank."""
+    arrives: dict[tuple[int, Block], list[Content]] = defaultdict(list)
+    leaves: dict[tuple[int, Block], list[Content]] = defaultdict(list)
+    for item in work:
+        assert not isinstance(item, Merge)
+        for block, rows in inputs_of(item):
+            arrives[item.rank, block].append(rows)
+        for block, rows in result_of(item):
+            leaves[item.rank, block].append(rows)
+    return (
+        {spot: union(contents) for spot, contents in arrives.items()},
+        {spot: union(contents) for spot, contents in leaves.items()},
+    )
+
+
+def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:
+    """The work of a sub-ring, each K/V head on its owner."""
+    members = sorted({rank for pair in pairs for rank in pair})
+    by_head = {pair: _by_head(problem, tables) for pair, tables in pairs.items()}
+    heads = sorted({head for tables in by_head.values() for head in tables})
+    for (asker, owner), tables in by_head.items():
+        for place, rank in enumerate(members):
+            mine = [head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
+            if tiles := tuple(PartTiles(Run(head, 1), tables[head]) for head in mine if head in tables):
+                q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
+                yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
+
+
+def _by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
+    """The tiles by K/V head, each of a single query head."""
+    single = TileTable.together(table for some in tables.values() for table in some).with_single_heads()
+    kv_head = single.columns[:, 12] // problem.group
+    return {head: single.take(kv_head == head) for head in sorted(set(kv_head.tolist()))}
+
+
+def _grad(item: Attend) -> AttendGrad:
+    rank, ring = item.rank, item.q.ring
+    seed, dq = Block(Kind.SEED, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)
+    return AttendGrad(rank, item.q, item.kv, seed, dq, Block(Kind.DKV, item.kv.owner, rank, ring), item.tiles)
