@@ -14,7 +14,7 @@ import gc
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -47,6 +47,7 @@ WEIGHED = "ringattn.bench.dilated:weighed"
 BAR = 1.3
 """How many times the ratio of FLOPs the ratio of times may be."""
 
+NARROW = "all_to_all, outputs in bfloat16"
 GATE_TOKENS_PER_RANK = 97
 
 
@@ -74,6 +75,7 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
     tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
     layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
     calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in ROUTES}
+    calls[NARROW] = Dilated(*branches), "all_to_all"
     calls["full attention, ring"] = Banded(), "ring"
     table = Table(
         f"Planned: {tokens} tokens on {ranks} ranks, {heads} heads of {dim}, bfloat16, forward",
@@ -90,6 +92,8 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
     for name, (pairs, schedule) in calls.items():
         mask = pairs.mask(tokens, tokens, None, None, heads, heads)
         problem = Problem(layout, layout, mask, 1, heads, heads, dim, dim, "bfloat16")
+        if name == NARROW:
+            problem = replace(problem, out_wire_dtype="bfloat16")
         route = choose_route(problem, schedule)
         plans, back = ([plan_of(problem, route, rank, backward) for rank in range(ranks)] for backward in (False, True))
         time = simulate(tuple(plans), REFERENCE)

@@ -66,7 +66,7 @@ class Call:
             f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
             f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
             f"scale {s.scale:g}, softcap {s.softcap}, K/V travel as {p.kv_dtype}, "
-            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}"
+            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
         )
         return f"{facts} {extra} [{p.digest.hex()[:16]}]"
 
@@ -147,7 +147,7 @@ def make_problem(
     """The facts of a call. Raises `InputError` for options that contradict each other."""
     other = kv_seq or seq
     mask = pairs.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
-    wires = ring.dkv_wire_dtype, ring.kv_wire_dtype
+    wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 
 

@@ -33,11 +33,12 @@ class ForwardArithmetic:
         self.engine.attend(self.q, kv, self.carry, work)
 
     def serve(self, guests: Mapping[Kind, Records], work: Any) -> None:
-        """One launch, whose result is rounded to the inputs' dtype, as it travels home."""
+        """As `fold`, into a carry of its own, which is handed out."""
         q, out = _only(guests[Kind.Q]).x, _only(guests[Kind.OUT])
         carry = self.engine.begin([work], q, self.value_dim, None)
         self.engine.attend(q, _keys(guests[Kind.KV]), carry, work)
-        out.x.copy_(carry.out.settled(q.dtype))
+        assert carry.out.carried is not None
+        out.x.copy_(carry.out.carried)
         out.scalars[0].copy_(_row_first(carry.lse))
 
 

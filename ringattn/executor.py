@@ -74,7 +74,7 @@ class Executor:
         for item in items:
             if isinstance(item, Serve):
                 rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
-                (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=plan.backward)
+                (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
         self._bound: _Bound | None = None
         self._begun = False
         self._ticket: Ticket | None = None

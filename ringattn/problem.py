@@ -24,7 +24,8 @@ class Problem:
     """One attention call on all ranks.
 
     `wire_dtype` is what dK and dV travel in; None: the accumulator dtype. `kv_wire_dtype` is what K and V travel in,
-    one of `EIGHT_BIT`; None: their own dtype.
+    one of `EIGHT_BIT`; None: their own dtype. `out_wire_dtype` is what partial outputs travel in; None: the accumulator
+    dtype.
     """
 
     q_layout: Layout
@@ -38,13 +39,15 @@ class Problem:
     dtype: str
     wire_dtype: str | None = None
     kv_wire_dtype: str | None = None
+    out_wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Raises `InputError` where the facts contradict each other."""
         if self.dtype not in FLOATS:
             raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(FLOATS)}")
-        if self.wire_dtype is not None and self.wire_dtype not in FLOATS:
-            raise InputError(f"dkv_wire_dtype {self.wire_dtype} is not supported; use one of {', '.join(FLOATS)}")
+        for name, wire in (("dkv_wire_dtype", self.wire_dtype), ("out_wire_dtype", self.out_wire_dtype)):
+            if wire is not None and wire not in FLOATS:
+                raise InputError(f"{name} {wire} is not supported; use one of {', '.join(FLOATS)}")
         if self.kv_wire_dtype is not None and self.kv_wire_dtype not in EIGHT_BIT:
             raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
         if self.kv_wire_dtype is not None and self.dtype == "float64":

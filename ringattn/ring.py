@@ -47,6 +47,7 @@ class Ring:
     gloo), nccl, gloo, local (alone only), or a `Transport`. `nccl`: options of that transport, for experts.
     `engine`: auto, aten, plain, triton, fa3, fa4, or an `Engine`. `timeout_s`: the deadline of every wait.
     `dkv_wire_dtype`: what dK and dV travel in, None for the accumulator dtype (float32; float64 for float64 inputs).
+    `out_wire_dtype`: the same for the outputs that the schedule all_to_all sends home.
     `kv_wire_dtype`: None for the dtype of K and V; int8 or float8_e4m3fn halves what bf16 K and V cost on the wire and
     rounds what other ranks sent, a rank's own K and V never; gradients are those of the rounded values. Relative errors
     of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7, 0.6, 0.3 % in int8 and 2.1,
@@ -65,6 +66,7 @@ class Ring:
         timeout_s: float = 600.0,
         dkv_wire_dtype: torch.dtype | str | None = None,
         kv_wire_dtype: torch.dtype | str | None = None,
+        out_wire_dtype: torch.dtype | str | None = None,
         poison: bool = False,
         nccl: NcclOptions | None = None,
     ) -> None:
@@ -73,12 +75,9 @@ class Ring:
             raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
         if not timeout_s > 0:
             raise InputError(f"timeout_s must be positive, got {timeout_s}")
-        self.dkv_wire_dtype = None if dkv_wire_dtype is None else str(dkv_wire_dtype).removeprefix("torch.")
-        if self.dkv_wire_dtype is not None and self.dkv_wire_dtype not in FLOATS:
-            raise InputError(f"dkv_wire_dtype={dkv_wire_dtype} is not supported; use one of {', '.join(FLOATS)}")
-        self.kv_wire_dtype = None if kv_wire_dtype is None else str(kv_wire_dtype).removeprefix("torch.")
-        if self.kv_wire_dtype is not None and self.kv_wire_dtype not in EIGHT_BIT:
-            raise InputError(f"kv_wire_dtype={kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
+        self.dkv_wire_dtype = _wire("dkv_wire_dtype", dkv_wire_dtype, FLOATS)
+        self.kv_wire_dtype = _wire("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT)
+        self.out_wire_dtype = _wire("out_wire_dtype", out_wire_dtype, FLOATS)
         self.engine = engine
         if isinstance(transport, str):
             transport = open_transport(group, transport, timeout_s, nccl)
@@ -379,6 +378,14 @@ class Ring:
 def active_sequence() -> Sequence | None:
     """The sequence of the innermost `Ring.activate`, or None."""
     return _active.get()
+
+
+def _wire(option: str, dtype: torch.dtype | str | None, known: tuple[str, ...]) -> str | None:
+    """The name of what something travels in, if it is one of `known`."""
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in known:
+        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
+    return name
 
 
 def _shapes(tensors: Many[Tensor]) -> str:

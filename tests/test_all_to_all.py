@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ringattn.engine.plain import PlainEngine
 from ringattn.planner.choose import plan_of
+from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import rows_served
 from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
 from ringattn.schedule.passes import serves
 from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
+from ringattn.testing import run_ranks
 from tests.strategies import Case, covering, simple, spots
 from tests.test_sub_rings import geometric
 
@@ -63,18 +69,20 @@ def test_what_is_served_travels_and_what_is_made_comes_home(case: Case) -> None:
         assert Counter(item.part for item in steps[3].work) == Counter(block for _, block in leaves)
 
 
-def test_the_worked_example() -> None:
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_the_worked_example(wire: str | None) -> None:
     """Four rows for every m-th head in (m - 1) of m cases: 2048 + 1536 + 896 of each head, in the mean of the ranks."""
-    problem = geometric()
+    problem = replace(geometric(), out_wire_dtype=wire)
     sent = [plan_of(problem, ALL_TO_ALL, rank, False).bytes_sent for rank in range(8)]
-    scalars = 4 * 12 * (2048 + 1536 + 896) // 4  # the lse beside every row of an output
-    assert sum(sent) == 8 * (12 * (2048 + 1536 + 896) * 64 * 2 + scalars)
+    out = 64 * (2 if wire else 4) + 4  # with its lse
+    tensors = 12 * (2048 + 1536 + 896)
+    assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
 
     def one(longest: int) -> int:
         """Bytes of a rank that owns so many heads of the longest branch: of others Q, K and V, of its own outputs."""
         branches = ((1024, 2, 6), (512, 4, 3), (256, 8, longest))  # rows, members, own heads
         return sum(
-            rows * (3 * (12 - own) * 128 + own * (members - 1) * (128 + 4)) for rows, members, own in branches
+            rows * (3 * (12 - own) * 128 + own * (members - 1) * out) for rows, members, own in branches
         )
 
     assert Counter(sent) == {one(1): 4, one(2): 4}  # twelve heads on eight ranks
@@ -92,11 +100,44 @@ def test_heads_are_dealt_evenly(heads: int, ranks: int) -> None:
     assert max(shares) - min(shares) <= 1 and sum(shares) == heads
 
 
+class Asked(PlainEngine):
+    """The plain engine, which notes what it is asked to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[tuple[int, bool]] = []
+
+    def prepare(self, *args: Any, more: bool = False) -> Any:
+        """(query heads, whether others add to the output) is kept."""
+        self.heads.append((args[3], more))
+        return super().prepare(*args, more=more)
+
+
+def test_engines_hear_what_others_add_to() -> None:
+    """Outputs and dQ that others add to stay wide, and so do those that go home."""
+    asked: dict[str, Any] = {}
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(12)
+        x = torch.randn(1, seq.counts[ring.rank], 2, 4, requires_grad=True)
+        for schedule in ("ring", "all_to_all"):
+            ring.engine = engine = Asked()
+            ring.attention(x, x, x, seq, schedule=schedule).sum().backward()
+            if ring.rank == 0:
+                asked[schedule] = engine.heads
+
+    run_ranks(2, body)
+    assert asked == {
+        "ring": [(2, False), (2, False)],
+        "all_to_all": [(2, True), (1, True), (2, True), (1, True)],  # own and served, forward and backward
+    }
+
+
 def test_a_full_mask_is_ulysses() -> None:
     """Everybody sends all rows of the heads that others own, and gets all its outputs back."""
     case = simple("contiguous", 32, 4, heads=4)
     for rank in range(4):
         there = plan_of(case.problem, ALL_TO_ALL, rank, False)
         rows = 3 * 8 * 3  # K/V, which count twice, and Q, or else OUT: 8 rows to each of 3 others
-        assert there.bytes_sent == rows * 64 * 2 + 3 * 8 * (64 * 2 + 4)
+        assert there.bytes_sent == rows * 64 * 2 + 3 * 8 * (64 * 4 + 4)
         assert there.messages == 3 * 3

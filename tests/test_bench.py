@@ -214,7 +214,9 @@ def test_dilated(tmp_path: Path) -> None:
         "all_gather": (3072, 9_437_184),
         "direct": (3072, 9_437_184),
         "sub_rings": (4352, 13_369_344),
-        "all_to_all": (2240, 6_881_280 + 53_760),  # (2048 + 1536 + 896) / 2; beside a quarter of the rows an lse
+        # (2048 + 1536 + 896) / 2; a quarter are outputs, in float32 or bfloat16, each with its lse
+        "all_to_all": (2240, 6_881_280 + 12 * 1120 * (128 + 4)),
+        "all_to_all, outputs in bfloat16": (2240, 6_881_280 + 12 * 1120 * 4),
         "full attention, ring": (917_504, 2_818_572_288),
     }
     (found,) = data["by_ranks"].values()

@@ -83,7 +83,7 @@ def test_halves_lose_nothing_by_the_ring(mask: str, layout: str, ranks: int, eng
     trial = MASKS[mask]._replace(heads=(4, 2), dims=(16, 16))
     wanted = truth(trial, dtype)
     alone = run(trial, 1, layout, "ring", dtype, engine=engine)
-    for schedule in ("ring", "direct"):
+    for schedule in ("ring", "direct", "all_to_all"):
         found = run(trial, ranks, layout, schedule, dtype, engine=engine)
         for name in ("out", "dq", "dk", "dv"):
             allowed = HALVES * relative_error(alone[name], wanted[name])

@@ -167,8 +167,8 @@ def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | No
             nbytes = 0
             for copy in mine:
                 kind, wide = copy.block.kind, problem.wire_dtype or problem.accumulator_dtype
-                narrow = {Kind.KV: wire or problem.dtype, Kind.DKV: wide, Kind.DQ: problem.accumulator_dtype}
-                dtype = narrow.get(kind, problem.dtype)
+                sums = {Kind.DKV: wide, Kind.DQ: problem.accumulator_dtype, Kind.OUT: problem.accumulator_dtype}
+                dtype = sums.get(kind, (kind is Kind.KV and wire) or problem.dtype)
                 nbytes += len(wire_order(copy.content)) * record(plan, dtype, kind)
             assert (plan.messages, plan.bytes_sent) == (len(mine), nbytes)
 

@@ -1,8 +1,9 @@
 """What the routes for rows that few ranks need cost, in closed form: from counts of rows, without any schedule.
 
-A segment of a branch that meets in m ranks with R rows sends (m - 1) R rows of K and V by a ring of its own, and 2/m of
-that by dealing its heads out (queries and outputs count half); rows that several branches share are fetched once. Own
-keys are attended while the first messages travel. A causal mask halves work and rows alike and is not looked at.
+A segment of a branch that meets in m ranks with R rows sends (m - 1) R rows of K and V by a ring of its own, and 1/m of
+that by dealing its heads out, beside as many of queries and of outputs; rows that several branches share are fetched
+once. Own keys are attended while the first messages travel. A causal mask halves work and rows alike and is not looked
+at.
 Does not know: schedules, torch.
 """
 
@@ -16,6 +17,7 @@ from ringattn.mask import Branch
 from ringattn.plan import record_bytes
 from ringattn.planner.simulate import Cluster, attention_s
 from ringattn.problem import Problem
+from ringattn.schedule.ops import Kind
 from ringattn.sweep import edges_of, pieces_of
 
 
@@ -40,7 +42,7 @@ def counts(problem: Problem) -> Counts:
         members = np.maximum(1, ((q > 0) | (k > 0)).sum(1))
         sent = k.sum(1) * (members - 1) * kv_heads
         ring += sent.sum()
-        dealt += (sent * 2 / members).sum()
+        dealt += (sent / members).sum()
         longest = max(longest, int(members.max(initial=1)))
         together = (q * k).sum()
         own += together * q_heads
@@ -61,14 +63,17 @@ def forward_seconds(problem: Problem, fetched_rows: float, cluster: Cluster) -> 
     found, record = counts(problem), record_bytes(problem, problem.kv_dtype)
     own, other = (attention_s(problem, pairs, cluster) for pairs in (found.own_pairs, found.other_pairs))
 
-    def travel(rows: float) -> float:
+    def travel(rows: float, record: int = record) -> float:
         return cluster.latency_s + rows * record / cluster.bandwidth
+
+    there = record + problem.group * record_bytes(problem, problem.dtype, Kind.Q)
+    back = problem.group * record_bytes(problem, problem.out_wire_dtype or problem.accumulator_dtype, Kind.OUT)
 
     turns = max(1, found.members - 1)
     hop = travel(found.ring_rows / turns)
     return {
         "all_gather": max(own, travel(fetched_rows)) + other,
-        "all_to_all": max(own / 2, travel(found.dealt_rows * 3 / 4)) + other
-        + max(own / 2, travel(found.dealt_rows / 4)),
+        "all_to_all": max(own / 2, travel(found.dealt_rows, there)) + other
+        + max(own / 2, travel(found.dealt_rows, back)),
         "sub_rings": max(own, hop) + (turns - 1) * max(other / turns, hop) + other / turns,
     }  # fmt: skip

@@ -200,12 +200,13 @@ class _Projection:
 
     def _held_dtype(self, kind: Kind) -> str:
         """What the work on a block reads or makes."""
-        return self.problem.accumulator_dtype if kind in (Kind.DQ, Kind.DKV) else self.problem.dtype
+        return self.problem.dtype if kind in INPUTS else self.problem.accumulator_dtype
 
     def _sent_dtype(self, kind: Kind) -> str:
         if kind is Kind.KV:
             return self.problem.kv_dtype
-        return (self.problem.wire_dtype if kind is Kind.DKV else None) or self._held_dtype(kind)
+        narrower = {Kind.DKV: self.problem.wire_dtype, Kind.OUT: self.problem.out_wire_dtype}
+        return narrower.get(kind) or self._held_dtype(kind)
 
     def _new(
         self, label: str, content: Content, dtype: str, now: int, kind: Kind = Kind.KV, inside: Inside | None = None

@@ -344,5 +344,6 @@ def test_what_descriptors_can_read() -> None:
     half = torch.zeros(8, 2, 4, 24, dtype=torch.bfloat16)
     assert describable(half, half[1:, :, 1:3], half[::3], half.half())
     assert not describable(half, half.float())
+    assert not describable(half[:, :, :1].expand(-1, -1, 2, -1))  # rows that several heads see
     assert not describable(half[..., 4:])  # begins 8 bytes into 16
     assert not describable(torch.zeros(8, 2, 4, 20, dtype=torch.bfloat16))  # heads are 40 bytes apart
