@@ -17,6 +17,7 @@ from ringattn.schedule.all_to_all import rows_served
 from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
 from ringattn.schedule.passes import serves
 from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
+from ringattn.schedule.text import grid
 from ringattn.testing import run_ranks
 from tests.strategies import Case, covering, simple, spots
 from tests.test_sub_rings import geometric
@@ -131,6 +132,16 @@ def test_engines_hear_what_others_add_to() -> None:
         "ring": [(2, False), (2, False)],
         "all_to_all": [(2, True), (1, True), (2, True), (1, True)],  # own and served, forward and backward
     }
+
+
+def test_what_is_served_is_a_word_in_the_grid() -> None:
+    lines = grid(schedule_of(simple("contiguous", 8, 2, heads=2).problem, ALL_TO_ALL, False)).splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["0", "KV0", "|", "KV0/0>1", "Q0/0>1", "KV1", "|", "KV1/0>0", "Q1/0>0"],
+        ["1", "Q0,1xKV0,1/0", "Q0,1xKV0,1/0"],
+        ["2", "-", "|", "OUT1@0/0>1", "-", "|", "OUT0@1/0>0"],
+        ["3", "+OUT0@0/0", "+OUT0@1/0", "+OUT1@0/0", "+OUT1@1/0"],
+    ]
 
 
 def test_a_full_mask_is_ulysses() -> None:

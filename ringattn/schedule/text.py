@@ -5,6 +5,8 @@ Does not know: terminals, colors, torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ringattn.schedule.content import describe
 from ringattn.schedule.ops import Attend, Copy, Merge, Schedule, Step, Work
 from ringattn.schedule.passes import serves
@@ -41,16 +43,31 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
 
 
 def cell(step: Step, rank: int) -> str:
-    """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom."""
-    work = " ".join(dict.fromkeys(_short(item) for item in step.work if item.rank == rank))
+    """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom.
+
+    `Q0,1xKV0,2/3` are others' queries and keys of sub-ring 3, which meet here.
+    """
+    mine = [item for item in step.work if item.rank == rank]
+    work = " ".join([*_served(mine), *(_short(item) for item in mine if isinstance(item, Merge) or not serves(item))])
     sends = " ".join(f"{copy.block}>{copy.dst}" for copy in step.copies if copy.src == rank)
     return f"{work or '-'} | {sends}" if sends else work or "-"
 
 
 def _short(item: Work) -> str:
-    if isinstance(item, Merge):
-        return f"+{item.part}"
-    return f"{item.q}x{item.kv}" if serves(item) else str(item.kv)
+    return f"+{item.part}" if isinstance(item, Merge) else str(item.kv)
+
+
+def _served(work: list[Work]) -> Iterator[str]:
+    """What is served, a word for each sub-ring."""
+    rings: dict[int | None, tuple[set[int], set[int]]] = {}
+    for item in work:
+        if not isinstance(item, Merge) and serves(item):
+            queries, keys = rings.setdefault(item.q.ring, (set(), set()))
+            queries.add(item.q.owner)
+            keys.add(item.kv.owner)
+    for ring, sides in rings.items():
+        askers, owners = (",".join(map(str, sorted(side))) for side in sides)
+        yield f"Q{askers}xKV{owners}/{ring}"
 
 
 def _copy(copy: Copy) -> str:
