@@ -11,18 +11,16 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ringattn import api
-from ringattn.agreement import Agreement
 from ringattn.dilated import dilated_attention
 from ringattn.engine.base import KV, Engine
 from ringattn.engine.select import ENGINES, Choice, choose
-from ringattn.errors import ClosedError, InputError, RingError
+from ringattn.errors import InputError
 from ringattn.executor import Arithmetic, Counters, Executor
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
@@ -30,16 +28,16 @@ from ringattn.opening import open_transport
 from ringattn.planner.choose import plan_of
 from ringattn.pool import Pool
 from ringattn.problem import EIGHT_BIT, FLOATS
+from ringattn.rank_group import RankGroup
 from ringattn.records import Home
 from ringattn.sequence import Sequence, check_documents
-from ringattn.transport import collectives
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
 
 _active: ContextVar[Sequence | None] = ContextVar("ringattn_active_sequence", default=None)
 
 
-class Ring:
+class Ring(RankGroup):
     """A group of ranks that attend together.
 
     `group`: a ProcessGroup, a DeviceMesh (its dimension `cp`), or None: the default process group if there is one,
@@ -81,29 +79,10 @@ class Ring:
         self.engine = engine
         if isinstance(transport, str):
             transport = open_transport(group, transport, timeout_s, nccl)
-        self.transport = transport
+        super().__init__(transport)
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
-        self._agreement = Agreement(transport)
-        self._end: str | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0 .. world_size - 1."""
-        return self.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the ring."""
-        return self.transport.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        if self.world_size == 1 and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return self.transport.device
 
     def sequence(
         self,
@@ -211,43 +190,6 @@ class Ring:
         """Who sends what to whom, when; bytes, balance, memory. See `ringattn.explain.explain` for the arguments."""
         return explain(self, seq, **facts)
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.agree("barrier", always=True)
-
-    def synchronize(self) -> None:
-        """Return when all exchanges have arrived; raises what has failed. Local, not a barrier.
-
-        On a GPU the host runs ahead and hears of a lost peer at a later call: synchronize before results are kept.
-        """
-        with self.guarded():
-            self.transport.drain()
-
-    def all_reduce(self, tensors: Many[Tensor]) -> None:
-        """Sum tensors over the ranks, in place; the same bits on every rank."""
-        tensors = list(tensors)
-        self.agree(f"all_reduce of {_shapes(tensors)}")
-        with self.guarded():
-            collectives.all_reduce(self.transport, tensors)
-
-    def broadcast(self, tensors: Many[Tensor], src: int = 0) -> None:
-        """Copy `src`'s tensors to every rank, in place."""
-        tensors = list(tensors)
-        refusal = None if 0 <= src < self.world_size else InputError(f"broadcast: there is no rank {src}")
-        self.agree(f"broadcast from {src} of {_shapes(tensors)}", refusal)
-        with self.guarded():
-            collectives.broadcast(self.transport, tensors, src)
-
-    def replay(self, graph: Any) -> None:
-        """Replay a `torch.cuda.CUDAGraph` of calls of this ring on the current stream, under one deadline for it all.
-
-        All ranks capture and replay the same calls. Run a call once before capturing it, capture with
-        `capture_error_mode="thread_local"`, and drop the graph before the ring is closed.
-        """
-        self.agree("replay of a captured graph")
-        with self.guarded():
-            self.transport.replay(graph.replay)
-
     @contextmanager
     def activate(self, seq: Sequence | None) -> Iterator[None]:
         """Make `seq` what adapters find with `ringattn.active_sequence()`; nests. None asks for local attention."""
@@ -278,18 +220,7 @@ class Ring:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
         self._executors.clear()
         self.pool.release_arena()  # before the transport ends, which gives the memory back
-        if self._end is None:
-            self._end = "it was closed"
-            self.transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._end is None:
-            self._end = f"it was aborted: {error}"
-            self.transport.abort(error)
-        self.close()
+        super().close()
 
     def choice(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
@@ -303,31 +234,6 @@ class Ring:
     def engine_for(self, *facts: Any) -> Engine:
         """The engine of `choice`."""
         return self.choice(*facts).engine
-
-    def agree(self, summary: str, refusal: InputError | None = None, always: bool = False) -> None:
-        """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere.
-
-        Where the transport itself notices a rank that makes another call, one agreement on a call is enough, unless
-        `always`.
-        """
-        self.check_open()
-        if self.world_size == 1:
-            if refusal is not None:
-                raise refusal
-            return
-        mine = self._agreement.announced(summary, refusal, always)
-        if mine is None:
-            return
-        try:
-            with self.guarded():
-                answers = self._agreement.ask(mine)
-        except RingError:
-            if refusal is not None:
-                raise refusal from None
-            raise
-        if refusal is not None:
-            raise refusal
-        self._agreement.settle(mine, answers)
 
     def executor_of(self, call: api.Call, backward: bool) -> Executor:
         """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use."""
@@ -358,23 +264,6 @@ class Ring:
             for bound in self._executors.values():
                 bound.unbind()
 
-    def check_open(self) -> None:
-        """Raise `ClosedError` unless the ring is alive."""
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring cannot be used any more, {self._end}; open a new Ring")
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Whatever is raised inside ends the ring on every rank, with this rank's error as the cause."""
-        self.check_open()
-        try:
-            yield
-        except BaseException as error:
-            self._end = f"it was aborted: {error}"
-            self.transport.abort(error)
-            raise
-
-
 def active_sequence() -> Sequence | None:
     """The sequence of the innermost `Ring.activate`, or None."""
     return _active.get()
@@ -386,7 +275,3 @@ def _wire(option: str, dtype: torch.dtype | str | None, known: tuple[str, ...]) 
     if name is not None and name not in known:
         raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
     return name
-
-
-def _shapes(tensors: Many[Tensor]) -> str:
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors[:64]) + f" ({len(tensors)} tensors)"

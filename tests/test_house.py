@@ -27,7 +27,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
     6: (
         "__init__", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening", "projected",
-        "projection", "ring", "sequence",
+        "projection", "rank_group", "ring", "sequence",
     ),
     5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels"),
     4: ("engine", "transport", "pool", "partial", "observe"),

@@ -5,12 +5,16 @@ Does not know: lifetimes, what is done with a bundle, torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from ringattn.geometry import Run
+from ringattn.planner.packed_tiles import packed_rows, within_runs
 from ringattn.schedule.content import Content, Part, size
-from ringattn.schedule.ops import Block, Kind
+from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
+from ringattn.schedule.passes import serves
+from ringattn.sweep import TileTable
 
 ONE = Run(0, 1)
 
@@ -32,7 +36,42 @@ class Bundle:
             yield part, start
             start += part.row_count
 
+    def tiles(self, items: Iterable[Attend | AttendGrad]) -> TileTable:
+        """The tiles of all work on the bundle's blocks, keys as its rows."""
+        tables = []
+        for item in items:
+            parts = {part.heads: (part, row) for part, row in self.parts(item.kv)}
+            for heads, table in item.tiles:
+                part, first = parts[heads]
+                cut = within_runs(table, [part])
+                rows, steps = packed_rows(cut, part)
+                tables.append(cut.with_k_rows(rows + first, steps))
+        return TileTable.together(tables)
+
 
 def alone(content: Content) -> bool:
     """Whether every part has one head."""
     return all(part.heads.count == 1 for part in content)
+
+
+def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[Bundle]:
+    """K/V that comes to `rank` in one step and is read in one step, and in a backward pass the sums for it.
+
+    Only where every part has one head and `sums`, what is sent home of each, take the same rows.
+    """
+    steps = schedule.restricted_to(rank).steps
+    work = [(at, item) for at, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
+    reads = {item.kv: (at, item) for at, item in work if item.kv.owner != rank and not serves(item)}
+    came = [(at, copy.block, copy.content) for at, step in enumerate(steps) for copy in step.copies if copy.dst == rank]
+    came += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
+    groups: dict[tuple[int, int], dict[Block, Content]] = defaultdict(dict)
+    for arrival, block, content in came:
+        if block in reads:
+            groups[arrival, reads[block][0]][block] = content
+    for (arrival, _), contents in groups.items():
+        items = [reads[block][1] for block in contents]
+        made = {item.dkv: sums.get(item.dkv) for item in items if isinstance(item, AttendGrad)}
+        if all(map(alone, contents.values())) and (not made or list(made.values()) == list(contents.values())):
+            yield Bundle(f"KV of step {arrival}", Kind.KV, contents)
+            if made:
+                yield Bundle(f"DKV of step {arrival}", Kind.DKV, dict(zip(made, contents.values(), strict=True)))

@@ -1,0 +1,39 @@
+"""Tiles whose keys are packed rows of a part.
+
+Does not know: buffers, blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ringattn.schedule.content import Part
+from ringattn.sweep import TileTable
+
+
+def within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:
+    """The tiles cut so that the key rows of each lie in one run of each of the parts."""
+    for part in places:
+        if part is not None and not (part.dense and (table.columns[:, 9] == 1).all()):
+            found = part.locate(table.k_runs())
+            table = TileTable.of(
+                [
+                    tile._replace(k=tile.k.pick(spot.indices))
+                    for tile, spots in zip(table, found, strict=True)
+                    for spot in spots
+                ]
+            )
+    return table
+
+
+def packed_rows(table: TileTable, part: Part | None) -> tuple[np.ndarray, np.ndarray]:
+    """The first key row of each tile and their step as rows of the part, of which one run holds them all."""
+    rows, steps = table.k_rows, table.columns[:, 9]
+    if part is None:
+        return rows, steps
+    if part.dense:
+        return part.offsets(rows), steps
+    packed = [spot.packed for (spot,) in part.locate(table.k_runs())]
+    return np.array([run.start for run in packed], np.int64), np.array([run.stride for run in packed], np.int64)
