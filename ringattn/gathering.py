@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 
 class Side(NamedTuple):
-    """A value in the rank's own tensor, in the records, and which rows of the former the latter holds; None for all."""
+    """A value in the rank's own tensor and in the records, (rows, batch, heads, dim) each, and which rows these hold.
+
+    `rows`: int64 indices into `own`, one for each row of `packed`.
+    """
 
     own: Tensor
     packed: Tensor
-    rows: Tensor | None
+    rows: Tensor
 
 
-def serves(records: Records, device: torch.device) -> bool:
+def is_faster(records: Records, device: torch.device) -> bool:
     """Whether the kernel is faster: several runs on a CUDA device, with Triton there."""
     several = sum(len(part.rows) for part in records.content) > 1
     return several and device.type == "cuda" and find_spec("triton") is not None

@@ -128,7 +128,7 @@ Place = Records | Home
 
 def pack(source: Place, into: Records) -> None:
     """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
-    if isinstance(source, Home) and not into.form.scalars and gathering.serves(into, into.flat.device):
+    if isinstance(source, Home) and not into.form.scalars and gathering.is_faster(into, into.flat.device):
         gathering.gather(source, into)
         return
     for have, want in _pairs(source, into, into.content):
@@ -144,7 +144,7 @@ def pack(source: Place, into: Records) -> None:
 
 def add(part: Records, into: Place) -> None:
     """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse."""
-    if isinstance(into, Home) and not part.form.scalars and gathering.serves(part, part.flat.device):
+    if isinstance(into, Home) and not part.form.scalars and gathering.is_faster(part, part.flat.device):
         gathering.scatter_add(part, into)
         return
     for have, want in _pairs(part, into, part.content):

@@ -56,12 +56,12 @@ def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> 
     parts = CONTENTS["one part"]
     records = Records(torch.zeros(BATCH * 30 * 32), parts, BATCH, Form((16, 16)), torch.float32)
     cuda = torch.device("cuda")
-    assert gathering.serves(records, cuda) and not gathering.serves(records, torch.device("cpu"))
+    assert gathering.is_faster(records, cuda) and not gathering.is_faster(records, torch.device("cpu"))
     one_run = (Part(Run(0, 1), (Run(4, 3),)),)
     single = Records(torch.zeros(BATCH * 3 * 32), one_run, BATCH, Form((16, 16)), torch.float32)
-    assert not gathering.serves(single, cuda)  # one run is one strided copy
+    assert not gathering.is_faster(single, cuda)  # one run is one strided copy
     called = []
-    monkeypatch.setattr(gathering, "serves", lambda *_: True)
+    monkeypatch.setattr(gathering, "is_faster", lambda *_: True)
     monkeypatch.setattr(gathering, "gather", lambda *_: called.append("gather"))
     monkeypatch.setattr(gathering, "scatter_add", lambda *_: called.append("add"))
     home = Home(torch.zeros(ROWS, BATCH, HEADS, 16), torch.zeros(ROWS, BATCH, HEADS, 16))
