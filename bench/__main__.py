@@ -10,7 +10,10 @@ from importlib import import_module
 
 from ringattn.errors import InputError
 
-NAMES = ("planning", "memory", "speed", "hop", "faults", "launch", "dilated")
+NAMES = (
+    "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated",
+    "hop", "launch", "faults",
+)  # fmt: skip
 
 
 def main(words: list[str]) -> None:

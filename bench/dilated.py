@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ringattn.bench.clock import Lap, lap, samples, wall
 from ringattn.bench.gate import BOUND, GateError, random_inputs
-from ringattn.bench.memory import reset_peak, status_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, mib, progress, spread
 from ringattn.dilation import Dilated
 from ringattn.layout import make_layout
 from ringattn.mask import Banded
+from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.simulate import REFERENCE, simulate

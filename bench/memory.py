@@ -20,12 +20,14 @@ import torch
 
 from ringattn.bench.contenders import OurRing
 from ringattn.bench.gate import Contender, Inputs, open_gate, random_inputs
-from ringattn.bench.mistakes import FullQueryRing, GatheredScores
+from ringattn.bench.memory_curve import draw_curve
+from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.layout import make_layout
 from ringattn.mask import make_mask
+from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.planner.choose import plan_of
 from ringattn.problem import Problem
 from ringattn.ring import Ring
@@ -34,7 +36,7 @@ from ringattn.testing import run_ranks
 
 WITH_BACKWARD = " with backward"
 METHODS = ("ring", "ring with backward", "all_gather", "all_gather with backward",
-           "gathered scores", "full-Q fused", "full-Q scores")  # fmt: skip
+           "gathered scores", "own-Q scores", "full-Q fused", "full-Q scores")  # fmt: skip
 PROGRAM = "ringattn.bench.memory:on_rank"
 GATE_TOKENS_PER_RANK = 64
 ITEM_BYTES = 4
@@ -59,6 +61,8 @@ def contender(ring: Ring, method: str) -> Contender:
     """The method called `method`, on this rank."""
     if method == GatheredScores.name:
         return GatheredScores(ring)
+    if method == "own-Q scores":
+        return PartitionedScores(ring)
     if method.startswith("full-Q"):
         return FullQueryRing(ring, fused="fused" in method)
     return OurRing(ring, "zigzag", method.removesuffix(WITH_BACKWARD), backward=method.endswith(WITH_BACKWARD))
@@ -86,17 +90,6 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
     }
 
 
-def reset_peak() -> None:
-    """Let this process's peak resident size start from its present one."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def status_bytes(key: str) -> int:
-    """A line of the kernel's account of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
 def predicted(method: str, length: int, options: Options) -> dict[str, int]:
     """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, scores or block."""
     ranks, dim = options.ranks, options.head_dim
@@ -105,6 +98,9 @@ def predicted(method: str, length: int, options: Options) -> dict[str, int]:
     if method.startswith("full-Q"):
         block = 2 * length * query if "fused" in method else _scores_bytes(length, own, options)
         return {"kept": 2 * length * query + 2 * own * key, "travelling": 4 * own * key, "working": block}
+    if method == "own-Q scores":
+        block = _scores_bytes(own, own, options)
+        return {"kept": own * (2 * query + 2 * key), "travelling": 4 * own * key, "working": block}
     if method == GatheredScores.name:
         gathered = 2 * (2 * length - own) * key  # the parts, and their concatenation
         repeated = 2 * length * (query - key)  # K and V for every query head
@@ -192,14 +188,15 @@ def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str
     one = Table(
         f"Peak growth of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal",
-        ("tokens", "method", "kept", "travelling", "working", "predicted", "measured", "by ru_maxrss"),
+        ("tokens", "method", "kept", "travelling", "working", "predicted", "measured", "by ru_maxrss", "KiB a token"),
         notes=["- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block."],
     )
     for record in weights:
         parts = record["predicted"].values()
         measured = record["peak_growth_bytes"], record["ru_maxrss_growth_bytes"]
         cells = map(mib, (*parts, sum(parts), *measured))
-        one.rows.append((str(record["length_tokens"]), record["method"], *cells))
+        per_token = f"{record['peak_growth_bytes'] / record['length_tokens'] / 1024:.1f}"
+        one.rows.append((str(record["length_tokens"]), record["method"], *cells, per_token))
     two = Table(
         f"High water of the ring's pool at {options.pool_tokens_per_rank} tokens per rank, MiB",
         (
@@ -227,6 +224,11 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     with progress("memory") as say:
         data = {"weights": weigh(options, say), "pools": pool_high_water(options, say)}
     finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)
+    draw_curve(
+        options.methods, data["weights"], lambda method, length: sum(predicted(method, length, options).values()),
+        f"Peak growth of the greater of {options.ranks} ranks, heads {options.heads}:{options.kv_heads} of "
+        f"{options.head_dim}, float32, causal", Path(options.results, "memory.png"),
+    )  # fmt: skip
     return data
 
 

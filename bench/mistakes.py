@@ -1,9 +1,10 @@
-"""Two known ways to spend memory that context parallelism was meant to save; small, honest, exact and not for use.
+"""Known ways to spend memory that context parallelism was meant to save; small, honest, exact and not for use.
 
 `FullQueryRing` lets K/V travel around a ring and keeps the queries of the whole sequence, and so the output too, on
 every rank: what travels is small, what stays grows with the sequence. `GatheredScores` gathers all K/V and
-materializes its queries' scores against them. Both are forward only, in the plain softmax form in which they are mostly
-written; `FullQueryRing` also with a fused block, so that its mistake can be told from that of materialized scores.
+materializes its queries' scores against them; `PartitionedScores` materializes those against one chunk at a time. All
+are forward only, in the plain softmax form in which they are mostly written; `FullQueryRing` also with a fused block,
+so that its mistake can be told from that of materialized scores.
 Does not know: masks other than causal, uneven lengths, plans.
 """
 
@@ -20,7 +21,7 @@ from ringattn.transport.base import Message
 
 
 class _Mistake:
-    """What both have in common: contiguous shards of even length, the ring's own transport, no backward."""
+    """What they have in common: contiguous shards of even length, the ring's own transport, no backward."""
 
     name: str
     heads = kv_heads = ALL
@@ -59,7 +60,7 @@ class FullQueryRing(_Mistake):
         self._q = q.clone()
 
     def forward(self) -> Tensor:
-        """The output of the whole sequence, on every rank."""
+        """The output of the queries that are kept: of the whole sequence, on every rank."""
         _, tokens, heads, _ = self._q.shape
         out, lse = torch.zeros_like(self._q), torch.full((1, heads, tokens), float("-inf"))
         held, arriving = self._kv, torch.empty_like(self._kv)
@@ -71,17 +72,21 @@ class FullQueryRing(_Mistake):
                     [Message((rank + 1) % ranks, held.view(-1), "K/V")],
                     [Message((rank - 1) % ranks, arriving.view(-1), "K/V")],
                 )
-            first = (rank - turn) % ranks * self._count
-            part_out, part_lse = self._fold(held, first)
-            merge_(out[:, first:].transpose(0, 1), lse[:, :, first:], part_out.transpose(0, 1), part_lse)
+            self._fold(held, (rank - turn) % ranks, out, lse)
             if ticket is not None:
                 ticket.wait()
                 held, arriving = arriving, torch.empty_like(arriving)
         return out
 
-    def _fold(self, kv: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """All queries from position `first` on against the chunk of keys that starts there."""
-        q, (k, v) = self._q[:, first:], kv
+    def _fold(self, kv: Tensor, owner: int, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention of all queries that see a key of the owner's chunk."""
+        first = owner * self._count
+        part_out, part_lse = self._attend(self._q[:, first:], kv)
+        merge_(out[:, first:].transpose(0, 1), lse[:, :, first:], part_out.transpose(0, 1), part_lse)
+
+    def _attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries from the position of the first key on."""
+        k, v = kv
         if not self._fused:
             return dense(q, k, v)
         below = q.shape[1] - self._count
@@ -90,6 +95,24 @@ class FullQueryRing(_Mistake):
             return square.transpose(1, 2), square_lse
         full, full_lse = flash(*(x.transpose(1, 2) for x in (q[:, self._count :], k, v)), 0.0, False)
         return torch.cat((square, full), 2).transpose(1, 2), torch.cat((square_lse, full_lse), 2)
+
+
+class PartitionedScores(FullQueryRing):
+    """Own queries alone, as it should be, and their scores against each chunk as a matrix."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__(ring, fused=False)
+        self.name = "own-Q scores"
+
+    def _keep_queries(self, q: Tensor, own: slice) -> None:
+        self.positions = torch.arange(q.shape[1])[own]
+        self._q = q[:, own].clone()
+
+    def _fold(self, kv: Tensor, owner: int, out: Tensor, lse: Tensor) -> None:
+        if owner <= self.ring.rank:
+            k, v = kv
+            part_out, part_lse = dense(self._q, k, v, first_query=(self.ring.rank - owner) * self._count)
+            merge_(out.transpose(0, 1), lse, part_out.transpose(0, 1), part_lse)
 
 
 class GatheredScores(_Mistake):

@@ -10,7 +10,7 @@ Does not know: processes, files.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -18,11 +18,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
 from ringattn.launch.memory import PeakMemory
+from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.model import ModelConfig, Transformer
+from ringattn.launch.optimizers import local_bytes, make_optimizer, set_learning_rate, state_bytes
 from ringattn.launch.progress import TrainingProgress
+from ringattn.launch.saved_activations import SavedActivations
 from ringattn.launch.text import VOCABULARY, load_text, windows
 from ringattn.launch.train_config import TrainConfig, from_spec
 
@@ -49,9 +55,11 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False) -> dict[str, A
 
     Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, ranks, tokens per
     rank, per step `losses`, `grad_norms`, `step_s`, and `tokens_per_s` (median, without the first step),
-    `replicated_bytes` (weights, gradients and optimizer, which every rank has), `memory_growth_bytes` (by rank: these,
-    activations and messages, counted from after a tiny warm-up), `memory_method` and `counters`.
+    `replicated_bytes` (weights, gradients and optimizer state that every rank has; its own part under sharding),
+    `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny warm-up),
+    `memory_method` and `counters`.
     """
+    check_switches(config, ring.device.type)
     text = load_text(config.text)
     warm_up(ring, text, config)
     seq = ring.sequence(config.length_tokens, layout=config.layout)
@@ -65,8 +73,7 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False) -> dict[str, A
             started = time.perf_counter()
             batch = windows(text, step, config.batch, config.length_tokens, config.seed).to(ring.device)
             loss = backward(ring, seq, model, batch, config)
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+            set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
             grad_norms.append(update(model, optimizer, config))
             losses.append(loss.item())
             step_s.append(time.perf_counter() - started)
@@ -80,22 +87,23 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False) -> dict[str, A
         "grad_norms": grad_norms,
         "step_s": step_s,
         "tokens_per_s": tokens / median(step_s[1:] or step_s),
-        # AdamW keeps two numbers for each weight, and there is the gradient.
-        "replicated_bytes": 4 * sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+        "replicated_bytes": 2 * sum(map(local_bytes, model.parameters())) + state_bytes(optimizer),
         "memory_growth_bytes": by_rank(ring, memory.growth_bytes()),
         "memory_method": memory.method,
         "counters": ring.counters(),
     }
 
 
-def make_model(ring: Ring, config: TrainConfig) -> tuple[Transformer, torch.optim.AdamW]:
-    """The model on the ring's device, with rank 0's weights on every rank, and its optimizer."""
-    model = Transformer(config.model, VOCABULARY, DTYPES[config.dtype], config.seed).to(ring.device)
+def make_model(ring: Ring, config: TrainConfig) -> tuple[Transformer, Optimizer]:
+    """The model on the ring's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
+    model = Transformer(config.model, VOCABULARY, DTYPES[config.dtype], config.seed, config.recompute).to(ring.device)
     ring.broadcast([weight.data for weight in model.parameters()], src=0)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
-    )
-    return model, optimizer
+    if config.sharding != "none":
+        # Only here: FSDP takes half a second to import.
+        from ringattn.launch.sharding import shard_model
+
+        shard_model(ring, model, config.sharding)
+    return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 
 def warm_up(ring: Ring, text: Tensor, config: TrainConfig) -> None:
@@ -116,9 +124,11 @@ def warm_up(ring: Ring, text: Tensor, config: TrainConfig) -> None:
     update(model, optimizer, tiny)
 
 
-def update(model: Transformer, optimizer: torch.optim.AdamW, config: TrainConfig) -> float:
+def update(model: Transformer, optimizer: Optimizer, config: TrainConfig) -> float:
     """Clip the gradients, step, and drop them. Returns their norm before clipping, which all ranks share."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
@@ -140,11 +150,43 @@ def backward(ring: Ring, seq: Sequence, model: Transformer, batch: Tensor, confi
         assert isinstance(out, Tensor)
         return out
 
-    loss = local_loss(model(seq.shard(batch), seq.positions(), attend), labels, int(valid))
+    def head(hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        return loss_in_chunks(hidden, logits_of, labels, int(valid), config.chunked_loss_tokens)
+
+    # FSDP gathers the weights that it shards elsewhere, for a while.
+    weights = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
+    least = min(config.model.dim, config.model.hidden_dim)
+    saved = SavedActivations(config.saved_activations, weights, labels.numel(), least)
+    if config.recompute != "full":
+        attend = saved.exactly(attend)
+    with saved.packing():
+        loss: Tensor = model(seq.shard(batch), seq.positions(), attend, saved.exactly(head))
     loss.backward()
     total = loss.detach().to(torch.float64)
-    ring.all_reduce([total, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    ring.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
     return total
+
+
+def loss_in_chunks(
+    hidden: Tensor, logits_of: Callable[[Tensor], Tensor], labels: Tensor, valid: int, chunk_tokens: int | None
+) -> Tensor:
+    """`local_loss` of the logits of `hidden` (batch, tokens, dim), at most `chunk_tokens` of them at a time.
+
+    A chunk's logits are dropped once its loss is known, and computed again in backward. None: all at once, kept.
+    """
+    if chunk_tokens is None:
+        return local_loss(logits_of(hidden), labels, valid)
+
+    def loss_of(part: Tensor, of_part: Tensor) -> Tensor:
+        return local_loss(logits_of(part), of_part, valid)
+
+    chunks, of_chunks = hidden.flatten(0, 1).split(chunk_tokens), labels.flatten().split(chunk_tokens)
+    losses = [
+        checkpoint(loss_of, part[None], of_part[None], use_reentrant=False, preserve_rng_state=False)
+        for part, of_part in zip(chunks, of_chunks, strict=True)
+    ]
+    return torch.stack(losses).sum()
 
 
 def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:

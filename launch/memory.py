@@ -8,13 +8,9 @@ Does not know: what the memory is used for.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
+from ringattn.observe.process_memory import reset_peak, status_bytes
 
 
 class PeakMemory:
@@ -33,22 +29,14 @@ class PeakMemory:
             self._base_bytes = torch.cuda.memory_allocated(self.device)
             return
         try:
-            CLEAR_REFS.write_text("5")
+            reset_peak()
             self.method = "resident memory of the process: highest since the start, less that at the start"
         except OSError:
             self.method = "resident memory of the process: highest ever, less that at the start (cannot be reset here)"
-        self._base_bytes = _status_bytes("VmRSS")
+        self._base_bytes = status_bytes("VmRSS")
 
     def growth_bytes(self) -> int:
         """Peak since `start`, less what was in use at `start`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._base_bytes
-        return max(0, _status_bytes("VmHWM") - self._base_bytes)
-
-
-def _status_bytes(name: str) -> int:
-    """A field of /proc/self/status, which counts in kB of 1024 bytes."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"{STATUS} has no {name}")
-    return int(found[1]) * 1024
+        return max(0, status_bytes("VmHWM") - self._base_bytes)

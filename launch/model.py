@@ -11,16 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ringattn.projection import project_qkv
 from ringattn.rotary import Rope
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""
+
+Head = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""Normalized hidden states (batch, tokens, dim), and what makes logits of any of them -> what the caller wants."""
 
 
 @dataclass
@@ -62,10 +67,17 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU, each on a normalized residual stream."""
+    """Attention, then SwiGLU, each on a normalized residual stream.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `recompute`: what backward computes a second time instead of keeping it. full: the block, from its input; ring
+    attention then runs and communicates again, on all ranks alike. selective: all but attention, whose inputs and
+    output are kept: it is the only part that grows with the square of the length and the only one that communicates,
+    and a fused kernel keeps no scores that recomputation could save.
+    """
+
+    def __init__(self, config: ModelConfig, recompute: str = "none") -> None:
         super().__init__()
+        self.recompute = recompute
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, head_dim(config)
         self.rope = Rope(base=config.rope_base)
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
@@ -77,26 +89,44 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """(batch, tokens, dim) -> the same; `positions` (tokens,)."""
-        q, k, v = project_qkv(
+        return self._run("full", self._attend_and_feed, x, positions, attend)
+
+    def _attend_and_feed(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self._run("selective", self._project, x, positions)
+        return self._run("selective", self._feed, x, attend(q, k, v))
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return project_qkv(
             self.attention_norm(x), self.qkv.weight.to(x.dtype), None, self.heads, self.kv_heads, self.head_dim,
             rope=self.rope, positions=positions,
         )  # fmt: skip
-        x = x + self.attention_out(attend(q, k, v).flatten(2))
+
+    def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.attention_out(attended.flatten(2))
         gate, up = self.hidden_in(self.hidden_norm(x)).chunk(2, dim=-1)
         return x + self.hidden_out(F.silu(gate) * up)
+
+    def _run(self, recompute: str, part: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a part of the block, and forget its activations if the block recomputes so much."""
+        if self.recompute != recompute:
+            return part(*inputs)
+        return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing here draws numbers
 
 
 class Transformer(nn.Module):
     """A language model over `vocabulary` tokens.
 
     Weights are float32, or float64 where `dtype` is; activations are `dtype`. On the CPU; move it with `.to(device)`.
+    `recompute` is that of `Block`.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, vocabulary: int, dtype: torch.dtype, seed: int, recompute: str = "none"
+    ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embedding = nn.Embedding(vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, recompute) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=1e-6)
         self.unembedding = Linear(config.dim, vocabulary)
         if config.tied:
@@ -113,9 +143,13 @@ class Transformer(nn.Module):
                 shrink = math.sqrt(2 * self.config.layers) if name.endswith("_out.weight") else 1.0
                 nn.init.normal_(weight, std=0.02 / shrink, generator=generator)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits (batch, tokens, vocabulary) in `dtype`, of tokens (batch, tokens) at global `positions` (tokens,)."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, head: Head | None = None) -> Tensor:
+        """Logits (batch, tokens, vocabulary) in `dtype`, of tokens (batch, tokens) at global `positions` (tokens,).
+
+        With a `head`, what it returns, such as a loss that never holds the logits of all tokens at once.
+        """
         x = self.embedding(tokens).to(self.dtype)
         for block in self.blocks:
             x = block(x, positions, attend)
-        return self.unembedding(self.norm(x))
+        x = self.norm(x)
+        return self.unembedding(x) if head is None else head(x, self.unembedding)

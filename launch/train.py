@@ -13,7 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ringattn.errors import InputError, RingError
+from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.text import load_text, windows
@@ -35,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_train(argv)
         config = replace(config, ranks=agreed_ranks(config.ranks))
         check_sizes(config)
+        check_switches(config, "cuda" if torch.cuda.is_available() and config.transport != "gloo" else "cpu")
         # One batch here, so that a missing file or a short text is reported before any rank starts.
         windows(load_text(config.text), 0, 1, config.length_tokens, config.seed)
     except RingError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.config import load
+from ringattn.launch.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import option
 from ringattn.layout import LAYOUTS
@@ -33,9 +34,14 @@ class TrainConfig:
     engine: str = option("auto", "which kernels attend", choices=ENGINES)
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
-    learning_rate: float = option(1e-3, "AdamW's, after the warm-up", least=0.0)
+    recompute: str = option("none", "of each block in backward; selective: all but attention", choices=RECOMPUTE)
+    saved_activations: str = option("keep", "how activations wait for backward", choices=SAVED_ACTIVATIONS)
+    sharding: str = option("none", "of weights, gradients, optimizer over the ranks (FSDP2)", choices=SHARDING)
+    chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
+    optimizer: str = option("adamw", "what turns gradients into steps", choices=OPTIMIZERS)
+    learning_rate: float = option(1e-3, "of the optimizer, after the warm-up", least=0.0)
     warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
-    weight_decay: float = option(0.01, "AdamW's", least=0.0)
+    weight_decay: float = option(0.01, "of the optimizer", least=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
     seed: int = option(0, "of the weights and of the batches", least=0)
     text: str = option("", "file to learn, byte by byte; empty: Python's language reference")

@@ -161,9 +161,10 @@ class Attention(torch.autograd.Function):
         rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
         executor = ring.executor_of(call, backward=False)
         logits = None if sinks is None else sinks.detach()
-        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
-        kept = ring.run(executor, arithmetic, keep=any(ctx.needs_input_grad))
-        result, lse = arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse
+        with ring.accounted(executor):
+            arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
+            kept = ring.run(executor, arithmetic, keep=any(ctx.needs_input_grad))
+            result, lse = arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse
         ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
         ctx.set_materialize_grads(False)
@@ -177,16 +178,19 @@ class Attention(torch.autograd.Function):
         ring.agree(f"backward of {call.summary()}")
         if dout is None:
             dout = torch.zeros_like(out)
-        seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
-        dtype = accumulator_dtype(q.dtype)
-        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-        rows_q, executor = q.detach().transpose(0, 1), ring.executor_of(call, backward=True)
-        home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
-        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
-        ring.run(executor, arithmetic, kept)
-        dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
+        executor = ring.executor_of(call, backward=True)
+        with ring.accounted(executor):
+            seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+            dtype = accumulator_dtype(q.dtype)
+            dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+            rows_q = q.detach().transpose(0, 1)
+            home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
+            arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
+            ring.run(executor, arithmetic, kept)
+            dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
+            dk, dv = dk.to(k.dtype), dv.to(v.dtype)
         dsinks = None if sinks is None else _sinks_grad(sinks, seed)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+        return dq, dk, dv, dsinks, None, None
 
 
 def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Engine, Output, Seed
+from ringattn.engine.base import KV, Engine, Output, Seed, Sizes
+from ringattn.partial import accumulator_dtype
 from ringattn.records import Home, Records, Rows
 from ringattn.schedule.ops import Kind
 
@@ -71,6 +72,14 @@ class BackwardArithmetic:
         self.engine.attend_grad(q.x, _keys(guests[Kind.KV]), seed, into, _keys(guests[Kind.DKV]), work)
         assert into.carried is not None
         dq.x.copy_(into.carried)
+
+
+def serving_bytes(sizes: Sizes, backward: bool) -> int:
+    """What `serve` holds beside the engine's call: a carry; backward copies of the seed, zeros for out, and dQ."""
+    rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
+    if not backward:
+        return rows * (sizes.value_dim + 1) * item
+    return rows * (2 * sizes.value_dim * sizes.dtype.itemsize + (sizes.head_dim + 3) * item)
 
 
 def _row_first(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
-from ringattn.modules import Projections
+from ringattn.modules import Projections, Reports
 from ringattn.presets import check, coverage_warnings
 from ringattn.projected import Heads, projected_attention
 from ringattn.projection import project_qkv
@@ -28,7 +28,7 @@ from ringattn.sequence import Sequence
 from ringattn.transport.local import LocalWorld
 
 
-class Alone:
+class Alone(Reports):
     """What a layer on one device has besides: a ring of its own, of one rank whatever other processes there are."""
 
     _ring: Ring | None = None
@@ -39,6 +39,10 @@ class Alone:
         if self._ring is None:
             self._ring = Ring(transport=LocalWorld(1).transport(0))
         return self._ring
+
+    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
+        """The layer's own bytes and the memory that it keeps between calls; `seq` is of its own ring."""
+        return self.own_memory() | self.ring.memory_info()
 
     def whole(self, x: Tensor) -> Sequence:
         """The sequence that is all of dimension 1 of `x`. Raises `InputError` where there is no such dimension."""
@@ -51,7 +55,7 @@ class Alone:
         return {name: value for name, value in self.__dict__.items() if name != "_ring"}
 
 
-class Dilation(nn.Module):
+class Dilation(Reports, nn.Module):
     """The branches and the options of `Ring.dilated_attention`, kept; see there for their meaning."""
 
     def __init__(
@@ -107,10 +111,6 @@ class RingDilatedAttention(Dilation):
         """
         return self.attend(q, k, v, seq)
 
-    def get_memory_info(self, seq: Sequence) -> dict[str, int]:
-        """The memory of the ring of `seq`, which all layers share; see `Ring.memory_info`."""
-        return seq.ring.memory_info()
-
 
 class DilatedAttention(Alone, Dilation):
     """`RingDilatedAttention` on one device."""
@@ -121,10 +121,6 @@ class DilatedAttention(Alone, Dilation):
         Returns (batch, tokens, q_heads, d_v). Raises like `Ring.dilated_attention`.
         """
         return self.attend(q, k, v, self.whole(q))
-
-    def get_memory_info(self) -> dict[str, int]:
-        """The memory that this layer keeps between calls; see `Ring.memory_info`."""
-        return self.ring.memory_info()
 
 
 class MultiheadDilation(Projections):
@@ -235,10 +231,6 @@ class RingMultiheadDilatedAttention(MultiheadDilation):
         """
         return self.attend(x, seq)
 
-    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """Bytes of the parameters and of the keys and values of one token; with `seq` also its ring's memory."""
-        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())
-
 
 class MultiheadDilatedAttention(Alone, MultiheadDilation):
     """Multi-head dilated attention on one device; see `MultiheadDilation` for the options."""
@@ -246,7 +238,3 @@ class MultiheadDilatedAttention(Alone, MultiheadDilation):
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, tokens, embed_dim), whole sequences, to the same shape. Raises `InputError` for another shape."""
         return self.attend(x, self.whole(x))
-
-    def get_memory_info(self) -> dict[str, int]:
-        """Bytes of the parameters and of the keys and values of one token, and the memory kept between calls."""
-        return self.own_memory() | self.ring.memory_info()

@@ -39,5 +39,9 @@ class PeerLostError(TransportError):
     """A peer left, failed or dropped its connections in the middle of a pass."""
 
 
+class OutOfMemoryError(RingError, MemoryError):
+    """There was no memory for an attention pass. Says what the rank held for it, and what to change."""
+
+
 class ClosedError(RingError):
     """The ring was closed or aborted; open a new one."""

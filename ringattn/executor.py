@@ -7,15 +7,18 @@ Does not know: masks, layouts, routes, which rank it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Engine, Softmax
+from ringattn.arithmetic import serving_bytes
+from ringattn.engine.base import KV, Engine, Sizes, Softmax
 from ringattn.geometry import Run
+from ringattn.observe.shortage import is_shortage, told
 from ringattn.plan import HOME, Add, Fold, Plan, PlanStep, Serve, form_of, record_elements
 from ringattn.pool import Pool
 from ringattn.records import TORCH_DTYPE, Home, Place, Records, add, from_row, pack
@@ -63,7 +66,7 @@ class Executor:
 
     def __init__(self, plan: Plan, engine: Engine, softmax: Softmax) -> None:
         """Prepares every fold's tiles once."""
-        self.plan = plan
+        self.plan, self.engine = plan, engine
         items = [item for step in plan.steps for item in step.work]
         folds = [item for item in items if isinstance(item, Fold)]
         rows = plan.problem.q_layout.counts[plan.rank]
@@ -77,7 +80,27 @@ class Executor:
                 (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
         self._bound: _Bound | None = None
         self._begun = False
+        self.step: int | None = None
+        """The plan step that is running."""
         self._ticket: Ticket | None = None
+
+    def workspace_bytes(self) -> int:
+        """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
+        problem, plan, most = self.plan.problem, self.plan, 0
+        dims = problem.head_dim, problem.value_dim, TORCH_DTYPE[problem.dtype]
+        own = Sizes(problem.q_layout.counts[plan.rank], problem.batch, problem.q_heads, *dims)
+        for item in (item for step in plan.steps for item in step.work):
+            if isinstance(item, Add):
+                continue
+            sizes, held, guests = own, 0, isinstance(item, Serve)
+            if isinstance(item, Serve):
+                sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
+                held = serving_bytes(sizes, plan.backward)
+            # A guest's delta comes as a gradient of its lse, see `arithmetic`.
+            dlse = plan.backward and guests
+            called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
+            most = max(most, held + called)
+        return most
 
     @property
     def begins_with_keys(self) -> bool:
@@ -150,6 +173,17 @@ class Executor:
         counters.bytes_sent += self.plan.bytes_sent
         return kept
 
+    @contextmanager
+    def accounted(self, pool: Pool) -> Iterator[None]:
+        """Where memory runs out inside, raises `OutOfMemoryError` with what the pass held and what to change."""
+        self.step = None
+        try:
+            yield
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            raise told(error, self.plan, self.step, self.workspace_bytes(), pool.nbytes) from error
+
     def unbind(self) -> None:
         """Let go of the pool's memory; the next pass binds anew."""
         self._bound = None
@@ -164,6 +198,7 @@ class Executor:
 
     def _depart(self, number: int, homes: Mapping[Kind, Home], filled: int | None = None) -> None:
         """Wait for what travels, pack the step's messages but the `filled` one, and let them go."""
+        self.step = number
         self._arrive()
         assert self._bound is not None
         buffers = self._bound.buffers

@@ -20,7 +20,19 @@ from ringattn.rotary import Rope
 from ringattn.sequence import Sequence
 
 
-class RingAttention(nn.Module):
+class Reports:
+    """What a layer over a ring says of its memory."""
+
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of the weights, for layers with projections."""
+        return {}
+
+    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
+        """The layer's own bytes; with `seq` also its ring's memory, which all layers share: see `Ring.memory_info`."""
+        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())
+
+
+class RingAttention(Reports, nn.Module):
     """`Ring.attention` as a module that keeps the mask and the softmax's options; see there for their meaning.
 
     `sink_heads`: the number of query heads, for learned sinks (parameter `sinks`, zeros at first); None for no sinks.
@@ -55,7 +67,7 @@ class RingAttention(nn.Module):
         return f"causal={self.causal}, window={self.window}, softcap={self.softcap}, schedule={self.schedule!r}"
 
 
-class Projections(nn.Module):
+class Projections(Reports, nn.Module):
     """The weights of a multi-head layer: one for queries, keys and values, one for the output, and norms."""
 
     def __init__(
@@ -167,10 +179,3 @@ class RingMultiheadAttention(Projections):
         )  # fmt: skip
         out: Tensor = self.out_proj(attended.flatten(2))
         return out
-
-    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """Bytes of this layer's parameters and of the keys and values of one token; with `seq` also its ring's memory.
-
-        See `Ring.memory_info` for the ring's part, which all layers share.
-        """
-        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())

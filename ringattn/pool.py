@@ -1,7 +1,8 @@
 """The one piece of memory that a ring's passes work in.
 
 Promises: nothing is allocated inside a pass; one pass at a time; with `poison`, memory that nobody has written in this
-pass, or that was released, reads as NaN in every floating dtype, so that a test notices.
+pass, or that was released, reads as NaN in every floating dtype, so that a test notices, and a write past the end of a
+pass's memory, or before its start, ends the pass with an error (canaries).
 Does not know: what the slots hold; the placement of a plan says where they are.
 """
 
@@ -17,22 +18,40 @@ from ringattn.errors import PlanError, RingError
 
 ALIGNMENT_BYTES = 256
 POISON = 0xFF
+CANARY = 0xA5
 
 
 class Pool:
-    """An arena that `allocate(nbytes)` gave, a flat uint8 tensor such as `Transport.allocate` returns."""
+    """An arena that `allocate(nbytes)` gave, a flat uint8 tensor such as `Transport.allocate` returns.
+
+    `high_water_bytes`: of the largest pass; `passes`: begun so far; `growths`: times that new memory was taken. All
+    other passes used again what was there.
+    """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], poison: bool = False) -> None:
         self._allocate = allocate
         self._poison = poison
         self._running = threading.Lock()
+        self._edges: tuple[torch.Tensor, ...] = ()
+        self._canaries: tuple[torch.Tensor, ...] = ()
         self._arena = self._aligned(0)
-        self.high_water_bytes = 0
+        self.high_water_bytes = self.passes = self.growths = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that a pass can use without growth."""
         return self._arena.numel()
+
+    @property
+    def reuses(self) -> int:
+        """Passes that found enough memory."""
+        return self.passes - self.growths
+
+    def report(self) -> dict[str, int]:
+        """Bytes now and in the largest pass, and how many passes needed no new memory."""
+        return {
+            "pool_bytes": self.nbytes, "pool_high_water_bytes": self.high_water_bytes, "pool_reuses": self.reuses,
+        }  # fmt: skip
 
     def reserve(self, nbytes: int) -> None:
         """Make room for `nbytes`. Growth makes all former views stale. Raises `RingError` while a pass is running."""
@@ -66,19 +85,30 @@ class Pool:
         except BaseException:
             self._running.release()
             raise
+        self.passes += 1
         self.high_water_bytes = max(self.high_water_bytes, nbytes)
         self.release(0, nbytes)
+        if self._poison:
+            self._canaries = (*self._edges, self._arena[nbytes:])
+            for canary in self._canaries:
+                canary.fill_(CANARY)
 
     def end_pass(self) -> None:
-        """End the running pass, whether it succeeded or not. Raises `RingError` when none is running."""
+        """End the running pass, whether it succeeded or not.
+
+        Raises `RingError` when none is running, and `PlanError` when it wrote outside its memory.
+        """
         if not self._running.locked():
             raise RingError("no pass is running")
+        intact = all(bool((canary == CANARY).all()) for canary in self._canaries)
         self.release(0, self.nbytes)
         self._running.release()
+        if not intact:
+            raise PlanError("a pass wrote outside the bytes that its plan asked for; the plan or a kernel is wrong")
 
     def release_arena(self) -> None:
         """Let go of the memory. Views that still exist keep it."""
-        self._arena = self._arena[:0].clone()
+        self._arena, self._edges, self._canaries = self._arena[:0].clone(), (), ()
 
     def reset_high_water(self) -> None:
         """Forget the largest pass so far."""
@@ -88,9 +118,11 @@ class Pool:
         if nbytes > self.nbytes:
             self.release_arena()  # the old memory must be free before the new is taken
             self._arena = self._aligned(nbytes)
+            self.growths += 1
             self.release(0, nbytes)
 
     def _aligned(self, nbytes: int) -> torch.Tensor:
         memory = self._allocate(nbytes + ALIGNMENT_BYTES)
         start = -memory.data_ptr() % ALIGNMENT_BYTES
+        self._edges = memory[:start], memory[start + nbytes :]
         return memory[start : start + nbytes]

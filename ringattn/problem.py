@@ -88,3 +88,11 @@ class Problem:
     def digest(self) -> bytes:
         """32 bytes that differ where any fact differs."""
         return sha256(repr(self).encode()).digest()
+
+
+def wire_name(option: str, dtype: object, known: tuple[str, ...]) -> str | None:
+    """The name of the dtype (torch's, or its name) that something travels in. Raises `InputError` for one not known."""
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in known:
+        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
+    return name

@@ -63,7 +63,7 @@ class RankGroup:
     def all_reduce(self, tensors: Many[Tensor]) -> None:
         """Sum tensors over the ranks, in place; the same bits on every rank."""
         tensors = list(tensors)
-        self.agree(f"all_reduce of {_shapes(tensors)}")
+        self.agree(f"all_reduce of {collectives.shapes(tensors)}")
         with self.guarded():
             collectives.all_reduce(self.transport, tensors)
 
@@ -71,7 +71,7 @@ class RankGroup:
         """Copy `src`'s tensors to every rank, in place."""
         tensors = list(tensors)
         refusal = None if 0 <= src < self.world_size else InputError(f"broadcast: there is no rank {src}")
-        self.agree(f"broadcast from {src} of {_shapes(tensors)}", refusal)
+        self.agree(f"broadcast from {src} of {collectives.shapes(tensors)}", refusal)
         with self.guarded():
             collectives.broadcast(self.transport, tensors, src)
 
@@ -122,9 +122,19 @@ class RankGroup:
         try:
             yield
         except BaseException as error:
-            self._end = f"it was aborted: {error}"
-            self.transport.abort(error)
+            self.end(error)
             raise
+
+    def end(self, cause: BaseException) -> None:
+        """End the group on all ranks, with this cause."""
+        self._end = f"it was aborted: {cause}"
+        self.transport.abort(cause)
+
+    def told_by_all(self, words: str) -> list[str]:
+        """What every rank says, by rank."""
+        self.agree("words of all ranks", always=True)
+        with self.guarded():
+            return [told.decode() for told in self.transport.agree(words.encode())]
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
@@ -137,10 +147,5 @@ class RankGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None and self._end is None:
-            self._end = f"it was aborted: {error}"
-            self.transport.abort(error)
+            self.end(error)
         self.close()
-
-
-def _shapes(tensors: Many[Tensor]) -> str:
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors[:64]) + f" ({len(tensors)} tensors)"

@@ -20,14 +20,16 @@ from ringattn import api
 from ringattn.dilated import dilated_attention
 from ringattn.engine.base import KV, Engine
 from ringattn.engine.select import ENGINES, Choice, choose
-from ringattn.errors import InputError
+from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.executor import Arithmetic, Counters, Executor
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
+from ringattn.observe.memory import MemoryMonitor, Profile
 from ringattn.opening import open_transport
+from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
 from ringattn.pool import Pool
-from ringattn.problem import EIGHT_BIT, FLOATS
+from ringattn.problem import EIGHT_BIT, FLOATS, wire_name
 from ringattn.rank_group import RankGroup
 from ringattn.records import Home
 from ringattn.sequence import Sequence, check_documents
@@ -73,9 +75,9 @@ class Ring(RankGroup):
             raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
         if not timeout_s > 0:
             raise InputError(f"timeout_s must be positive, got {timeout_s}")
-        self.dkv_wire_dtype = _wire("dkv_wire_dtype", dkv_wire_dtype, FLOATS)
-        self.kv_wire_dtype = _wire("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT)
-        self.out_wire_dtype = _wire("out_wire_dtype", out_wire_dtype, FLOATS)
+        self.dkv_wire_dtype = wire_name("dkv_wire_dtype", dkv_wire_dtype, FLOATS)
+        self.kv_wire_dtype = wire_name("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT)
+        self.out_wire_dtype = wire_name("out_wire_dtype", out_wire_dtype, FLOATS)
         self.engine = engine
         if isinstance(transport, str):
             transport = open_transport(group, transport, timeout_s, nccl)
@@ -209,12 +211,13 @@ class Ring(RankGroup):
         self.pool.reset_high_water()
 
     def memory_info(self) -> dict[str, int]:
-        """The ring's own memory: pool size and high water in bytes, and how many plans are kept."""
-        return {
-            "pool_bytes": self.pool.nbytes,
-            "pool_high_water_bytes": self.pool.high_water_bytes,
-            "plans": len(self._executors),
-        }
+        """The ring's own memory, which all layers share: see `Pool.report` and `planner.account.placements`."""
+        plans = [executor.plan for executor in self._executors.values()]
+        return {"world_size": self.world_size, **placements(plans), **self.pool.report()}
+
+    def memory_monitor(self, profile: str | Profile = "balanced", **options: Any) -> MemoryMonitor:
+        """A watch over the memory of all ranks; see `ringattn.observe.memory` for the options and for actions."""
+        return MemoryMonitor(self.pool, self.device, self.rank, self.told_by_all, profile, **options)
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
@@ -247,7 +250,7 @@ class Ring(RankGroup):
 
     def begin(self, executor: Executor, make: Callable[[KV | None], Home]) -> Home:
         """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
-        with self.guarded():
+        with self.guarded(), self.accounted(executor):
             self._make_room(executor)
             return executor.begin(self.transport, self.pool, make)
 
@@ -255,9 +258,19 @@ class Ring(RankGroup):
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
     ) -> Tensor | None:
         """One pass; see `Executor.run`."""
-        with self.guarded():
+        with self.guarded(), self.accounted(executor):
             self._make_room(executor)
             return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep)
+
+    @contextmanager
+    def accounted(self, executor: Executor) -> Iterator[None]:
+        """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`."""
+        try:
+            with executor.accounted(self.pool):
+                yield
+        except OutOfMemoryError as error:
+            self.end(error)
+            raise
 
     def _make_room(self, executor: Executor) -> None:
         if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is free only when nobody views it
@@ -267,11 +280,3 @@ class Ring(RankGroup):
 def active_sequence() -> Sequence | None:
     """The sequence of the innermost `Ring.activate`, or None."""
     return _active.get()
-
-
-def _wire(option: str, dtype: torch.dtype | str | None, known: tuple[str, ...]) -> str | None:
-    """The name of what something travels in, if it is one of `known`."""
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if name is not None and name not in known:
-        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
-    return name

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.bench import clock, dilated, memory, planning, speed
 from ringattn.bench.contenders import Flash, OurRing, independent, one_process
 from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, truth
-from ringattn.bench.mistakes import FullQueryRing, GatheredScores
+from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import Table
@@ -109,6 +109,7 @@ def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: 
         lambda ring: one_process(ring.rank),
         lambda ring: independent(ring.rank, ring.world_size, 4, 2),
         GatheredScores,
+        PartitionedScores,
         lambda ring: FullQueryRing(ring, fused=True),
         lambda ring: FullQueryRing(ring, fused=False),
     ],
@@ -235,6 +236,7 @@ def test_memory(tmp_path: Path) -> None:
     ours, mistake = data["weights"]
     assert ours["peak_growth_bytes"] < mistake["peak_growth_bytes"]
     assert mistake["peak_growth_bytes"] > 0.8 * sum(mistake["predicted"].values())
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
     small, large = data["pools"]
     assert small["measured"] == large["measured"] == large["ring backward"]
 

@@ -264,7 +264,8 @@ def test_memory_info() -> None:
     q = X.unflatten(2, (4, 6))
     attend = DilatedAttention(LENGTHS, RATES)
     attend(q, q, q)
-    assert attend.get_memory_info() == {"pool_bytes": 0, "pool_high_water_bytes": 0, "plans": 1}
+    alone = dict.fromkeys(attend.ring.memory_info(), 0) | {"world_size": 1, "plans": 1, "pool_reuses": 1}
+    assert attend.get_memory_info() == alone
 
 
 # --- warnings and refusals -------------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ def test_memory_info() -> None:
         seq = ring.sequence(TOKENS)
         made(seq.shard(X.bfloat16()), seq)
         assert made.get_memory_info(seq) == {**own, **ring.memory_info()}
+        assert RingAttention().get_memory_info(seq) == ring.memory_info()
         return made.get_memory_info(seq)
 
     assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from ringattn.errors import PlanError, RingError
-from ringattn.pool import ALIGNMENT_BYTES, Pool
+from ringattn.plan import Plan, buffer_bytes
+from ringattn.planner.choose import plan_of
+from ringattn.pool import ALIGNMENT_BYTES, POISON, Pool
+from ringattn.schedule.routes import ALL_GATHER, RING
+from tests.strategies import Case, covering, simple
 
 
 def plain(nbytes: int) -> torch.Tensor:
@@ -131,3 +137,108 @@ def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
     unpoisoned = Pool(zeros)
     unpoisoned.begin_pass(1024)
     assert not all_nan(unpoisoned, 0)
+
+
+# --- canaries, reuse -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocate", [plain, skewed])
+@pytest.mark.parametrize("at", [-1, 512, 1023, 1024])
+def test_a_write_outside_the_pass_is_noticed(allocate, at: int) -> None:  # type: ignore[no-untyped-def]
+    """One byte before the arena, in the part that the pass did not ask for, or after it."""
+    held: list[torch.Tensor] = []
+
+    def whole(nbytes: int) -> torch.Tensor:
+        held.append(allocate(nbytes))
+        return held[-1]
+
+    pool = Pool(whole, poison=True)
+    pool.reserve(1024)
+    start = pool.view(0, 0).data_ptr() - held[-1].data_ptr()
+    for _ in range(2):
+        pool.begin_pass(512)
+        pool.view(0, 512).zero_()
+        pool.end_pass()
+    if not 0 <= start + at < held[-1].numel():
+        return  # the allocation begins with the arena
+    pool.begin_pass(512)
+    held[-1][start + at] = 1
+    with pytest.raises(PlanError, match="outside the bytes"):
+        pool.end_pass()
+    pool.begin_pass(512)  # the pass did end
+    pool.end_pass()
+
+
+def test_passes_that_found_memory_are_counted() -> None:
+    pool = Pool(plain)
+    for nbytes in (512, 256, 512, 1024, 0):
+        pool.begin_pass(nbytes)
+        pool.end_pass()
+    assert (pool.passes, pool.growths, pool.reuses) == (5, 2, 3)
+
+
+# --- plans in the pool -----------------------------------------------------------------------------------------------
+
+
+class Walked:
+    """A plan's buffers in a poisoned pool, as the executor uses them; a sum of bytes stands for attention."""
+
+    def __init__(self, pool: Pool, plan: Plan) -> None:
+        self.plan = plan
+        roots = [one for one in plan.buffers if one.inside is None]
+        self.views = [(one, pool.view(one.offset_bytes, buffer_bytes(plan.problem, one))) for one in roots]
+
+    def run(self) -> None:
+        """In each step fill the buffers that are born; all that live hold what they were filled with."""
+        for step in range(len(self.plan.steps)):
+            for number, (buffer, view) in enumerate(self.views):
+                if buffer.first == step:
+                    view.fill_(number % 100 + 1)
+            for number, (buffer, view) in enumerate(self.views):
+                if buffer.first <= step <= buffer.last:
+                    assert bool((view == number % 100 + 1).all()), f"{buffer.label} was overwritten while it lives"
+
+
+@covering
+def test_no_two_live_slots_alias_and_high_water_is_the_plans(case: Case) -> None:
+    pool, high = Pool(plain, poison=True), 0
+    for rank in range(case.ranks):
+        for route, backward in product((RING, ALL_GATHER), (False, True)):
+            plan = plan_of(case.problem, route, rank, backward)
+            pool.begin_pass(plan.arena_bytes)
+            Walked(pool, plan).run()
+            pool.end_pass()
+            high = max(high, plan.arena_bytes)
+            assert pool.high_water_bytes == high <= pool.nbytes
+            assert bool((pool.view(0, plan.arena_bytes) == POISON).all())
+
+
+def test_thousands_of_plans_leave_no_growth() -> None:
+    taken: list[int] = []
+
+    def counting(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return plain(nbytes)
+
+    plans = [
+        plan_of(simple("zigzag", length, 4, causal=True).problem, route, rank, backward)
+        for length, route, rank, backward in product(range(64, 104, 2), (RING, ALL_GATHER), range(4), (False, True))
+    ]
+    pool = Pool(counting)
+    for plan in plans:
+        pool.reserve(plan.arena_bytes)
+    taken.clear()
+    for plan in plans * 10:
+        pool.begin_pass(plan.arena_bytes)
+        pool.end_pass()
+    assert pool.passes == pool.passes - pool.growths + len(_records(plans)) == 3200
+    assert taken == [] and pool.nbytes == pool.high_water_bytes == max(plan.arena_bytes for plan in plans)
+
+
+def _records(plans: list[Plan]) -> list[int]:
+    """The arenas that were larger than all before."""
+    found = [0]
+    for plan in plans:
+        if plan.arena_bytes > found[-1]:
+            found.append(plan.arena_bytes)
+    return found[1:]

@@ -93,14 +93,16 @@ def test_reset_and_memory() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         q = seq.shard(X).requires_grad_()
-        assert ring.memory_info() == {"pool_bytes": 0, "pool_high_water_bytes": 0, "plans": 0}
+        assert ring.memory_info() == dict.fromkeys(ring.memory_info(), 0) | {"world_size": RANKS}
         ring.attention(q, q, q, seq, causal=True).sum().backward()
         first, held = ring.counters(), ring.memory_info()
         assert held["plans"] == 2 and held["pool_bytes"] >= held["pool_high_water_bytes"] > 0
+        assert held["slots"] > 0 and held["pool_gap_bytes"] >= 0 and held["pool_reuses"] == 0
         ring.reset_counters()
         assert set(ring.counters().values()) == {0}
         ring.attention(q, q, q, seq, causal=True).sum().backward()
-        assert ring.counters() == first and ring.memory_info() == held  # the same plans in the same memory
+        # The same plans in the same memory.
+        assert ring.counters() == first and ring.memory_info() == held | {"pool_reuses": held["pool_reuses"] + 2}
         ring.attention(q, q, q, seq)
         assert ring.memory_info()["plans"] == 3
         seq.gather(q.detach())

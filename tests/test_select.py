@@ -243,5 +243,5 @@ def test_an_engine_may_be_given_as_an_object() -> None:
 
     mine, q = Mine(), torch.zeros(1, 64, 2, 16)
     with Ring(engine=mine) as ring:
-        assert ring.engine_for(HOST, torch.float32, 16, 16, None) is mine
+        assert ring.choice(HOST, torch.float32, 16, 16, None).engine is mine
         assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "mine: given as an object"

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
+from ringattn.engine.strips import Strips
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Run, Tile
 from ringattn.partial import accumulator_dtype, by_row, merge_
@@ -134,6 +135,7 @@ class AtenEngine(Accumulating):
     name = "aten"
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._ops: tuple[BlockOp, ...] = OPS.get(device.type, ())
         self._plain = PlainEngine()
 
@@ -152,51 +154,75 @@ class AtenEngine(Accumulating):
 
     def attend(self, q: Tensor, kv: KV, carry: Carry, work: AtenWork) -> None:
         """Fold the tiles into the carry, in place."""
-        op, width = self._op_and_width(q, kv, extra_columns=0)
+        op, width = self._op_and_width(*_dims(q, kv), extra_columns=0)
         if op is None:
             self._plain.attend(q, kv, carry, work.plain)
             return
-        out, lse = carry.out.carried, carry.lse
-        assert out is not None
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-            q_part, k, v = (_operand(x, width) for x in (at.queries(q), at.keys(kv.k), at.keys(kv.v)))
-            part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, work.softmax.scale)
-            part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
-            merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
+            self._attend_rectangle(at, op, width, q, kv, carry, work.softmax.scale)
+
+    def _attend_rectangle(
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, carry: Carry, scale: float
+    ) -> None:
+        """One rectangle, in a call of its own so that what it allocates is gone before the next one."""
+        out, lse, rectangle = carry.out.carried, carry.lse, at.rectangle
+        assert out is not None
+        call = op if rectangle.k_rows.count >= op.min_keys else FLASH
+        q_part, k, v = (_operand(x, width) for x in (at.queries(q), at.keys(kv.k), at.keys(kv.v)))
+        part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, scale)
+        part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
+        merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
     def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: AtenWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
-        op, width = self._op_and_width(q, kv, extra_columns=0 if seed.dlse is None else 1)
+        op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if seed.dlse is None else 1)
         if op is None:
             self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain)
             return
-        into = dq.carried
-        assert into is not None
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-            dout, v = at.queries(seed.dout), at.keys(kv.v)
-            if seed.dlse is not None:
-                # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
-                # is the wanted p (dout.v + dlse - dout.out).
-                dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
-            dout, q_part, k, v, out = (
-                _operand(x, width) for x in (dout, at.queries(q), at.keys(kv.k), v, at.queries(seed.out))
-            )
-            grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, work.softmax.scale)
-            at.view(into).add_(at.restored(grads[0], q.shape[-1]))
-            at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
-            at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
+            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.softmax.scale)
 
-    def _op_and_width(self, q: Tensor, kv: KV, extra_columns: int) -> tuple[BlockOp | None, int]:
+    def _grad_of_rectangle(
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, scale: float
+    ) -> None:
+        """As `_attend_rectangle`."""
+        into, rectangle = dq.carried, at.rectangle
+        assert into is not None
+        call = op if rectangle.k_rows.count >= op.min_keys else FLASH
+        dout, v = at.queries(seed.dout), at.keys(kv.v)
+        if seed.dlse is not None:
+            # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
+            # is the wanted p (dout.v + dlse - dout.out).
+            dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
+        dout, q_part, k, v, out = (
+            _operand(x, width) for x in (dout, at.queries(q), at.keys(kv.k), v, at.queries(seed.out))
+        )
+        grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, scale)
+        at.view(into).add_(at.restored(grads[0], q.shape[-1]))
+        at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
+        at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
+
+    def workspace_bytes(self, work: AtenWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
+        """See `Engine`; on CUDA without what the fused kernels take for themselves inside a call."""
+        facts = sizes.head_dim, sizes.value_dim, sizes.dtype, self._device
+        op, width = self._op_and_width(*facts, extra_columns=1 if dlse else 0)
+        if op is None:
+            return self._plain.workspace_bytes(work.plain, sizes, backward)
+        dtype = sizes.dtype if op.keeps_half else accumulator_dtype(sizes.dtype)
+        pieces = (Strips(one, heads, sizes, width, dtype, dlse) for one, heads in work.rectangles)
+        return max((one.backward_bytes() if backward else one.forward_bytes() for one in pieces), default=0)
+
+    def _op_and_width(
+        self, head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, extra_columns: int
+    ) -> tuple[BlockOp | None, int]:
         """The block op and the head dimension that it is called with: unpadded where it can be."""
-        dims = (kv.k.shape[-1], kv.v.shape[-1] + extra_columns)
+        dims = (head_dim, value_dim + extra_columns)
         width, step = max(dims), max((op.dim_step for op in self._ops), default=1)
         if width != min(dims) or width % step:
             width = -(-width // 8) * 8  # The CPU op needs no multiple of 8 but is faster with one.
-        return self._chosen(q.device, q.dtype, width), width
+        return self._chosen(device, dtype, width), width
 
     def _chosen(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
         return choose(device, dtype, dim)
@@ -241,6 +267,11 @@ class _Place(NamedTuple):
 
     def _ordered(self, x: Tensor, axis: int) -> Tensor:
         return x.flip(axis) if self.rectangle.reversed else x
+
+
+def _dims(q: Tensor, kv: KV) -> tuple[int, int, torch.dtype, torch.device]:
+    """Of keys and of values, with the dtype and the device of the call."""
+    return kv.k.shape[-1], kv.v.shape[-1], q.dtype, q.device
 
 
 def _operand(x: Tensor, width: int) -> Tensor:

@@ -82,6 +82,17 @@ class Carry(NamedTuple):
     sinks: Tensor | None = None
 
 
+class Sizes(NamedTuple):
+    """The sizes of a call on one rank: its query rows, batches, query heads, dimensions of keys and of values."""
+
+    rows: int
+    batch: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
 class Engine(Protocol):
     """The block kernels of one rank."""
 
@@ -116,6 +127,13 @@ class Engine(Protocol):
 
     def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: Any) -> None:
         """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place."""
+        ...
+
+    def workspace_bytes(self, work: Any, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
+        """The most that one `attend`, or `attend_grad`, of a step has allocated at once and given back on its return.
+
+        Of operands that lie as (batch, rows, heads, dim) without gaps; `dlse`: backward with a gradient of lse.
+        """
         ...
 
 

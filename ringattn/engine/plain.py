@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.geometry import Run, Tile
 from ringattn.partial import NEG_INF, accumulator_dtype, merge_, weights
@@ -53,37 +53,83 @@ class PlainEngine(Accumulating):
 
     def attend(self, q: Tensor, kv: KV, carry: Carry, work: PlainWork) -> None:
         """Fold the tiles into the carry, in place."""
-        out, lse = carry.out.carried, carry.lse
-        assert out is not None
+        assert carry.out.carried is not None
         for tile, heads in work.tiles:
-            q_heads, k, v = as_slice(heads.q_heads), *_kv_heads(kv, heads)
-            for chunk in _chunks(tile, heads.q_heads.count * q.shape[1], out):
-                rows, cols = chunk.q_rows, chunk.k_rows
-                s = _scores(_grouped(q[rows, :, q_heads], heads), k[cols].to(out.dtype), chunk, work.softmax)[0]
-                part_lse = s.logsumexp(-1)
-                p = weights(s, part_lse.unsqueeze(-1))
-                part_out = torch.einsum("bhgnm,mbhd->nbhgd", p, v[cols].to(p.dtype)).flatten(2, 3)
-                merge_(out[rows, :, q_heads], lse[:, q_heads, rows], part_out, part_lse.flatten(1, 2))
+            for part in _parts(tile, heads.q_heads.count * q.shape[1], carry.lse.element_size()):
+                _attend_part(q, _held(kv, heads), heads, carry, _chunk(part, q.device), work.softmax)
 
     def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: PlainWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
-        softmax, into = work.softmax, dq.carried
-        assert into is not None
+        assert dq.carried is not None
         for tile, heads in work.tiles:
-            q_heads, (k, v), (dk, dv) = as_slice(heads.q_heads), _kv_heads(kv, heads), _kv_heads(dkv, heads)
-            for chunk in _chunks(tile, heads.q_heads.count * q.shape[1], into):
-                rows, cols = chunk.q_rows, chunk.k_rows
-                q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
-                k_part, v_part = k[cols].to(into.dtype), v[cols].to(into.dtype)
-                s, slope = _scores(q_part, k_part, chunk, softmax)
-                p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
-                dv[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", p, dout))
-                ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
-                ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
-                if slope is not None:
-                    ds.mul_(slope)
-                into[rows, :, q_heads].add_(torch.einsum("bhgnm,mbhd->nbhgd", ds, k_part).flatten(2, 3))
-                dk[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", ds, q_part))
+            for part in _parts(tile, heads.q_heads.count * q.shape[1], seed.lse.element_size()):
+                chunk = _chunk(part, q.device)
+                _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(dkv, heads), chunk, work.softmax)
+
+    def workspace_bytes(self, work: PlainWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
+        """See `Engine`. Counts the copies that torch's einsum makes, as measured with torch 2.13."""
+        item = accumulator_dtype(sizes.dtype).itemsize
+        return max(
+            (
+                _part_bytes(part, heads, sizes, work.softmax.softcap is not None, backward)
+                for tile, heads in work.tiles
+                for part in _parts(tile, heads.q_heads.count * sizes.batch, item)
+            ),
+            default=0,
+        )
+
+
+def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, carry: Carry, chunk: _Chunk, softmax: Softmax) -> None:
+    """Fold some rows into the carry; a call of its own, so that what it allocates is gone before the next one."""
+    out, lse, rows, cols = carry.out.carried, carry.lse, chunk.q_rows, chunk.k_rows
+    assert out is not None
+    q_heads = as_slice(heads.q_heads)
+    s = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax)[0]
+    part_lse = s.logsumexp(-1)
+    p = weights(s, part_lse.unsqueeze(-1))
+    part_out = torch.einsum("bhgnm,mbhd->nbhgd", p, kv.v[cols].to(p.dtype)).flatten(2, 3)
+    merge_(out[rows, :, q_heads], lse[:, q_heads, rows], part_out, part_lse.flatten(1, 2))
+
+
+def _grad_of_part(
+    q: Tensor, kv: KV, heads: HeadGroup, seed: Seed, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
+) -> None:
+    """Add the gradients of some rows, in place; a call of its own as `_attend_part`."""
+    rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)
+    q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
+    k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)
+    s, slope = _scores(q_part, k_part, chunk, softmax)
+    p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
+    dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", p, dout))
+    ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
+    ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
+    if slope is not None:
+        ds.mul_(slope)
+    into[rows, :, q_heads].add_(torch.einsum("bhgnm,mbhd->nbhgd", ds, k_part).flatten(2, 3))
+    dkv.k[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", ds, q_part))
+
+
+def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backward: bool) -> int:
+    """The most that a part has allocated at once, from the order of the operations above."""
+    item = accumulator_dtype(sizes.dtype).itemsize
+    rows, cols = part.q.rows.count, part.k.rows.count
+    per_q, per_k = (sizes.batch * one.count * item for one in (heads.q_heads, heads.kv_heads))
+    scores, lse, q, out = (rows * per_q * width for width in (cols, 1, sizes.head_dim, sizes.value_dim))
+    k, v = (cols * per_k * dim for dim in (sizes.head_dim, sizes.value_dim))
+    converted = sizes.dtype.itemsize != item
+    # einsum copies what does not become a batch of matrices by views alone.
+    grouped, apart = heads.q_heads.count > heads.kv_heads.count, sizes.batch > 1 and heads.kv_heads.count > 1
+    forbidden = 0 if part.is_full() else rows * cols
+    held, weighing = scores + (scores if capped else 0), 2 * scores + scores // item
+    scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
+    if backward:
+        q_copy, out_copy = (x * (grouped or apart) for x in (q, out))
+        more = (q + out + k + v) * converted
+        ends = max(scores_copy + q + k_copy, out_copy + v_copy, q_copy + k)  # dq, the gradient of the scores, dk
+        return forbidden + more + held + max(weighing, 2 * scores + ends)
+    more = (q + k) * converted
+    weighed = scores + scores_copy + out + v_copy + v * converted
+    return forbidden + max(more + q + scores, held + lse + max(weighing, weighed))
 
 
 def as_slice(run: Run) -> slice:
@@ -91,26 +137,28 @@ def as_slice(run: Run) -> slice:
     return slice(run.start, run.stop, run.stride)
 
 
-def _kv_heads(kv: KV, heads: HeadGroup) -> tuple[Tensor, Tensor]:
+def _held(kv: KV, heads: HeadGroup) -> KV:
     """Views of K and V, or of their gradients, for the K/V heads of a group."""
     chosen = as_slice(heads.kv_heads._replace(start=heads.kv_heads.start - kv.first_head))
-    return kv.k[:, :, chosen], kv.v[:, :, chosen]
+    return KV(kv.k[:, :, chosen], kv.v[:, :, chosen], heads.kv_heads.start)
 
 
-def _chunks(tile: Tile, matrices: int, like: Tensor) -> Iterator[_Chunk]:
-    """The tile a few query rows at a time, `matrices` score matrices of the dtype of `like` together in bounds."""
+def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
+    """The tile a few query rows at a time, `matrices` score matrices together in bounds."""
     q, k, band = tile.q.positions, tile.k.positions, tile.band
-    step = max(1, SCORES_BYTES // max(1, matrices * k.count * like.element_size()))
+    step = max(1, SCORES_BYTES // max(1, matrices * k.count * item_bytes))
     for first in range(0, q.count, step):
         rows = Run(first, min(step, q.count - first))
         q_part = q.pick(rows)
         # The keys that the first to the last of these queries see; between them all are seen by some or masked below.
         cols = k.between(q_part.start - band.hi, q_part.last - band.lo)
-        if not cols.count:
-            continue
-        part = Tile(tile.q.pick(rows), tile.k.pick(cols), band, tile.heads)
-        forbidden = None if part.is_full() else _forbidden(part, like.device)
-        yield _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden)
+        if cols.count:
+            yield Tile(tile.q.pick(rows), tile.k.pick(cols), band, tile.heads)
+
+
+def _chunk(part: Tile, device: torch.device) -> _Chunk:
+    forbidden = None if part.is_full() else _forbidden(part, device)
+    return _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden)
 
 
 def _forbidden(tile: Tile, device: torch.device) -> Tensor:

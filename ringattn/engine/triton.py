@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Softmax
+from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Tile
@@ -143,6 +143,10 @@ class TritonEngine(Accumulating):
 
         operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, dkv.k, dkv.v, *dq)
         self._launch(work, kv, operands, describe)
+
+    def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
+        """None: a launch writes where it was told to, and block tables stay."""
+        return 0
 
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]

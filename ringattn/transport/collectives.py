@@ -15,6 +15,11 @@ from ringattn.errors import InputError
 from ringattn.transport.base import Message, Transport
 
 
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """What all ranks must have in common, readable."""
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors[:64]) + f" ({len(tensors)} tensors)"
+
+
 def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
     """Replace each tensor by its sum over the ranks, in place. Raises `InputError` for bool.
 

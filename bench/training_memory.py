@@ -1,0 +1,131 @@
+"""How much memory training takes: the peak of a rank for combinations of recompute, optimizer and ring size.
+
+`python -m ringattn.bench.training_memory`. Every line is `ringattn train`'s own loop in fresh processes: the growth of
+the greatest rank's resident size from before the model exists to the end, the same in torch's storages, and what was
+predicted. Losses are compared between lines that must have the same before anything is printed.
+Does not know: time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ringattn.bench.gate import GateError
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
+from ringattn.planner.capacity import Run, training_bytes
+from ringattn.planner.model_shapes import ModelShape
+
+PROGRAM = "ringattn.launch.weighing:weigh"
+
+
+class Combination(NamedTuple):
+    """One run's switches."""
+
+    recompute: str
+    optimizer: str
+    ranks: int
+
+
+COMBINATIONS = (
+    *(Combination(recompute, "adamw", ranks) for ranks in (1, 2, 4) for recompute in ("none", "selective", "full")),
+    Combination("none", "sgd", 2),
+    Combination("selective", "lion", 2),
+    Combination("full", "adafactor", 2),
+)
+BYTES = 256
+"""The vocabulary: `ringattn train` reads bytes."""
+
+SAME_LOSS = 1e-5
+"""Relative, float32; other ring sizes sum in another order."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A decoder in float32; two steps, so that the second meets the optimizer's state. The first `combinations` run."""
+
+    length_tokens: int = 2048
+    layers: int = 4
+    dim: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    hidden_dim: int = 768
+    combinations: int = len(COMBINATIONS)
+    results: str = RESULTS
+
+
+def words_of(run: Combination, options: Options) -> list[str]:
+    """The run as `ringattn train` takes it."""
+    sizes = ("layers", "dim", "heads", "kv_heads", "hidden_dim")
+    return [
+        *(f"{key}={value}" for key, value in run._asdict().items()),
+        *(f"model.{key}={getattr(options, key)}" for key in sizes),
+        f"length_tokens={options.length_tokens}", "steps=2", "warmup_steps=0", "learning_rate=1e-4",
+    ]  # fmt: skip
+
+
+def predicted_bytes(run: Combination, options: Options) -> int:
+    """The peak of the greatest rank as the capacity planner has it."""
+    sizes = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
+    whole = Run(
+        ModelShape(*sizes, BYTES, tied=True), options.length_tokens, run.ranks, precision="fp32",
+        optimizer=run.optimizer, recompute=run.recompute, gradients_kept=False, data="whole",
+    )  # fmt: skip
+    return int(training_bytes(whole).peak.total)
+
+
+def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
+    """One record for each combination."""
+    records = []
+    for run in COMBINATIONS[: options.combinations]:
+        name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"
+        say(name)
+        by_rank = run_in_processes(run.ranks, PROGRAM, {"words": words_of(run, options)}, say)
+        records.append({**run._asdict(), "predicted_bytes": predicted_bytes(run, options), "by_rank": by_rank})
+        check_losses(records, name)
+    return records
+
+
+def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
+    """Raise `GateError` unless the last record has the losses of the first: all of them before the optimizer acts."""
+    first, last = records[0], records[-1]
+    same = 2 if last["optimizer"] == first["optimizer"] else 1
+    for rank in last["by_rank"]:
+        for expected, loss in zip(first["by_rank"][0]["losses"][:same], rank["losses"], strict=False):
+            if not abs(loss - expected) <= SAME_LOSS * expected:
+                raise GateError(f"{name}: loss {loss}, {expected} expected; nothing is measured")
+
+
+def table(options: Options, records: Sequence[dict[str, Any]]) -> Table:
+    """All combinations."""
+    found = Table(
+        f"Peak growth of the greatest rank in training, MiB; {options.length_tokens} tokens in all, "
+        f"{options.layers} layers of {options.dim}, float32",
+        ("recompute", "optimizer", "ranks", "kept", "predicted", "storages", "resident", "predicted / resident"),
+        notes=["- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode."],
+    )
+    for record in records:
+        kept, storages, resident = (
+            max(rank[key] for rank in record["by_rank"]) for key in ("kept_bytes", "storage_bytes", "resident_bytes")
+        )
+        predicted = record["predicted_bytes"]
+        sizes = mib(kept), mib(predicted), mib(storages), mib(resident), f"{predicted / resident:.3f}"
+        found.rows.append((record["recompute"], record["optimizer"], str(record["ranks"]), *sizes))
+    return found
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Run, print, keep; returns what is kept."""
+    options = parse(Options(), words)
+    with progress("training_memory") as say:
+        data = {"runs": weigh(options, say)}
+    finish("training_memory", options, [table(options, data["runs"])], data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

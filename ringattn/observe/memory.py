@@ -1,0 +1,239 @@
+"""A watch over the memory of all ranks: readings, named thresholds, and what to do when one is passed.
+
+Promises: every rank sees the readings of all and comes to the same level, so what raises, raises everywhere; no byte is
+counted twice, whether the ring's pool lies in torch's allocator or beside it.
+Does not know: what the memory is used for, attention; ranks that are threads of one process see that process each.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.observe.process_memory import cpu_capacity_bytes, status_bytes
+
+LOGGER = logging.getLogger("ringattn")
+
+
+class Level(IntEnum):
+    """How full the fullest rank is."""
+
+    NORMAL = 0
+    WARNING = 1
+    CRITICAL = 2
+    EMERGENCY = 3
+
+
+class Profile(NamedTuple):
+    """Shares of a rank's memory: what to aim at, and from where on a level begins."""
+
+    target: float
+    warning: float
+    critical: float
+    emergency: float
+
+    def level(self, used: float) -> Level:
+        """The level of a share in use."""
+        return Level(sum(used >= bound for bound in (self.warning, self.critical, self.emergency)))
+
+
+PROFILES = {
+    "aggressive": Profile(0.92, 0.94, 0.96, 0.98),
+    "balanced": Profile(0.90, 0.92, 0.95, 0.97),
+    "conservative": Profile(0.85, 0.88, 0.92, 0.95),
+}
+"""A policy and no measurement: that of the training guide which users of dilated attention know."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rank's memory, in bytes.
+
+    `allocated_bytes`: tensors, the pool left out. `pool_bytes`, `pool_high_water_bytes`: the ring's pool.
+    `reserved_bytes`: held by allocators, the pool included; on a CPU the process's resident size. `resident_bytes`: the
+    process's. `used_bytes` of `capacity_bytes`: on CUDA what the device says of all its users; on a CPU the resident
+    size, of the machine's or the control group's memory.
+    """
+
+    rank: int
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    pool_bytes: int
+    pool_high_water_bytes: int
+    resident_bytes: int
+    used_bytes: int
+    capacity_bytes: int
+
+    @property
+    def used(self) -> float:
+        """The share of the capacity in use."""
+        return self.used_bytes / self.capacity_bytes
+
+    @property
+    def fragmentation(self) -> float | None:
+        """The share of what is reserved that no tensor has; None on a CPU, where the rest is the whole program."""
+        if self.device == "cpu" or not self.reserved_bytes:
+            return None
+        return 1 - (self.allocated_bytes + self.pool_bytes) / self.reserved_bytes
+
+    def __str__(self) -> str:
+        gaps = "" if self.fragmentation is None else f", {self.fragmentation:.1%} of it gaps"
+        return (
+            f"rank {self.rank}: {self.used:.1%} of {_mib(self.capacity_bytes)}; tensors {_mib(self.allocated_bytes)}, "
+            f"pool {_mib(self.pool_bytes)}, reserved {_mib(self.reserved_bytes)}{gaps}, "
+            f"resident {_mib(self.resident_bytes)}"
+        )
+
+
+class Arena(Protocol):
+    """What a monitor asks of a ring's pool, see `ringattn.pool`."""
+
+    high_water_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a pass can use without growth."""
+        ...
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Some of its bytes."""
+        ...
+
+
+Action = Callable[[Level, Sequence[Reading]], None]
+"""What to do at a level, with the readings of all ranks."""
+
+
+class MemoryMonitor:
+    """The memory of this rank, and of all through `gather`. `Ring.memory_monitor` makes one."""
+
+    def __init__(
+        self,
+        pool: Arena,
+        device: torch.device,
+        rank: int = 0,
+        gather: Callable[[str], Sequence[str]] | None = None,
+        profile: str | Profile = "balanced",
+        actions: Mapping[Level, Iterable[Action]] | None = None,
+        capacity_bytes: int | None = None,
+    ) -> None:
+        """`gather`: this rank's words to those of all ranks, by rank; None: alone. `actions`: by the level from which
+        on they are taken. `capacity_bytes`: None for what the device has.
+
+        Raises `InputError` for an unknown profile.
+        """
+        if isinstance(profile, str) and profile not in PROFILES:
+            raise InputError(f"profile={profile!r} is not known; choose one of {', '.join(PROFILES)}, or a Profile")
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self._pool, self._device, self._rank, self._gather = pool, device, rank, gather
+        self._actions = {level: tuple(some) for level, some in (actions or {}).items()}
+        self._capacity_bytes = capacity_bytes
+
+    def read(self) -> Reading:
+        """This rank's memory now; walks over all tensors of the process on a CPU."""
+        pool, resident = self._pool, status_bytes("VmRSS")
+        if self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)
+            inside = pool.nbytes if lies_in(pool.view(0, 0).data_ptr(), torch.cuda.memory_snapshot()) else 0
+            free, total = torch.cuda.mem_get_info(self._device)
+            allocated, used = stats["allocated_bytes.all.current"] - inside, total - free
+            reserved = stats["reserved_bytes.all.current"] + pool.nbytes - inside
+        else:
+            allocated = max(0, tensor_bytes(self._device) - pool.nbytes)
+            reserved, used, total = resident, resident, cpu_capacity_bytes()
+        return Reading(
+            self._rank, self._device.type, allocated, reserved, pool.nbytes, pool.high_water_bytes, resident, used,
+            self._capacity_bytes or total,
+        )  # fmt: skip
+
+    def report(self) -> list[Reading]:
+        """The readings of all ranks, by rank. All ranks call it together."""
+        mine = self.read()
+        if self._gather is None:
+            return [mine]
+        return [Reading(**json.loads(words)) for words in self._gather(json.dumps(asdict(mine)))]
+
+    def check(self) -> Level:
+        """Read all ranks, and take the actions of every level that the fullest has reached. All ranks call it."""
+        readings = self.report()
+        level = self.profile.level(max(one.used for one in readings))
+        for reached in sorted(one for one in self._actions if one <= level):
+            for action in self._actions[reached]:
+                action(level, readings)
+        return level
+
+
+def greatest(readings: Sequence[Reading]) -> dict[str, int]:
+    """The greatest figure of any rank, by name."""
+    names = [name for name, value in asdict(readings[0]).items() if isinstance(value, int) and name != "rank"]
+    return {name: max(getattr(one, name) for one in readings) for name in names}
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+def log(level: Level, readings: Sequence[Reading]) -> None:
+    """One line for the fullest rank, to the logger `ringattn`."""
+    fullest = max(readings, key=lambda one: one.used)
+    LOGGER.warning("memory %s: %s", level.name.lower(), fullest)
+
+
+def snapshot_into(folder: Path, rank: int) -> Action:
+    """Writes all readings to `memory-<rank>.json` in `folder`, and on CUDA torch's own snapshot beside it (pickle)."""
+
+    def write(level: Level, readings: Sequence[Reading]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"level": level.name.lower(), "ranks": [asdict(one) for one in readings]}
+        (folder / f"memory-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+        if readings[rank].device == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
+
+    return write
+
+
+def reduce_batch(batch: Callable[[], int], set_batch: Callable[[int], None]) -> Action:
+    """Halves the batch, down to 1, on every rank alike."""
+
+    def reduce(level: Level, readings: Sequence[Reading]) -> None:
+        if batch() > 1:
+            set_batch(batch() // 2)
+
+    return reduce
+
+
+def stop(level: Level, readings: Sequence[Reading]) -> None:
+    """Raises `OutOfMemoryError` before the allocator does, on every rank."""
+    fullest = max(readings, key=lambda one: one.used)
+    raise OutOfMemoryError(f"memory is at the level {level.name.lower()}: {fullest}; use a smaller batch or more ranks")
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Bytes of all storages on `device` that some Python object holds; what only autograd holds is not seen."""
+    sizes = {}
+    for one in gc.get_objects():
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device and one.layout == torch.strided:
+            storage = one.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def lies_in(pointer: int, segments: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an address lies in a segment of `torch.cuda.memory_snapshot()`."""
+    return any(one["address"] <= pointer < one["address"] + one["total_size"] for one in segments)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,35 @@
+"""Errors of a rank that found no memory, with the plan's account of what it held.
+
+Promises: whatever torch or Python calls such an error, it becomes one `OutOfMemoryError`, with the first as its cause.
+Does not know: who allocates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ringattn.errors import OutOfMemoryError
+from ringattn.plan import Plan
+from ringattn.planner.account import account, mib, remedies
+
+CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""How torch's CPU allocator says it, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there was no memory, and is not yet one of ours."""
+    if isinstance(error, OutOfMemoryError):
+        return False
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_ALLOCATOR)
+
+
+def told(error: BaseException, plan: Plan, step: int | None, workspace_bytes: int, pool_bytes: int) -> OutOfMemoryError:
+    """The same error with what was live and what to change. `pool_bytes`: what the ring's pool holds now."""
+    advice = "\n".join(f"  - {one}" for one in remedies(plan))
+    first = (str(error) or repr(error)).splitlines()[0]
+    return OutOfMemoryError(
+        f"rank {plan.rank}: out of memory in an attention pass: {first}\n"
+        f"{account(plan, step, workspace_bytes)}\nthe pool holds {mib(pool_bytes)}\nto change:\n{advice}"
+    )

@@ -1,0 +1,83 @@
+"""How many bytes one rank holds at the most while it attends, forward and backward, from its plans alone.
+
+Promises: of tensors what the pass itself makes, each named; the slots' figure is the plan's own, and the
+workspace is what `Executor.workspace_bytes` says. The caller's q, k, v and dout are not counted.
+Does not know: torch, engines that carry in another dtype than the accumulators', a loss that uses lse, eight-bit wires
+(whose quantizing allocates on a CPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringattn.plan import ALIGNMENT_BYTES, Plan
+from ringattn.problem import ITEM_BYTES, Problem
+
+Parts = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """What one rank holds at the moment of a pass when it holds most. Bytes."""
+
+    parts: Parts
+
+    @property
+    def peak_bytes(self) -> int:
+        """All together."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """One line for each part, the largest first, in MiB."""
+        lines = sorted(self.parts.items(), key=lambda part: -part[1])
+        return "\n".join(f"{nbytes / 2**20:10.3f} MiB  {name}" for name, nbytes in lines if nbytes)
+
+
+def slots_bytes(plan: Plan) -> int:
+    """Bytes of the pool for this plan alone: its arena, and what aligning its start takes."""
+    return plan.arena_bytes + ALIGNMENT_BYTES if plan.arena_bytes else 0
+
+
+def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
+    """Of `ringattn.api.Attention.forward`. `workspace_bytes`: of the plan's greediest piece of work.
+
+    `slots`: bytes of a pool that is larger already.
+    """
+    own = _Own(plan.problem, plan.rank)
+    standing = {"out accumulator": own.out, "lse": own.lse, "slots": max(slots_bytes(plan), slots or 0)}
+    handed = {"kept for backward": plan.kept_bytes, "out": own.rounded(own.out)}
+    return _greatest(standing | {"workspace": workspace_bytes}, standing | handed)
+
+
+def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
+    """Of `ringattn.api.Attention.backward`, with what its forward pass left: out, lse, what was kept, slots."""
+    own = _Own(backward.problem, backward.rank)
+    pool = max(slots_bytes(forward), slots or 0)
+    left = {"out": own.rounded(own.out) or own.out, "lse": own.lse, "kept for backward": forward.kept_bytes}
+    # delta: the product of dout and out, and where they are half also both in the accumulator dtype, or the sums.
+    product = 3 * own.out if own.rounded(own.out) else own.out + own.lse
+    grads = {"delta": own.lse, "dq accumulator": own.dq, "dk, dv accumulators": own.dkv}
+    standing = left | grads | {"slots": max(slots_bytes(backward), pool)}
+    results = {"dq, dk, dv": own.rounded(own.dq + own.dkv)}
+    begun = left | {"slots": pool, "delta": product}
+    return _greatest(begun, standing | {"workspace": workspace_bytes}, standing | results)
+
+
+class _Own:
+    """Bytes of the rank's own tensors in the accumulator dtype."""
+
+    def __init__(self, problem: Problem, rank: int) -> None:
+        self.item, self.half = (ITEM_BYTES[dtype] for dtype in (problem.accumulator_dtype, problem.dtype))
+        rows = problem.q_layout.counts[rank] * problem.batch * problem.q_heads * self.item
+        keys = problem.kv_layout.counts[rank] * problem.batch * problem.kv_heads * self.item
+        self.out, self.lse, self.dq = rows * problem.value_dim, rows, rows * problem.head_dim
+        self.dkv = keys * (problem.head_dim + problem.value_dim)
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a copy in the inputs' dtype; 0 where that is the accumulators' and there is no copy."""
+        return 0 if self.item == self.half else nbytes * self.half // self.item
+
+
+def _greatest(*moments: Parts) -> AttentionMemory:
+    return max((AttentionMemory(parts) for parts in moments), key=lambda one: one.peak_bytes)
