@@ -32,7 +32,8 @@ from ringattn.mask import Banded
 from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.simulate import REFERENCE, simulate
+from ringattn.planner.cluster import REFERENCE
+from ringattn.planner.simulate import simulate
 from ringattn.presets import Branches, geometric
 from ringattn.problem import Problem
 from ringattn.ring import Ring

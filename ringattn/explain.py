@@ -21,7 +21,8 @@ from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import Banded
 from ringattn.plan import Plan, record_bytes
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.simulate import REFERENCE, Cluster, simulate
+from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.simulate import simulate
 from ringattn.presets import check
 from ringattn.problem import Problem
 from ringattn.schedule.ops import Schedule

@@ -7,8 +7,9 @@ import pytest
 from ringattn.dilation import Dilated
 from ringattn.layout import make_layout
 from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import counts, forward_seconds
-from ringattn.planner.simulate import REFERENCE, Cluster, simulate
+from ringattn.planner.simulate import simulate
 from ringattn.problem import Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind

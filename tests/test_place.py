@@ -12,8 +12,9 @@ import pytest
 from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send, Serve
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
+from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.place import project
-from ringattn.planner.simulate import REFERENCE, Cluster, simulate
+from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, schedule_of
 from tests.strategies import Case, covering, simple, wire_order

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ringattn.plan import Plan, record_bytes
+from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import forward_seconds
 from ringattn.planner.place import project
-from ringattn.planner.simulate import REFERENCE, Cluster
 from ringattn.problem import Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.needs import needs_of

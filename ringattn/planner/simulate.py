@@ -1,4 +1,4 @@
-"""How long the plans of all ranks take together, on a machine described by four numbers.
+"""How long the plans of all ranks take together, on machines described by a handful of constants.
 
 A step's messages run while its work runs; a rank enters its next step when both are done. A message starts when both
 ends have reached their exchange, and a rank's outgoing messages share its link.
@@ -10,23 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ringattn.plan import Fold, Plan, Recv, Send, Serve
+from ringattn.planner.cluster import Cluster
 from ringattn.problem import Problem
 
 FORWARD_FLOPS_PER_DIM = 4
 BACKWARD_OVER_FORWARD = 2.5
-
-
-class Cluster(NamedTuple):
-    """A machine: achieved FLOP/s of the attention kernel, bytes/s per rank and direction, seconds per message."""
-
-    name: str
-    flops: float
-    bandwidth: float
-    latency_s: float
-
-
-REFERENCE = Cluster("H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6)
-"""A stated point of reference, not a measurement of the machine at hand."""
 
 
 class Timeline(NamedTuple):
