@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.options import help_text, option
@@ -46,7 +48,7 @@ class PlanConfig:
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS))
     length_tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1)
-    ring: int | None = option(None, "ranks that share each sequence; the smallest that fits if not set", least=1)
+    ring: int | None = option(None, "ranks that share each sequence; not set: the smallest that fits", least=1)
     batch: int = option(1, "sequences of one step", least=1)
     attention: str = option("causal", "which pairs meet", choices=KINDS)
     window_tokens: int = option(0, "window: keys before the query", least=0)
@@ -91,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
     if config.recommended:
         given = {word.partition("=")[0] for word in argv}
         config = replace(config, **{key: value for key, value in machine.start if key not in given})
-    found = plan(config, machine)
+    with Console(stderr=True).status("searching what fits"):
+        found = plan(config, machine)
     print(table(config, machine, found))
     if config.json:
         Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -142,8 +145,11 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         raise InputError(f"precision={config.precision}: {machine.name} has no bf16 arithmetic; use precision=fp32")
     run = run_of(config)
     smallest = smallest_ring(run, machine.memory_bytes)
-    run = replace(run, ring=config.ring or smallest or 1)
     recommended = replace(run, **dict(machine.start))
+    recommended_ring = smallest_ring(recommended, machine.memory_bytes)
+    # Where no ring fits as it is, the steps are for the ring that fits the recommended settings.
+    run = replace(run, ring=config.ring or smallest or recommended_ring or 1)
+    recommended = replace(recommended, ring=run.ring)
     account = training_bytes(run)
     steps = advice(run, machine)
     eased = with_steps(run, steps)
@@ -153,7 +159,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "hardware": {"name": machine.name, "memory_bytes": machine.memory_bytes, "source": machine.source,
                      "recommended": dict(machine.start), "why": machine.why,
                      "longest_tokens": longest_tokens(recommended, machine.memory_bytes),
-                     "smallest_ring": smallest_ring(recommended, machine.memory_bytes)},
+                     "smallest_ring": recommended_ring},
         "run": {key: one for key, one in asdict(run).items() if key != "model"},
         "fits": account.peak.total <= machine.memory_bytes,
         "moment": account.moment,

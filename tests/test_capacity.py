@@ -14,7 +14,7 @@ from ringattn.launch.model import ModelConfig, Transformer
 from ringattn.launch.text import VOCABULARY
 from ringattn.launch.train_config import TrainConfig
 from ringattn.observe.storages import StorageMeter
-from ringattn.planner.activations import PRECISIONS, head_bytes, layer_parts
+from ringattn.planner.activations import PRECISIONS, head_kept, layer_parts
 from ringattn.planner.capacity import (
     GATHERED_LAYERS,
     Run,
@@ -149,7 +149,7 @@ def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
     casts = cast_bytes(Run(shape, 1, precision=TRAIN_PRECISION[dtype]))
     of_layer = (casts - cast_bytes(Run(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype])))
     assert three["model"] - two["model"] == tokens * layer_parts(shape, numbers).all.total + of_layer
-    kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_bytes(shape, numbers)) + casts
+    kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_kept(shape, numbers).total) + casts
     ids = tokens * 8
     assert two["model"] == kept + ids
 
@@ -233,8 +233,9 @@ def test_each_switch_saves_what_it_says() -> None:
     assert saved("activations", recompute="selective") == tokens * layers * (per_layer - 10 * width - 4 * shape.heads)
     assert saved("activations", recompute="offloaded") == tokens * (layers * per_layer - 2 * 2 * width)
     assert host_bytes(replace(LONG, recompute="offloaded")) == tokens * layers * 2 * width
-    eight_bit = 16 * width + 16 * width / width * 4  # 16 numbers of two bytes a width, and a scale for each row
-    assert saved("activations", saved_activations="int8") == tokens * layers * (32 * width - eight_bit)
+    # 12 numbers of two bytes a width, in six rows of a layer, and two rows at the head; attention's stay as they are.
+    eight_bit = layers * (12 * width + 6 * 4) + 2 * (width + 4)
+    assert saved("activations", saved_activations="int8") == tokens * ((24 * layers + 4) * width - eight_bit)
     assert saved("logits", chunked_loss_tokens=1024) == (tokens - 1024) * 12 * shape.vocabulary
     assert saved("optimizer", offload="optimizer") == 12 * shape.parameters
     assert saved("gradients", gradients_kept=False) == 2 * shape.parameters

@@ -141,3 +141,12 @@ def test_wrong_words_are_refused(words: tuple[str, ...], said: str, capsys: pyte
 def test_one_rank_where_no_ring_fits() -> None:
     found = plan(load(["preset=405B"], PlanConfig), hardware("rtx4090"))
     assert found["run"]["ring"] == 1 and found["smallest_ring"] is None and not found["fits"]
+
+
+def test_the_ring_of_the_recommended_settings_where_none_fits_as_it_is(tmp_path: Path) -> None:
+    code, found = planned(tmp_path, "preset=7B", "length_tokens=1000000")
+    ring, limit = found["hardware"]["smallest_ring"], 80 * GIB
+    assert code == 1 and found["smallest_ring"] is None and found["run"]["ring"] == ring
+    recommended = Run(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
+    assert fits(recommended, limit) and not fits(replace(recommended, ring=ring - 1), limit)
+    assert found["after_steps"]["total_bytes"] <= limit

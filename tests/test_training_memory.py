@@ -5,7 +5,7 @@ Storages of one rank, seen by a dispatch mode. Does not know: whether training i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from ringattn.launch import loop
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.train_config import TrainConfig, load_train
 from ringattn.observe.storages import StorageMeter
+from ringattn.planner.capacity import Run, training_bytes
+from ringattn.planner.model_shapes import ModelShape
 from ringattn.testing import run_ranks
 
 BIG = TrainConfig(length_tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))
@@ -73,6 +75,29 @@ def test_chunked_loss_holds_no_logits_of_all_tokens() -> None:
     assert saved >= (3 - 4 / 8) * ROWS * 256 * FLOAT_BYTES
 
 
+def predicted_bytes(config: TrainConfig) -> float:
+    """What the capacity planner says of one step, weights and optimizer aside."""
+    shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
+    peak = training_bytes(Run(
+        shape, config.length_tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
+        saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
+    )).peak  # fmt: skip
+    return peak.total - peak.parameters - peak.optimizer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"recompute": "selective"}, {"recompute": "full"}, {"saved_activations": "int8"},
+        {"saved_activations": "fp8"}, {"recompute": "full", "saved_activations": "int8"}, {"chunked_loss_tokens": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any]) -> None:
+    config = replace(BIG, **change)
+    assert peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
+
+
 # --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
@@ -118,12 +143,14 @@ def test_other_losses_stop_the_benchmark() -> None:
 @pytest.mark.slow
 def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = training_memory.Combination("none", "adamw", 1), training_memory.Combination("full", "sgd", 2)
-    monkeypatch.setattr(training_memory, "predicted_bytes", lambda run, options: 1 << 30)
     monkeypatch.setattr(training_memory, "COMBINATIONS", runs)
-    data = training_memory.main(["length_tokens=1024", "layers=2", "dim=64", "hidden_dim=128", f"results={tmp_path}"])
+    data = training_memory.main([f"results={tmp_path}"])
     alone, shared = data["runs"]
     assert len(shared["by_rank"]) == 2
     for rank in (*alone["by_rank"], *shared["by_rank"]):
         assert rank["resident_bytes"] >= 0.9 * rank["storage_bytes"] > rank["kept_bytes"]
     assert shared["by_rank"][0]["storage_bytes"] < alone["by_rank"][0]["storage_bytes"] / 2
-    assert "1024.0" in (tmp_path / "training_memory.md").read_text()
+    for record in data["runs"]:
+        greatest = max(rank["resident_bytes"] for rank in record["by_rank"])
+        assert record["predicted_bytes"] == pytest.approx(greatest, rel=0.1)
+    assert "predicted / resident" in (tmp_path / "training_memory.md").read_text()

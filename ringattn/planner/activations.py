@@ -56,20 +56,37 @@ PRECISIONS: dict[str, Precision] = {
 
 
 class Kept(NamedTuple):
-    """Bytes of one token in one layer: of large floating-point tensors, and of what is never made smaller."""
+    """Bytes of one token in one layer: of activations as they are, of the same in eight bits, of all that stays."""
 
     floats: int
+    packed: int
     other: int = 0
 
     def __add__(self, more: object) -> Kept:
         """Both, part by part."""
         assert isinstance(more, Kept)
-        return Kept(self.floats + more.floats, self.other + more.other)
+        return Kept(*(one + two for one, two in zip(self, more, strict=True)))
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes, nothing packed."""
         return self.floats + self.other
+
+
+def rows(precision: Precision, elements: int, copies: int = 1) -> Kept:
+    """Activations of so many elements a token; in eight bits an element is a byte and a row has a wide scale."""
+    return Kept(copies * precision.activation * elements, copies * (elements + precision.wide))
+
+
+NOTHING = Kept(0, 0)
+
+
+def normalized(shape: ModelShape, precision: Precision) -> Kept:
+    """What a swiglu model's norm keeps: its input, which two operations save, and the normalized input, both wide, its
+    output, and a wide scalar. Operations that save the same tensor share it, but each packs a copy of its own."""
+    wide, width = precision.wide, shape.width
+    output = rows(precision, width)
+    return Kept(2 * wide * width, 3 * (width + wide), wide) + output
 
 
 class LayerParts(NamedTuple):
@@ -92,18 +109,19 @@ def layer_parts(shape: ModelShape, precision: Precision) -> LayerParts:
     and a wide scalar; each matrix product keeps its input; rotary tables are made in every layer; V is a view of the
     whole projection, which it keeps alive beside the rotated Q and K; the feed-forward keeps gate and up, silu(gate),
     and the product. gelu, as Korthikanti et al. count it: inputs of both norms, of all four products and of the gelu;
-    Q, K, V; a byte each for two dropouts.
+    Q, K, V; a byte each for two dropouts. What attention keeps is never packed (`launch.saved_activations` says why).
     """
-    item, wide, width = precision.activation, precision.wide, shape.width
+    item, width = precision.activation, shape.width
     projected = width + 2 * shape.kv_width
     lse = max(LSE_BYTES, precision.wide) * shape.heads
     if shape.block == "swiglu":
-        norm = Kept(2 * wide * width + item * width, wide)
-        attention = Kept(item * (width + shape.kv_width + projected + width), lse)
-        return LayerParts(norm + Kept(0, wide * shape.head_dim), attention, norm + Kept(item * 4 * shape.ffn))
-    norm = Kept(2 * item * width)
-    masks = Kept(0, MASK_BYTES * width)
-    return LayerParts(norm, Kept(item * (projected + width), lse), masks + norm + Kept(2 * item * shape.ffn) + masks)
+        norm, tables = normalized(shape, precision), Kept(0, 0, precision.wide * shape.head_dim)
+        attention = Kept(0, 0, item * (width + shape.kv_width + projected + width) + lse)
+        return LayerParts(norm + tables, attention, norm + rows(precision, shape.ffn, copies=4))
+    norm = rows(precision, width, copies=2)
+    masks = Kept(0, 0, MASK_BYTES * width)
+    attention = Kept(0, 0, item * (projected + width) + lse)
+    return LayerParts(norm, attention, masks + norm + rows(precision, shape.ffn, copies=2) + masks)
 
 
 RECOMPUTE = ("none", "selective", "full", "offloaded")
@@ -124,8 +142,8 @@ class Stored(NamedTuple):
 
 def stored(shape: ModelShape, precision: Precision, recompute: str) -> Stored:
     """What a recomputation policy (see `RECOMPUTE`) keeps of one token in one layer. Raises `InputError` if unknown."""
-    parts, nothing = layer_parts(shape, precision), Kept(0)
-    own_input = Kept(precision.activation * shape.width)
+    parts, nothing = layer_parts(shape, precision), NOTHING
+    own_input = rows(precision, shape.width)
     match named(recompute, RECOMPUTE, "recompute"):
         case "none":
             return Stored(parts.all, nothing, nothing)
@@ -138,30 +156,22 @@ def stored(shape: ModelShape, precision: Precision, recompute: str) -> Stored:
 
 
 SAVED = ("keep", "int8", "fp8")
-"""How saved activations are held: as they are, or in eight bits with a float32 scale for each row."""
+"""How saved activations are held: as they are, or in eight bits with a scale for each row."""
 
 
-def held_bytes(kept: Kept, precision: Precision, width: int, saved: str) -> float:
-    """Bytes of one token of `kept`, held as `saved` says (see `SAVED`); rows are taken to be `width` long.
-
-    Eight bits a value and four bytes a row: 1 / item + 4 / (item * width) of the floats. Raises `InputError` if
-    unknown.
-    """
-    if named(saved, SAVED, "saved_activations") == "keep":
-        return kept.total
-    values = kept.floats / precision.activation
-    return values + values / width * 4 + kept.other
+def held_bytes(kept: Kept, saved: str) -> int:
+    """Bytes of one token of `kept`, held as `saved` says (see `SAVED`). Raises `InputError` if unknown."""
+    return kept.total if named(saved, SAVED, "saved_activations") == "keep" else kept.packed + kept.other
 
 
-def head_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Bytes of one token that the last norm and the output product keep.
+def head_kept(shape: ModelShape, precision: Precision) -> Kept:
+    """Of one token, what the last norm and the output product keep.
 
     gelu, in 16 bits: 4 times width (Korthikanti et al., section 4.3, without its 4 bytes a logit, see `logits_bytes`).
     """
-    item, wide = precision.activation, precision.wide
     if shape.block == "swiglu":
-        return (2 * wide + item) * shape.width + wide
-    return 2 * item * shape.width
+        return normalized(shape, precision)
+    return rows(precision, shape.width, copies=2)
 
 
 def logits_bytes(shape: ModelShape, precision: Precision) -> int:

@@ -18,7 +18,7 @@ from ringattn.planner.activations import (
     SAVED,
     Precision,
     backward_bytes,
-    head_bytes,
+    head_kept,
     held_bytes,
     logits_bytes,
     stored,
@@ -196,10 +196,15 @@ def cast_bytes(run: Run) -> float:
 def activation_bytes(run: Run) -> float:
     """What all layers and the head keep from forward to backward (see `planner.activations`)."""
     shape, numbers = run.model, run.numbers
-    layer = held_bytes(stored(shape, numbers, run.recompute).device, numbers, shape.width, run.saved_activations)
+    layer = held_bytes(stored(shape, numbers, run.recompute).device, run.saved_activations)
     # Of inputs that wait in host memory two are here: one in use, one on its way.
     waiting = 2 * stored(shape, numbers, run.recompute).host.total
-    return run.tokens * (shape.layers * layer + waiting + head_bytes(shape, numbers)) + cast_bytes(run)
+    return run.tokens * (shape.layers * layer + waiting) + head_bytes(run) + cast_bytes(run)
+
+
+def head_bytes(run: Run) -> int:
+    """What the last norm and the output product keep."""
+    return run.tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
 
 
 def live_bytes(run: Run) -> tuple[float, float]:
@@ -246,7 +251,7 @@ def moments(run: Run) -> dict[str, Breakdown]:
     head = gradients if run.gradients_kept else float(min(gradients, shape.head_parameters * numbers.gradient))
     live, sums = live_bytes(run)
     all_kept = activation_bytes(run)
-    one_layer = (all_kept - run.tokens * head_bytes(shape, numbers)) / shape.layers
+    one_layer = (all_kept - head_bytes(run)) / shape.layers
     at_once = min(run.chunked_loss_tokens or run.tokens, run.tokens)
     common = {
         "parameters": parameter_bytes(run),
@@ -263,7 +268,7 @@ def moments(run: Run) -> dict[str, Breakdown]:
     found = {
         "loss": Breakdown(**between, gradients=early, activations=all_kept, live_layer=passing, logits=logits),
         "last layer": Breakdown(
-            **between, gradients=head, activations=all_kept - run.tokens * head_bytes(shape, numbers),
+            **between, gradients=head, activations=all_kept - head_bytes(run),
             live_layer=live, attention=sums,
         ),
         "first layer": Breakdown(
