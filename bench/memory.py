@@ -1,8 +1,9 @@
 """How much memory a rank needs: this ring, the all-gather, and two known mistakes; predicted and measured.
 
 `python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
-processes: growth of the greater rank's peak resident size from before its inputs exist to the end, beside the sum of
-the tensors' sizes and of the plan's arena. The second table is the pool's high water at fixed tokens per rank.
+processes: the greater rank's storages, and the growth of its resident size from before its inputs exist to the end,
+beside the sum of the tensors' sizes and of the plan's arena. The second table is the pool's high water at fixed tokens
+per rank.
 Does not know: time.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.contenders import OurRing
 from ringattn.bench.gate import Contender, Inputs, open_gate, random_inputs
 from ringattn.bench.memory_curve import draw_curve
@@ -28,6 +30,7 @@ from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.layout import make_layout
 from ringattn.mask import make_mask
 from ringattn.observe.process_memory import reset_peak, status_bytes
+from ringattn.observe.storages import StorageMeter
 from ringattn.planner.choose import plan_of
 from ringattn.problem import Problem
 from ringattn.ring import Ring
@@ -69,7 +72,7 @@ def contender(ring: Ring, method: str) -> Contender:
 
 
 def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
-    """One rank's growth in bytes, by two meters, of one method at one length; the gate first."""
+    """One rank's growth in bytes, by three meters, of one method at one length; the gate first."""
     one = contender(ring, method)
     heads, kv_heads, head_dim = shape
     open_gate([one], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32))
@@ -83,11 +86,20 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
     one.load(inputs)
     kept = one.forward(), one.backward()
     ring.barrier()
-    del kept
-    return {
+    found = {
         "peak_growth_bytes": status_bytes("VmHWM") - resident,
         "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - most,
     }
+    # Once more under the meter of storages, which itself takes resident memory; with a pool that is made anew.
+    del kept, one
+    ring.pool.release_arena()
+    one = contender(ring, method)
+    with StorageMeter(attention_scratch_bytes) as storages:
+        one.load(inputs)
+        kept = one.forward(), one.backward()
+    ring.barrier()
+    del kept
+    return {"storages_bytes": storages.peak_bytes, **found}
 
 
 def predicted(method: str, length: int, options: Options) -> dict[str, int]:
@@ -186,16 +198,21 @@ def _pool_pass(length: int, options: Options) -> Callable[[Ring], int]:
 def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
     """Both tables."""
     one = Table(
-        f"Peak growth of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
+        f"Peak memory of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal",
-        ("tokens", "method", "kept", "travelling", "working", "predicted", "measured", "by ru_maxrss", "KiB a token"),
-        notes=["- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block."],
+        ("tokens", "method", "kept", "travelling", "working", "predicted", "storages", "resident", "by ru_maxrss",
+         "KiB a token"),
+        notes=[
+            "- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block.",
+            "- storages: torch's and its kernels' scratch, by a dispatch mode. resident: growth of the process in a",
+            "  run before; it is less where pages that the gate left are used again.",
+        ],
     )
     for record in weights:
         parts = record["predicted"].values()
-        measured = record["peak_growth_bytes"], record["ru_maxrss_growth_bytes"]
+        measured = (record[f"{meter}_bytes"] for meter in ("storages", "peak_growth", "ru_maxrss_growth"))
         cells = map(mib, (*parts, sum(parts), *measured))
-        per_token = f"{record['peak_growth_bytes'] / record['length_tokens'] / 1024:.1f}"
+        per_token = f"{record['storages_bytes'] / record['length_tokens'] / 1024:.1f}"
         one.rows.append((str(record["length_tokens"]), record["method"], *cells, per_token))
     two = Table(
         f"High water of the ring's pool at {options.pool_tokens_per_rank} tokens per rank, MiB",
@@ -226,7 +243,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)
     draw_curve(
         options.methods, data["weights"], lambda method, length: sum(predicted(method, length, options).values()),
-        f"Peak growth of the greater of {options.ranks} ranks, heads {options.heads}:{options.kv_heads} of "
+        f"Peak memory of the greater of {options.ranks} ranks, heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal", Path(options.results, "memory.png"),
     )  # fmt: skip
     return data

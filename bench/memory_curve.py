@@ -1,4 +1,4 @@
-"""The memory curve: peak growth of a rank against the length of the sequence, measured points on predicted lines.
+"""The memory curve: peak memory of a rank against the length of the sequence, measured points on predicted lines.
 
 Does not know: how either was found.
 """
@@ -17,23 +17,24 @@ import numpy as np
 
 INK = "#22303c"
 POINTS = 60
+MARKERS = "osD^vPX*"
 
 
 def draw_curve(
     methods: Sequence[str], records: Sequence[dict[str, Any]], predicted: Callable[[str, int], int], title: str,
     path: Path,
 ) -> None:
-    """Write a PNG. `records`: length_tokens, method, peak_growth_bytes; `predicted`: bytes of a method at a length."""
+    """Write a PNG. `records`: length_tokens, method, storages_bytes; `predicted`: bytes of a method at a length."""
     lengths = sorted({record["length_tokens"] for record in records})
     figure, ax = plt.subplots(figsize=(9, 5.5))
     for number, method in enumerate(methods):
-        color = f"C{number}"
+        color, marker = f"C{number}", MARKERS[number % len(MARKERS)]
         at = np.unique(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8)
         ax.plot(at, [predicted(method, int(length)) / 2**20 for length in at], color=color, linewidth=1.5)
         found = [one for one in records if one["method"] == method]
-        tokens, growth = ([one[key] for one in found] for key in ("length_tokens", "peak_growth_bytes"))
+        tokens, growth = ([one[key] for one in found] for key in ("length_tokens", "storages_bytes"))
         mebibytes = [nbytes / 2**20 for nbytes in growth]
-        ax.scatter(tokens, mebibytes, color=color, label=method, zorder=3, s=36, edgecolor="white")
+        ax.scatter(tokens, mebibytes, color=color, marker=marker, label=method, zorder=3, s=40, alpha=0.8)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.set_xticks(lengths, [str(length) for length in lengths])
