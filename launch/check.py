@@ -1,8 +1,6 @@
 """`ringattn check`: every schedule x layout x mask against a dense float64 truth, forward and all gradients.
 
-Rank 0 prints a row as soon as its case is done, so the table is also the progress. Bounds are those of the project:
-float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); half types 1.25 x the error that the same
-engine has alone, on one device (relative Frobenius norm).
+Rank 0 prints a row as soon as its case is done, so the table is also the progress.
 Does not know: how ranks are started.
 """
 
@@ -18,15 +16,21 @@ from torch import Tensor
 
 import ringattn
 from ringattn.errors import InputError
+from ringattn.launch.exactness import (
+    ABSOLUTE_BOUND,
+    DTYPES,
+    OVER_ONE_DEVICE,
+    attended,
+    drawn,
+    error_of,
+    sequence_of,
+    truth_and_bounds,
+)
 from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import ROUTES
-from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
-from ringattn.transport.local import LocalWorld
+from ringattn.testing import run_ranks
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ABSOLUTE_BOUND = {torch.float64: 1e-10, torch.float32: 1e-5}
-OVER_ONE_DEVICE = 1.25
 DEFAULT_RANKS = 4
 JOB_TIMEOUT_S = 1800.0
 NAMES = ("out", "dQ", "dK", "dV")
@@ -135,7 +139,8 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
 def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     """All cases on one rank; rank 0 compares and prints. Returns the number of cases and of failures."""
     dtype, length = DTYPES[spec["dtype"]], spec["length_tokens"]
-    inputs = tuple(x.to(ring.device) for x in _inputs(spec, dtype))
+    heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
+    inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
     say: Callable[[str], None] = print if ring.rank == 0 else lambda _: None
     bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
@@ -144,62 +149,15 @@ def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     truths: dict[str, tuple[list[Tensor], list[float]]] = {}
     everything = list(cases())
     for case in everything:
-        got = _attend(ring, case, inputs, length)
+        got = attended(ring, case, inputs, sequence_of(ring, case, length), case.schedule)
         if ring.rank == 0:
             if case.mask not in truths:
-                truths[case.mask] = _truth_and_bounds(case, inputs, length, spec)
+                truths[case.mask] = truth_and_bounds(case, inputs, spec["engine"])
             truth, bounds = truths[case.mask]
-            errors = [_error(x, y) for x, y in zip(got, truth, strict=True)]
+            errors = [error_of(x, y) for x, y in zip(got, truth, strict=True)]
             wrong = [not error <= limit for error, limit in zip(errors, bounds, strict=True)]
             failed += any(wrong)
             marks = "".join(f"{error:>10.1e}" for error in errors)
             say(f"{case.mask:<26}{case.layout:<14}{case.schedule:<12}{marks}{'  OVER' if any(wrong) else ''}")
     ring.all_reduce([failed])  # only rank 0 has counted
     return {"cases": len(everything), "failed": int(failed)}
-
-
-def _inputs(spec: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, the same on every rank."""
-    generator = torch.Generator().manual_seed(spec["seed"])
-    shapes = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "value_dim"), ("heads", "value_dim"))
-    return tuple(
-        torch.randn(
-            spec["batch"], spec["length_tokens"], spec[heads], spec[dim], generator=generator, dtype=torch.float64
-        ).to(dtype)
-        for heads, dim in shapes
-    )
-
-
-def _attend(ring: ringattn.Ring, case: Case, inputs: tuple[Tensor, ...], length: int) -> list[Tensor]:
-    """out, dQ, dK, dV of the whole sequence, gathered."""
-    seq = ring.sequence(length, cu_seqlens=case.documents(length), layout=case.layout)
-    q, k, v, dout = (seq.shard(x) for x in inputs)
-    q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    attend = ring.dilated_attention if case.dilated else ring.attention
-    out: Tensor = attend(q, k, v, seq, schedule=case.schedule, **case.options(length))
-    grads = torch.autograd.grad(out, leaves, dout)
-    return [seq.gather(x) for x in (out.detach(), *grads)]
-
-
-def _truth_and_bounds(
-    case: Case, inputs: tuple[Tensor, ...], length: int, spec: dict[str, Any]
-) -> tuple[list[Tensor], list[float]]:
-    """The dense float64 results, and what each may differ from them."""
-    leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
-    dense = dense_dilated_attention if case.dilated else dense_attention
-    out, _ = dense(*leaves, cu_seqlens=case.documents(length), **case.options(length))
-    truth = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
-    dtype = inputs[0].dtype
-    if dtype in ABSOLUTE_BOUND:
-        return truth, [ABSOLUTE_BOUND[dtype]] * 4
-    with ringattn.Ring(transport=LocalWorld(1).transport(0), engine=spec["engine"]) as alone:
-        one_device = _attend(alone, Case(case.mask, "contiguous", "ring"), inputs, length)
-    return truth, [OVER_ONE_DEVICE * _error(x, y) for x, y in zip(one_device, truth, strict=True)]
-
-
-def _error(got: Tensor, truth: Tensor) -> float:
-    """Largest absolute difference; for half types the relative Frobenius norm of the difference."""
-    difference = got.double() - truth
-    if got.dtype in ABSOLUTE_BOUND:
-        return float(difference.abs().max()) if difference.numel() else 0.0
-    return float(difference.norm() / truth.norm())

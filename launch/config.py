@@ -7,7 +7,8 @@ Does not know: which commands there are.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_module
@@ -19,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.errors import InputError
-from ringattn.launch.options import CONF, check_limits, groups, leaves, presets_of
+from ringattn.launch.options import CONF, check_limits, coded_presets, groups, leaves, presets_of
 
 T = TypeVar("T")
 
@@ -30,11 +31,10 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     That file lists `<name of the schema>` among its defaults. Raises `InputError` for an unknown key, a value of the
     wrong type or out of range, and a sweep (`key=1,2`).
     """
-    for override in _parse(overrides):
+    for override in parse(overrides):
         _check_key(override, schema)
-    ConfigStore.instance().store(name=schema.__name__, node=schema, provider="ringattn")
     try:
-        with initialize_config_module(CONF, version_base="1.3"):
+        with registered(schema), initialize_config_module(CONF, version_base="1.3"):
             config = OmegaConf.to_object(compose(name or schema.__name__, list(overrides)))
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
@@ -46,7 +46,26 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     return config
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+@contextmanager
+def registered(schema: Any) -> Iterator[None]:
+    """`schema` and the presets of its groups are in Hydra's store meanwhile, and no other schema's.
+
+    Hydra has one store, in which the group `schedule` of one command would hide the plain key of another.
+    """
+    store = ConfigStore.instance()
+    before, store.repo = store.repo, dict(store.repo)
+    try:
+        store.store(name=schema.__name__, node=schema, provider="ringattn")
+        for group, presets in coded_presets(schema).items():
+            for name, preset in presets.items():
+                store.store(group=group, name=name, node=preset, provider="ringattn")
+        yield
+    finally:
+        store.repo = before
+
+
+def parse(overrides: Iterable[str]) -> list[Override]:
+    """The words `key=value` as Hydra reads them. Raises `InputError` for a word that is none."""
     parser, parsed = OverridesParser.create(), []
     for word in overrides:
         if "=" not in word or word.startswith("-"):
@@ -58,6 +77,11 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
+def swept(overrides: Iterable[str]) -> list[str]:
+    """The keys that are given several values (`key=1,2`), in order."""
+    return [one.key_or_group for one in parse(overrides) if one.is_sweep_override()]
+
+
 def _check_key(override: Override, schema: Any) -> None:
     """Hydra's own message for a wrong key speaks of structs and defaults lists; this one names the nearest key."""
     key, known = override.key_or_group, [leaf for leaf, _, _ in leaves(schema())]
@@ -65,12 +89,18 @@ def _check_key(override: Override, schema: Any) -> None:
         raise InputError(f"{override.input_line}: keys can be set, not added, removed or moved")
     if override.is_sweep_override():
         raise InputError(f"{key}: one value at a time; {override.get_value_string()} is a sweep")
-    if key in groups(schema):
-        if override.value() not in presets_of(key):
-            raise InputError(f"{override.input_line}: choose one of {', '.join(presets_of(key))}")
+    presets = presets_of(schema, key) if key in groups(schema) else []
+    if presets:
+        if override.value() not in presets:
+            raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        raise InputError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "; --help lists the keys"))
+        raise no_such_key(key, [*(group for group in groups(schema) if presets_of(schema, group)), *known])
+
+
+def no_such_key(key: str, known: Sequence[str]) -> InputError:
+    """The error for a key that is not among those known; it names the nearest."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return InputError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "; --help lists the keys"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ Does not know: which commands there are, how values are given; needs nothing bey
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from importlib import resources
 from typing import Any, get_type_hints
@@ -18,6 +18,11 @@ CONF = "ringattn.launch.conf"
 def option(default: Any, about: str, **limits: Any) -> Any:
     """A field with its help line and its limits: `least` and `above` (inclusive, exclusive), `choices`."""
     return field(default=default, metadata={"about": about, **limits})
+
+
+def group(make: Callable[[], Any], presets: Mapping[str, Any]) -> Any:
+    """A field that is a nested dataclass, `make()` by default; `presets` are the instances that its names select."""
+    return field(default_factory=make, metadata={"presets": presets})
 
 
 def check_limits(config: Any) -> None:
@@ -44,9 +49,9 @@ def help_text(command: str, purpose: str, schema: type) -> str:
     # A default that is much longer than the others must not push the meanings off the screen.
     wide, middle = max(len(row[0]) for row in rows), min(24, max(len(row[1]) for row in rows))
     lines = [f"  {key:<{wide}}  {default:<{middle}}  {about}" for key, default, about in rows]
-    named = [f"{group}={name}" for group in groups(schema) for name in presets_of(group)]
+    named = [f"{group}={','.join(presets_of(schema, group))}" for group in groups(schema) if presets_of(schema, group)]
     if named:
-        lines += ["", f"presets: {', '.join(named)}"]
+        lines += ["", "presets, one of each list:", *(f"  {one}" for one in named)]
     return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
 
 
@@ -66,6 +71,13 @@ def groups(schema: Any) -> list[str]:
     return [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
 
 
-def presets_of(group: str) -> list[str]:
-    """The names that a group can be set to."""
-    return sorted(file.name.removesuffix(".yaml") for file in (resources.files(CONF) / group).iterdir())
+def coded_presets(schema: Any) -> dict[str, Mapping[str, Any]]:
+    """By group: the presets that its field names (see `group`)."""
+    return {one.name: one.metadata["presets"] for one in fields(schema) if "presets" in one.metadata}
+
+
+def presets_of(schema: Any, group: str) -> list[str]:
+    """The names that a group of `schema` can be set to: those of its field, then the files of its folder."""
+    folder = resources.files(CONF) / group
+    files = (file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else ()
+    return [*coded_presets(schema).get(group, ()), *sorted(files)]

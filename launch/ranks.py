@@ -18,19 +18,32 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ringattn.errors import InputError, RingError
+from ringattn.errors import InputError
+from ringattn.launch.failures import RanksError, root_cause
 
 GRACE_S = 10.0
 """How long torchrun may take to end its processes before they are killed."""
-TRACEBACK_LINES = 20
 
 
-class RanksError(RingError):
-    """The processes of a job failed or did not end in time. The message names the rank and shows its traceback."""
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of one job, and which of them this is.
+
+    `endpoint`: host:port of node 0, where they meet within `timeout_s`; empty for one machine alone.
+    """
+
+    count: int = 1
+    rank: int = 0
+    endpoint: str = ""
+    timeout_s: float = 600.0
+
+
+ALONE = Nodes()
 
 
 class Place(NamedTuple):
@@ -47,16 +60,16 @@ def place_in_torchrun() -> Place | None:
     return None
 
 
-def agreed_ranks(asked: int | None) -> int:
+def agreed_ranks(asked: int | None, key: str = "ranks") -> int:
     """How many ranks there will be: torchrun's world size, else `asked`, else 1.
 
-    Raises `InputError` if torchrun started another number of ranks than was asked for.
+    Raises `InputError`, with the key first, if torchrun started another number of ranks than was asked for.
     """
     place = place_in_torchrun()
     if place is None:
         return asked or 1
     if asked is not None and asked != place.world_size:
-        raise InputError(f"ranks={asked}: torchrun started {place.world_size}; leave ranks out, or start it without")
+        raise InputError(f"{key}={asked}: torchrun started {place.world_size}; leave {key} out, or start it without")
     return place.world_size
 
 
@@ -65,11 +78,29 @@ def threads_for(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
+def agent_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
+    """The words that start torchrun for `ranks` processes of this machine; what they run comes after these."""
+    if nodes.endpoint:
+        meeting = [
+            *(f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", "--rdzv-backend=static"),
+            *(f"--rdzv-endpoint={nodes.endpoint}", f"--rdzv-conf=timeout={max(1, round(nodes.timeout_s))}"),
+        ]
+    else:
+        meeting = ["--standalone"]
+    return [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={ranks}"]
+
+
 def run_ranks_in_processes(
-    entry: str, spec: Mapping[str, Any], ranks: int, timeout_s: float, threads_per_rank: int | None = None
+    entry: str,
+    spec: Mapping[str, Any],
+    ranks: int,
+    timeout_s: float,
+    threads_per_rank: int | None = None,
+    nodes: Nodes = ALONE,
 ) -> list[dict[str, Any]]:
     """Call `entry` ("module:function") with `spec` in each of `ranks` new processes; return their answers by rank.
 
+    With `nodes`, other machines do the same at the same time, and the answers are those of this machine's ranks.
     `spec` and the answers are JSON. The processes have torchrun's environment, so `ringattn.Ring()` there joins them;
     rank 0 prints to this process's standard output. `threads_per_rank`: see `threads_for` for None.
     Raises `RanksError` if a rank fails or `timeout_s` pass; nothing of the job runs on after that.
@@ -80,10 +111,7 @@ def run_ranks_in_processes(
         job.write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
         with (folder / "torchrun.txt").open("wb") as log, _terminated_like_interrupted():
             agent = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-                    *("-m", "ringattn.launch.worker", str(job)),
-                ],
+                [*agent_command(ranks, nodes), "-m", "ringattn.launch.worker", str(job)],
                 env=_environment(threads_per_rank or threads_for(ranks)),
                 stderr=log,
                 start_new_session=True,
@@ -91,13 +119,16 @@ def run_ranks_in_processes(
             try:
                 code = agent.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                raise RanksError(f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended") from None
+                message = f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended; raise timeout_s"
+                raise RanksError(message, "timeout") from None
             finally:
                 _end(agent, job)
         if code:
-            raise RanksError(_root_cause(folder, code))
-        sys.stderr.write((folder / "errors-0.txt").read_text(encoding="utf-8", errors="replace"))
-        return [json.loads((folder / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+            raise root_cause(folder, (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace"), code)
+        first = nodes.rank * ranks
+        sys.stderr.write((folder / f"errors-{first}.txt").read_text(encoding="utf-8", errors="replace"))
+        answers = (folder / f"answer-{rank}.json" for rank in range(first, first + ranks))
+        return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -147,15 +178,3 @@ def _processes_of(job: Path) -> list[int]:
             if os.fsencode(job) in line.read_bytes().split(b"\0"):
                 found.append(int(line.parent.name))
     return found
-
-
-def _root_cause(folder: Path, code: int) -> str:
-    """The first failure as a message; ranks that only lost a peer are not the cause."""
-    failures = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
-    if not failures:
-        log = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"the ranks failed without a Python error (exit code {code}):\n" + "\n".join(log[-TRACEBACK_LINES:])
-    followers = ("PeerLostError", "DeadlineError", "TransportError", "ClosedError")
-    first = min(failures, key=lambda failure: (failure["kind"] in followers, failure["time_s"]))
-    tail = "\n".join(first["traceback"].splitlines()[-TRACEBACK_LINES:])
-    return f"rank {first['rank']} failed first: {first['kind']}: {first['message']}\n{tail}"

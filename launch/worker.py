@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ringattn.errors import InputError
+
 
 def main(job: Path) -> int:
     """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
@@ -34,6 +36,7 @@ def main(job: Path) -> int:
             "time_s": time.time(),
             "kind": type(error).__name__,
             "message": str(error),
+            "refused": isinstance(error, InputError),
             "traceback": traceback.format_exc(),
         }
         _write(folder / f"failure-{rank}.json", failure)

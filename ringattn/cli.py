@@ -16,6 +16,8 @@ COMMANDS = {
     "check": ("ringattn.launch.check", "compare every schedule, layout and mask with a dense float64 truth"),
     "explain": ("ringattn.launch.show", "print who sends what to whom, when, and what it costs"),
     "plan": ("ringattn.launch.plan", "say how many bytes a rank needs to train a model, what fits, and what to do"),
+    "run": ("ringattn.launch.run", "measure one attention call on several ranks, behind its exactness gate"),
+    "sweep": ("ringattn.launch.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
     "demo": ("ringattn.launch.demo", "train with four processes and with one, compare, check, and draw"),
     "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
     "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),

@@ -1,0 +1,103 @@
+"""Whether ranks attend exactly: one call on all of them against a dense float64 truth, forward and all gradients.
+
+Bounds are those of the project: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); half
+types 1.25 x the error that the same engine has alone, on one device (relative Frobenius norm).
+Does not know: which calls are tried, what is printed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+from ringattn.testing import dense_attention, dense_dilated_attention
+from ringattn.transport.local import LocalWorld
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ABSOLUTE_BOUND = {torch.float64: 1e-10, torch.float32: 1e-5}
+OVER_ONE_DEVICE = 1.25
+
+
+class Attending(Protocol):
+    """An attention call that can be made at any length."""
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def dilated(self) -> bool:
+        """Whether it is `Ring.dilated_attention`."""
+        ...
+
+    def options(self, length: int) -> dict[str, Any]:
+        """Keyword arguments of the call, of its dense truth too."""
+        ...
+
+    def documents(self, length: int) -> list[int] | None:
+        """cu_seqlens, or None for one sequence."""
+        ...
+
+
+def drawn(
+    batch: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, seed: int
+) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output: unit normal, the same on every rank.
+
+    `heads`: of queries and of K/V; `dims`: of queries and keys, and of values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])
+    return tuple(torch.randn(batch, tokens, *one, generator=generator, dtype=torch.float64).to(dtype) for one in shapes)
+
+
+def sequence_of(ring: Ring, call: Attending, length: int, layout: str | None = None) -> Sequence:
+    """How the call's tokens lie over the ranks, or would lie in another `layout`."""
+    options = call.options(length)
+    kind = "causal" if options["causal"] else "full"
+    kind = "dilated" if call.dilated else "window" if "window" in options else kind
+    return ring.sequence(length, cu_seqlens=call.documents(length), layout=layout or call.layout, for_=kind)
+
+
+def attended(ring: Ring, call: Attending, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str) -> list[Tensor]:
+    """out, dQ, dK, dV of the whole sequence, gathered."""
+    q, k, v, dout = (seq.shard(x) for x in inputs)
+    q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    attend = ring.dilated_attention if call.dilated else ring.attention
+    out: Tensor = attend(q, k, v, seq, schedule=schedule, **call.options(seq.length))
+    grads = torch.autograd.grad(out, leaves, dout)
+    return [seq.gather(x) for x in (out.detach(), *grads)]
+
+
+def truth_and_bounds(call: Attending, inputs: tuple[Tensor, ...], engine: Any) -> tuple[list[Tensor], list[float]]:
+    """The dense float64 results, and what each may differ from them. `engine`: which is alone on one device."""
+    length = inputs[0].shape[1]
+    leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
+    dense = dense_dilated_attention if call.dilated else dense_attention
+    out, _ = dense(*leaves, cu_seqlens=call.documents(length), **call.options(length))
+    truth = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
+    dtype = inputs[0].dtype
+    if dtype in ABSOLUTE_BOUND:
+        return truth, [ABSOLUTE_BOUND[dtype]] * 4
+    with Ring(transport=LocalWorld(1).transport(0), engine=engine) as alone:
+        one_device = attended(alone, call, inputs, sequence_of(alone, call, length, "contiguous"), "ring")
+    return truth, [OVER_ONE_DEVICE * error_of(x, y) for x, y in zip(one_device, truth, strict=True)]
+
+
+def error_of(got: Tensor, truth: Tensor) -> float:
+    """Largest absolute difference; for half types the relative Frobenius norm of the difference."""
+    if got.dtype in ABSOLUTE_BOUND:
+        return absolute_error(got, truth)
+    return float((got.double() - truth).norm() / truth.norm())
+
+
+def absolute_error(got: Tensor, truth: Tensor) -> float:
+    """Largest absolute difference."""
+    difference = got.double() - truth
+    return float(difference.abs().max()) if difference.numel() else 0.0
