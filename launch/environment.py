@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+@cache
 def code_version() -> str:
-    """The commit of the checkout that runs, `-dirty` after it where files differ; else the package's version."""
+    """The commit of the checkout that runs, `-dirty` after it where files differ; else the package's version.
+
+    As it was when this process first asked.
+    """
     try:
         _git("ls-files", "--error-unmatch", "launch/environment.py")  # a wheel may lie in another project's checkout
         return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")

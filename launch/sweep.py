@@ -36,6 +36,8 @@ Example: ringattn sweep out=DIR nproc=1,2,4 schedule=ring,all_gather,direct toke
 Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other words change them.
 Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 nproc=8 nnodes=1,2,4 ..."""
 
+SCALING = "scaling"
+"""Folder of the presets; not `preset`, which Hydra would take for a group and hide that plain key of every command."""
 LOOK_S = 0.2
 """Seconds between two looks for records that have arrived."""
 
@@ -46,7 +48,7 @@ class SweepConfig:
 
     out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
     launcher: str = option("local", "what starts the points", choices=tuple(LAUNCHERS))
-    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(RunConfig, "preset")))
+    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(RunConfig, SCALING)))
     slurm: SlurmConfig = group(SlurmConfig, {})
 
 
@@ -108,7 +110,7 @@ def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
     """The words of a preset, but for tokens where the user says how many there are in the other way."""
     if preset is None:
         return []
-    text = (resources.files(CONF) / "preset" / f"{preset}.yaml").read_text(encoding="utf-8")
+    text = (resources.files(CONF) / SCALING / f"{preset}.yaml").read_text(encoding="utf-8")
     sizes = [word.partition("=")[0] for word in given if word.startswith(("tokens=", "tokens_per_rank="))]
     values = {str(key): value for key, value in OmegaConf.create(text).items()}
     return [f"{key}={value}" for key, value in values.items() if not (sizes and key.startswith("tokens"))]
