@@ -305,6 +305,14 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     assert held == code | conf | {f"ringattn/{name}" for name in data}
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
+    wheel_path = next(tmp_path.glob("*.whl"))
+    # Options are found inside an installed wheel, presets that are files and presets that are code.
+    code = "from ringattn.launch.run_config import load_run\nfrom ringattn.launch.sweep import described\n"
+    code += "print(load_run(['shape=llama8b', 'mask=window']).shape.heads, len(described(['preset=weak'])[1]))"
+    (tmp_path / "site").mkdir()
+    with zipfile.ZipFile(wheel_path) as wheel:
+        wheel.extractall(tmp_path / "site")
+    assert python(code, cwd=tmp_path, path=tmp_path / "site").split() == ["32", "3"]
 
 
 def test_files_are_short() -> None:
