@@ -34,7 +34,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: ("planner", "plan", "kernels"),
     2: ("schedule",),
     1: ("mask", "dilation", "presets", "layout", "problem", "sweep"),
-    0: ("geometry", "errors"),
+    0: ("geometry", "errors", "span"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 FAMILIES = [set(FLOORS[6]), set(FLOORS[5]), {"planner", "plan"}, set(FLOORS[1])]  # may import each other

@@ -1,11 +1,18 @@
-"""Machines that attend together, described by a handful of constants, each with its unit and where it comes from.
+"""Machines that attend together, each described by a handful of constants with their units: presets, and files.
 
-Does not know: plans, torch, what is installed here.
+Promises: a preset says where its figures come from; what was measured on the machine itself says so (`calibrated`).
+Does not know: plans, torch, what is installed here, how constants are measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ringattn.errors import InputError
+from ringattn.planner.model_shapes import named
 
 
 @dataclass(frozen=True)
@@ -14,10 +21,16 @@ class Cluster:
 
     `flops`: FLOP/s that the attention kernel of one rank achieves forward; `backward_flops`: backward, None for the
     same. `bandwidth`: bytes/s that one rank sends, and as many that it receives. `latency_s`: seconds of a step's
-    messages beside their bytes. `call_s`: seconds of one engine call beside its arithmetic. `copy_bytes_s`: bytes/s at
-    which rows are packed, merged and added, read and written bytes together; None: not counted. `cores`: ranks that
-    compute at full speed at once, None: all. `ranks_per_node` ranks share a machine; messages between machines have
-    `node_bandwidth` and `node_latency_s`. `source`: where the constants come from.
+    messages beside their bytes. `call_s`: seconds of one engine call beside its arithmetic; `tile_s`: of each tile in
+    it. `copy_bytes_s`: bytes/s at which rows are packed, merged and added, read and written bytes together; None: not
+    counted. `cores`: ranks of a machine that compute at full speed at once, None: all. `ranks_per_node` ranks share a
+    machine, None: all; messages between machines have `node_bandwidth` and `node_latency_s`, None: as the others.
+
+    `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
+    the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
+    pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
+    `cores` is set. `calibrated`: whether the constants were measured on the machine itself. `source`: where they come
+    from. Raises `InputError` for constants that cannot be.
     """
 
     name: str
@@ -32,9 +45,121 @@ class Cluster:
     node_bandwidth: float | None = None
     node_latency_s: float | None = None
     source: str = ""
+    tile_s: float = 0.0
+    block_keys: int = 0
+    softmax_dims: float = 0.0
+    pass_s: float = 0.0
+    wire_cores: float = 0.0
+    calibrated: bool = False
 
+    def __post_init__(self) -> None:
+        """Rates and counts are positive, seconds are not negative."""
+        may_be_zero = ("latency_s", "node_latency_s", "call_s", "tile_s", "block_keys", "softmax_dims", "pass_s",
+                       "wire_cores")  # fmt: skip
+        for key in UNITS:
+            value = getattr(self, key)
+            if value is not None and not (value > 0 or (value == 0 and key in may_be_zero)):
+                least = "must not be negative" if key in may_be_zero else "must be more than 0"
+                raise InputError(f"{key}={value}: {least}")
+
+    def crosses(self, rank: int, peer: int) -> bool:
+        """Whether two ranks are on different machines."""
+        return self.node_of(rank) != self.node_of(peer)
+
+    def node_of(self, rank: int) -> int:
+        """The machine of a rank."""
+        return rank // self.ranks_per_node if self.ranks_per_node else 0
+
+    def link(self, across: bool) -> tuple[float, float]:
+        """Seconds of latency and bytes/s, between ranks of one machine or of two."""
+        if not across:
+            return self.latency_s, self.bandwidth
+        latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
+        return latency_s, self.node_bandwidth or self.bandwidth
+
+
+UNITS = {
+    "flops": "FLOP/s", "backward_flops": "FLOP/s", "bandwidth": "bytes/s", "node_bandwidth": "bytes/s",
+    "copy_bytes_s": "bytes/s", "latency_s": "s", "node_latency_s": "s", "call_s": "s", "tile_s": "s", "pass_s": "s",
+    "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
+    "wire_cores": "processors",
+}  # fmt: skip
 
 REFERENCE = Cluster(
     "H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
     source="a stated point of reference, not a measurement of the machine at hand",
 )  # fmt: skip
+
+_STATED = "latency: stated, not measured; NICs: line rate"
+
+CLUSTERS: dict[str, Cluster] = {
+    "reference": REFERENCE,
+    "a100": Cluster(
+        "A100 SXM 80 GB, 8 a machine, 200G NICs (published)", 230e12, 240e9, 15e-6, backward_flops=196e12,
+        copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128,
+        source="FlashAttention-2 (arXiv:2307.08691): up to 230 TFLOP/s forward, 63 % of the peak of 312 backward; "
+        f"NVLink 3: half of 480 GB/s both ways (NVIDIA/nccl-tests issue 149); memory: A100 datasheet; {_STATED}",
+    ),
+    "h100": Cluster(
+        "H100 SXM, 8 a machine, 400G NICs (published)", 648e12, 371e9, 15e-6, backward_flops=561e12,
+        copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        source="FlashAttention-3 (arXiv:2407.08608), head dimension 128, 16k tokens, no mask; NVLink 4: half of 742 "
+        f"GB/s both ways (NVIDIA/nccl issue 1264); memory: H100 datasheet; {_STATED}",
+    ),
+    "h200": Cluster(
+        "H200 SXM, 8 a machine, 400G NICs (published)", 702e12, 371e9, 15e-6, backward_flops=612e12,
+        copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        source="cuDNN 9.19 on H200 (cudnn-frontend's benchmark tables), head dimension 128, 16k tokens, no mask; "
+        f"NVLink 4 as the H100's; memory: H200 datasheet; {_STATED}",
+    ),
+    "b200": Cluster(
+        "B200, 8 a machine, 400G NICs (published)", 1613e12, 900e9, 15e-6, backward_flops=1070e12,
+        copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        source="FlashAttention-4 (Dao et al. 2026, abstract): up to 1613 TFLOP/s forward; backward: MagiAttention's "
+        f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; {_STATED}",
+    ),
+    "rtx4090": Cluster(
+        "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
+        copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128,
+        source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the 165 TFLOP/s of the "
+        f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
+    ),
+}  # fmt: skip
+
+
+def cluster_named(name_or_file: str) -> Cluster:
+    """A preset by its name, or the constants in a JSON file that `ringattn calibrate` wrote.
+
+    Raises `InputError` with the nearest name, or with what is wrong with the file.
+    """
+    path = Path(name_or_file)
+    if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
+        return CLUSTERS[named(name_or_file, CLUSTERS, "cluster")]
+    again = "write it again with `ringattn calibrate`"
+    try:
+        described: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cluster={path}: {error.strerror}; `ringattn calibrate out={path}` writes one") from error
+    except ValueError as error:
+        raise InputError(f"cluster={path}: not JSON ({error}); {again}") from error
+    constants = described.get("constants") if isinstance(described, dict) else None
+    if not isinstance(constants, dict):
+        raise InputError(f"cluster={path}: has no constants; {again}")
+    kinds = {field.name: str(field.type) for field in fields(Cluster)}
+    for key, value in constants.items():
+        if key not in kinds:
+            raise InputError(f"cluster={path}: {key} is not a constant of a cluster; {again}")
+        if not _fits(value, kinds[key]):
+            raise InputError(f"cluster={path}: {key}={value!r} should be {kinds[key]}; {again}")
+    if missing := [key for key in ("name", "flops", "bandwidth", "latency_s") if key not in constants]:
+        raise InputError(f"cluster={path}: {missing[0]} is missing; {again}")
+    return Cluster(**constants)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value read from JSON is of a field's type, written as "float | None"."""
+    if value is None:
+        return kind.endswith("None")
+    if isinstance(value, (bool, str)):
+        return kind == type(value).__name__
+    return kind.startswith("float") or (kind.startswith("int") and isinstance(value, int))

@@ -16,7 +16,7 @@ import numpy as np
 from ringattn.mask import Branch
 from ringattn.plan import record_bytes
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.simulate import attention_s
+from ringattn.planner.work import attention_s
 from ringattn.problem import Problem
 from ringattn.schedule.ops import Kind
 from ringattn.sweep import edges_of, pieces_of

@@ -1,107 +1,241 @@
-"""How long the plans of all ranks take together, on machines described by a handful of constants.
+"""How long the plans of all ranks take together, on machines described by a handful of constants: events in time.
 
-A step's messages run while its work runs; a rank enters its next step when both are done. A message starts when both
-ends have reached their exchange, and a rank's outgoing messages share its link.
+A step packs, lets its messages go and works; a rank enters its next step when its work is done and all its messages
+have left and arrived. A message starts when both ends have let their messages go. What a rank sends in a step shares
+its link, and so does what it receives. Where a machine has fewer processors than ranks at work, all of them get equal
+shares of it, and messages that processors carry take part (egalitarian processor sharing).
+Promises: the same plans and constants, the same times.
 Does not know: torch, what is installed here.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
-from ringattn.plan import Fold, Plan, Recv, Send, Serve
+from ringattn.errors import InputError
+from ringattn.plan import Plan
 from ringattn.planner.cluster import Cluster
-from ringattn.problem import Problem
-
-FORWARD_FLOPS_PER_DIM = 4
-BACKWARD_OVER_FORWARD = 2.5
+from ringattn.planner.work import packing_s, step_s
+from ringattn.span import COMM, COMPUTE, Span
 
 
 class Timeline(NamedTuple):
-    """Predicted times in microseconds: of the slowest rank, and per rank spent computing and waiting."""
+    """Predicted times in microseconds: of the slowest rank, and by rank.
+
+    `busy_us`: at work, slowed where processors are shared. `waiting_us`: the rest of the whole time. `exposed_us`: of
+    it, waiting for messages while its own work was done. `spans`: what a rank did and what its messages did; names are
+    as in "step 2 attend", numbers are those of the schedule's steps.
+    """
 
     total_us: float
     busy_us: tuple[float, ...]
     waiting_us: tuple[float, ...]
+    exposed_us: tuple[float, ...]
+    spans: tuple[tuple[Span, ...], ...]
 
 
 def simulate(plans: tuple[Plan, ...], cluster: Cluster) -> Timeline:
-    """Play the plans of all ranks of one pass against each other."""
-    clock = [0.0] * len(plans)
-    busy = [0.0] * len(plans)
-    at = [0] * len(plans)
-    begun: list[dict[int, float]] = [{} for _ in plans]  # by rank: step number -> when its exchange was posted
-    sends = [_by_peer(plan, receiving=False) for plan in plans]
-    recvs = [_by_peer(plan, receiving=True) for plan in plans]
-    moved = True
-    while moved:
-        moved = False
-        for rank, plan in enumerate(plans):
-            while at[rank] < len(plan.steps):
-                now = at[rank]
-                begun[rank].setdefault(now, clock[rank])
-                arrival = _exchanged(rank, now, plans, begun, sends, recvs, cluster)
-                if arrival is None:
-                    break
-                work = _work_s(plan, now, cluster)
-                busy[rank] += work
-                clock[rank] = max(clock[rank] + work, arrival)
-                at[rank] += 1
-                moved = True
-    total = max(clock)
-    return Timeline(total * 1e6, tuple(b * 1e6 for b in busy), tuple((total - b) * 1e6 for b in busy))
+    """Play the plans of all ranks of one pass against each other. Raises `InputError` for plans that never end."""
+    play = _Play(plans, cluster)
+    play.run()
+    total = max(play.finished, default=0.0) * 1e6
+    spans = tuple(tuple(found) for found in play.spans)
+    busy = tuple(sum(s.end_us - s.start_us for s in found if s.lane == COMPUTE) for found in spans)
+    exposed = tuple(max(0.0, end * 1e6 - work) for end, work in zip(play.finished, busy, strict=True))
+    return Timeline(total, busy, tuple(total - work for work in busy), exposed, spans)
 
 
-Numbered = dict[int, list[tuple[int, Send | Recv]]]
-"""By peer: (plan step, message) in order."""
+class _Machine:
+    """The jobs of one machine on its processors. Work of a job is in seconds at full speed."""
+
+    def __init__(self, cores: int | None) -> None:
+        self._cores = cores
+        self.demand = 0.0
+        """Processors that the jobs would keep busy."""
+        self._seen_s = 0.0
+        self._done_s = 0.0  # Work that a job which never ended would have got by `_seen_s`.
+        self._ends: list[tuple[float, int, Callable[[float], None]]] = []
+
+    def start(self, now_s: float, work_s: float, order: int, done: Callable[[float], None]) -> None:
+        """A job of so much work; `done(time)` is called at its end."""
+        self.advance(now_s)
+        heapq.heappush(self._ends, (self._done_s + work_s, order, done))
+
+    def demand_more(self, now_s: float, by: float) -> None:
+        """From now on the jobs want more processors, or less."""
+        self.advance(now_s)
+        self.demand += by
+
+    def next_s(self) -> float:
+        """When the next job ends."""
+        if not self._ends:
+            return float("inf")
+        return self._seen_s + max(0.0, self._ends[0][0] - self._done_s) / self._rate
+
+    def end_one(self, now_s: float) -> None:
+        """End the job that ends now."""
+        self._seen_s = now_s
+        self._done_s, _, done = heapq.heappop(self._ends)
+        done(now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Let time pass."""
+        self._done_s += (now_s - self._seen_s) * self._rate
+        self._seen_s = now_s
+
+    @property
+    def _rate(self) -> float:
+        """Of each job, 1 at full speed."""
+        crowded = self._cores is not None and self.demand > self._cores
+        return self._cores / self.demand if crowded else 1.0  # type: ignore[operator]  # then cores is a number
 
 
-def _by_peer(plan: Plan, receiving: bool) -> Numbered:
-    found: Numbered = {}
-    for now, step in enumerate(plan.steps):
-        for message in step.recvs if receiving else step.sends:
-            found.setdefault(message.peer, []).append((now, message))
-    return found
+class _Message(NamedTuple):
+    """One message; steps count from 0 in the plans of its ends."""
+
+    src: int
+    src_step: int
+    dst: int
+    dst_step: int
+    nbytes: int
 
 
-def _exchanged(
-    rank: int,
-    now: int,
-    plans: tuple[Plan, ...],
-    begun: list[dict[int, float]],
-    sends: list[Numbered],
-    recvs: list[Numbered],
-    cluster: Cluster,
-) -> float | None:
-    """When all messages of a rank's step have left and arrived; None while some peer has not reached its end."""
-    done = begun[rank][now]
-    for ours, theirs, outgoing in ((sends, recvs, True), (recvs, sends, False)):
-        for peer, numbered in ours[rank].items():
-            for place, (step, _) in enumerate(numbered):
-                if step != now:
-                    continue
-                peer_step = theirs[peer][rank][place][0]
-                if peer_step not in begun[peer]:
-                    return None
-                sender, sent_in = (rank, now) if outgoing else (peer, peer_step)
-                start = max(begun[rank][now], begun[peer][peer_step])
-                done = max(done, start + _link_s(plans[sender], sent_in, cluster))
-    return done
+class _Play:
+    """The state of all ranks."""
+
+    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster) -> None:
+        self._plans, self._cluster = plans, cluster
+        nodes = cluster.node_of(len(plans) - 1) + 1 if cluster.cores is not None else 1
+        self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
+        self._orders = count()
+        self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
+        self._loads: dict[tuple[int, int, bool, bool], int] = {}  # bytes by rank, step, whether sent, across machines
+        for message in _messages(plans):
+            across = cluster.crosses(message.src, message.dst)
+            for key in ((message.src, message.src_step, True, across), (message.dst, message.dst_step, False, across)):
+                self._loads[key] = self._loads.get(key, 0) + message.nbytes
+                self._messages[key[0]][key[1]].append(message)
+        self._at = [-1] * len(plans)
+        self._posted_s: list[list[float | None]] = [[None] * len(plan.steps) for plan in plans]
+        self._working = [False] * len(plans)
+        self._left = [0] * len(plans)  # messages that the rank's step still waits for
+        self._travelling = [0] * len(plans)
+        self.finished = [0.0] * len(plans)
+        self.spans: list[list[Span]] = [[] for _ in plans]
+
+    def run(self) -> None:
+        """Until all ranks have ended."""
+        for rank in range(len(self._plans)):
+            self._work(rank, 0.0, self._cluster.pass_s if self._plans[rank].steps else 0.0, "begin", self._enter)
+        while (machine := min(self._machines, key=_Machine.next_s)).next_s() < float("inf"):
+            machine.end_one(machine.next_s())
+        for rank, plan in enumerate(self._plans):
+            if self._at[rank] < len(plan.steps):
+                raise InputError(f"rank {rank} never ends step {self._at[rank]}: the plans' messages do not match")
+
+    def _work(self, rank: int, now_s: float, work_s: float, name: str, then: Callable[[int, float], None]) -> None:
+        """Keep a rank busy; `then(rank, time)` at the end."""
+        machine = self._machine(rank)
+
+        def done(end_s: float) -> None:
+            machine.demand_more(end_s, -1)
+            if end_s > now_s:
+                self.spans[rank].append(Span(name, COMPUTE, now_s * 1e6, end_s * 1e6))
+            then(rank, end_s)
+
+        machine.demand_more(now_s, 1)
+        machine.start(now_s, work_s, next(self._orders), done)
+
+    def _enter(self, rank: int, now_s: float) -> None:
+        """A rank's next step begins, if there is one."""
+        self._at[rank] += 1
+        steps = self._plans[rank].steps
+        if self._at[rank] == len(steps):
+            self.finished[rank] = now_s
+            return
+        step = steps[self._at[rank]]
+        packing = packing_s(self._plans[rank], step, self._cluster)
+        self._work(rank, now_s, packing, f"step {step.number} pack", self._depart)
+
+    def _depart(self, rank: int, now_s: float) -> None:
+        """A rank lets its step's messages go and turns to its work."""
+        at = self._at[rank]
+        step, messages = self._plans[rank].steps[at], self._messages[rank][at]
+        self._posted_s[rank][at] = now_s
+        self._working[rank], self._left[rank] = True, len(messages)
+        for message in messages:
+            if self._posted_s[message.src][message.src_step] is not None and (
+                self._posted_s[message.dst][message.dst_step] is not None
+            ):
+                self._travel(message, now_s)
+        work = step_s(self._plans[rank], step, self._cluster)
+        self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
+
+    def _travel(self, message: _Message, now_s: float) -> None:
+        """A message of which both ends are ready."""
+        src, src_step, dst, dst_step, _ = message
+        across = self._cluster.crosses(src, dst)
+        load = max(self._loads[src, src_step, True, across], self._loads[dst, dst_step, False, across])
+        latency_s, bandwidth = self._cluster.link(across)
+
+        def done(end_s: float) -> None:
+            for rank in (src, dst):
+                self._carry(rank, end_s, -1)
+            for rank in (src, dst):
+                self._arrived(rank, end_s)
+
+        for rank in (src, dst):
+            self._carry(rank, now_s, 1)
+        self._machine(src).start(now_s, latency_s + load / bandwidth, next(self._orders), done)
+
+    def _carry(self, rank: int, now_s: float, by: int) -> None:
+        """A rank's processors carry one message more or less; one transport carries them all."""
+        before = self._travelling[rank]
+        self._travelling[rank] += by
+        if not (before and self._travelling[rank]):
+            self._machine(rank).demand_more(now_s, by * self._cluster.wire_cores)
+
+    def _worked(self, rank: int, now_s: float) -> None:
+        self._working[rank] = False
+        self._leave(rank, now_s)
+
+    def _arrived(self, rank: int, now_s: float) -> None:
+        self._left[rank] -= 1
+        if not self._left[rank]:
+            at = self._at[rank]
+            posted_s, number = self._posted_s[rank][at], self._plans[rank].steps[at].number
+            assert posted_s is not None
+            nbytes = sum(message.nbytes for message in self._messages[rank][at] if message.src == rank)
+            self.spans[rank].append(Span(f"step {number} exchange", COMM, posted_s * 1e6, now_s * 1e6, nbytes))
+            self._leave(rank, now_s)
+
+    def _leave(self, rank: int, now_s: float) -> None:
+        """A rank's step ends, unless something of it is left."""
+        if not self._working[rank] and not self._left[rank]:
+            self._enter(rank, now_s)
+
+    def _machine(self, rank: int) -> _Machine:
+        return self._machines[self._cluster.node_of(rank) if len(self._machines) > 1 else 0]
 
 
-def _link_s(plan: Plan, now: int, cluster: Cluster) -> float:
-    """Seconds in which a rank's link carries all that it sends in one step."""
-    nbytes = sum(send.elements * plan.element_bytes(send.buffer) for send in plan.steps[now].sends)
-    return cluster.latency_s + nbytes / cluster.bandwidth
-
-
-def _work_s(plan: Plan, now: int, cluster: Cluster) -> float:
-    """Seconds of a step's attention; merges and packing are not counted."""
-    pairs = sum(item.tiles.area() for item in plan.steps[now].work if isinstance(item, (Fold, Serve)))
-    return attention_s(plan.problem, pairs, cluster) * (BACKWARD_OVER_FORWARD if plan.backward else 1)
-
-
-def attention_s(problem: Problem, pairs: float, cluster: Cluster) -> float:
-    """Seconds of a forward pass over so many (q, k) pairs times query heads, in each batch."""
-    flops = pairs * problem.batch * (problem.head_dim + problem.value_dim) / 2 * FORWARD_FLOPS_PER_DIM
-    return flops / cluster.flops
+def _messages(plans: tuple[Plan, ...]) -> list[_Message]:
+    """The k-th message that is sent to a rank meets the k-th that it receives from there."""
+    sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for now, step in enumerate(plan.steps):
+            for send in step.sends:
+                nbytes = send.elements * plan.element_bytes(send.buffer)
+                sent.setdefault((rank, send.peer), []).append((now, nbytes))
+            for recv in step.recvs:
+                received.setdefault((recv.peer, rank), []).append(now)
+    if {pair: len(one) for pair, one in sent.items()} != {pair: len(one) for pair, one in received.items()}:
+        raise InputError("the plans send and receive different numbers of messages")
+    return [
+        _Message(src, src_step, dst, dst_step, nbytes)
+        for (src, dst), one in sent.items()
+        for (src_step, nbytes), dst_step in zip(one, received[src, dst], strict=True)
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ringattn.planner.capacity import Run, host_bytes
 from ringattn.planner.hardware import Hardware
-from ringattn.planner.simulate import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
+from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 
 def matrix_flops(run: Run) -> float:

@@ -1,0 +1,114 @@
+"""How long a rank works on what a plan tells it: arithmetic, memory traffic, and what calls cost beside them.
+
+A kernel takes keys in blocks, so a row whose keys end inside a block costs the whole block: half a block a row in the
+mean. The softmax of a pair costs as much as a few more dimensions of its heads would.
+Promises: the same formulas for what is predicted and for what constants are fitted to.
+Does not know: messages, other ranks, torch, how an engine cuts its tiles.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ringattn.geometry import Band, Run, count_pairs
+from ringattn.plan import HOME, Add, Pack, Plan, PlanStep, Serve, buffer_bytes, record_bytes
+from ringattn.planner.cluster import Cluster
+from ringattn.problem import Problem
+from ringattn.schedule.content import size
+from ringattn.schedule.ops import Kind
+from ringattn.sweep import TileTable
+
+FORWARD_FLOPS_PER_DIM = 4
+"""Of a pair: two products, a multiplication and an addition each (FlashAttention-2, section 4.1)."""
+BACKWARD_OVER_FORWARD = 2.5
+"""Five products for two (same place)."""
+COPIED, SUMMED = 2, 3
+"""How often a byte passes that is copied (read, written), and one that is added to another (both read, one written)."""
+
+
+class Work(NamedTuple):
+    """Of engine calls: pairs that the kernel computes, times query heads and batches; tiles; calls; bytes that pass."""
+
+    pairs: float = 0.0
+    tiles: int = 0
+    calls: int = 0
+    moved_bytes: float = 0.0
+
+
+def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
+    """Of one call on these tiles, whose results are added to the accumulators of queries, backward of keys too."""
+    rows = keys = 0
+    pairs = 0.0
+    for q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads in tiles.columns.tolist():
+        rows += q_count * heads
+        keys += k_count * max(1, heads // problem.group)
+        # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
+        least, most = (1 - k_count) * k_step, (q_count - 1) * q_step
+        lo, hi = min(max(lo - q + k, least), most + 1), min(max(hi - q + k, least - 1), most)
+        pairs += heads * computed_pairs(Run(0, q_count, q_step), Run(0, k_count, k_step), Band(lo, hi), block_keys)
+    summed = rows * record_bytes(problem, problem.accumulator_dtype, Kind.DQ)
+    if backward:
+        summed += keys * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
+    return Work(pairs * problem.batch, len(tiles), 1, SUMMED * summed)
+
+
+@lru_cache(maxsize=1 << 16)
+def computed_pairs(q: Run, k: Run, band: Band, block_keys: int) -> float:
+    """Pairs that are computed: those in the band, and half a block, or half the band, at each edge of a row."""
+    edges = q.between(k.start + band.lo, k.last + band.lo - 1).count
+    edges += q.between(k.start + band.hi + 1, k.last + band.hi).count
+    return count_pairs(q, k, band) + edges * min(block_keys, k.count, (band.hi - band.lo) // k.stride + 1) / 2
+
+
+def attention_s(problem: Problem, pairs: float, cluster: Cluster, backward: bool = False) -> float:
+    """Seconds of a pass over so many (q, k) pairs times query heads, in each batch."""
+    return pairs * problem.batch * pair_s(problem, cluster, backward)
+
+
+def pair_s(problem: Problem, cluster: Cluster, backward: bool) -> float:
+    """Seconds of one pair of one head."""
+    dims = (problem.head_dim + problem.value_dim) / 2 + cluster.softmax_dims
+    if backward:
+        return dims * FORWARD_FLOPS_PER_DIM * BACKWARD_OVER_FORWARD / (cluster.backward_flops or cluster.flops)
+    return dims * FORWARD_FLOPS_PER_DIM / cluster.flops
+
+
+def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool) -> float:
+    """Seconds of engine calls."""
+    calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
+    return work.pairs * pair_s(problem, cluster, backward) + calls + moved_s(work.moved_bytes, cluster)
+
+
+def moved_s(nbytes: float, cluster: Cluster) -> float:
+    """Seconds in which bytes pass through memory."""
+    return nbytes / cluster.copy_bytes_s if cluster.copy_bytes_s else 0.0
+
+
+def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
+    """Seconds until a step's messages can leave."""
+    return moved_s(sum(_packed(plan, pack) for pack in step.packs), cluster)
+
+
+def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
+    """Seconds of a step's work, which its messages may hide behind."""
+    problem, buffers = plan.problem, plan.buffers
+    moved: float = sum(buffer_bytes(problem, buffers[zeroed]) for zeroed in step.zeros)
+    moved += sum(_packed(plan, pack) for pack in step.restores)
+    seconds = 0.0
+    for item in step.work:
+        if isinstance(item, Add):
+            moved += SUMMED * buffer_bytes(problem, buffers[item.part])
+            continue
+        work = call_work(problem, item.tiles, plan.backward, cluster.block_keys)
+        seconds += work_s(problem, work, cluster, plan.backward)
+        if isinstance(item, Serve):
+            moved += COPIED * buffer_bytes(problem, buffers[item.result])
+    return seconds + moved_s(moved, cluster)
+
+
+def _packed(plan: Plan, pack: Pack) -> float:
+    """Bytes read and written to fill a buffer."""
+    into = plan.buffers[pack.into]
+    dtype = plan.problem.dtype if pack.source == HOME else plan.buffers[pack.source].dtype
+    return buffer_bytes(plan.problem, into) + size(into.content) * record_bytes(plan.problem, dtype, into.kind)
