@@ -11,7 +11,7 @@ from importlib import import_module
 from ringattn.errors import InputError
 
 NAMES = (
-    "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated",
+    "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
     "hop", "launch", "faults",
 )  # fmt: skip
 

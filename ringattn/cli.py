@@ -20,6 +20,7 @@ COMMANDS = {
     "sweep": ("ringattn.launch.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
     "demo": ("ringattn.launch.demo", "train with four processes and with one, compare, check, and draw"),
     "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
+    "calibrate": ("ringattn.launch.calibrate", "measure this machine, so that times can be predicted for it"),
     "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<9}{about}" for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:<11}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
     )

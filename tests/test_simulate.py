@@ -169,7 +169,9 @@ COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, til
 
 def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
     """Of both passes by three routes."""
-    plans = [plans_of(case.problem, route, back) for route in ("ring", "direct", "all_to_all") for back in (False, True)]
+    plans = [
+        plans_of(case.problem, route, back) for route in ("ring", "direct", "all_to_all") for back in (False, True)
+    ]
     return [(one, simulate(one, cluster)) for one in plans]
 
 
