@@ -28,9 +28,10 @@ from ringattn.dilation import Dilated
 from ringattn.errors import RingError
 from ringattn.layout import make_layout
 from ringattn.mask import Banded
+from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster, cluster_named
-from ringattn.planner.simulate import Timeline, simulate
+from ringattn.planner.simulate import simulate
 from ringattn.problem import Problem
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention, dense_dilated_attention
@@ -115,8 +116,8 @@ class Call:
 
     def forward(self) -> None:
         """Attend."""
-        attend = self.ring.dilated_attention if self.shape.dilated else self.ring.attention
-        self.out: Tensor = attend(*self.qkv, self.seq, schedule=self.shape.schedule, **self.shape.options)
+        attend: Callable[..., Tensor] = self.ring.dilated_attention if self.shape.dilated else self.ring.attention
+        self.out = attend(*self.qkv, self.seq, schedule=self.shape.schedule, **self.shape.options)
 
     def backward(self) -> None:
         """The gradients of the last forward."""
@@ -155,8 +156,8 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     return {"laps": laps, "error": error}
 
 
-def predicted(shape: Shape, ranks: int, backward: bool, cluster: Cluster) -> Timeline:
-    """The pass, as the simulator plays the plans that the ranks run."""
+def plans_of(shape: Shape, ranks: int, backward: bool) -> tuple[Plan, ...]:
+    """The plans that the ranks run."""
     layout = make_layout(shape.layout, shape.tokens, ranks)
     pairs: Dilated | Banded = Banded(shape.causal, (shape.window, 0) if shape.window else None)
     if shape.dilated:
@@ -165,7 +166,14 @@ def predicted(shape: Shape, ranks: int, backward: bool, cluster: Cluster) -> Tim
     sizes = 1, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim
     problem = Problem(layout, layout, mask, *sizes, "float32")
     route = choose_route(problem, shape.schedule)
-    return simulate(tuple(plan_of(problem, route, rank, backward) for rank in range(ranks)), cluster)
+    return tuple(plan_of(problem, route, rank, backward) for rank in range(ranks))
+
+
+def processor_s(plans: tuple[Plan, ...], cluster: Cluster) -> float:
+    """Predicted processor seconds of the busiest rank: its work at full speed, and carrying what it sends."""
+    busy = simulate(plans, replace(cluster, cores=None)).busy_us
+    carried = (plan.bytes_sent / cluster.bandwidth * cluster.wire_cores for plan in plans)
+    return max(us / 1e6 + s for us, s in zip(busy, carried, strict=True))
 
 
 def calibrated(options: Options, say: Callable[[str], None]) -> Cluster:
@@ -193,20 +201,18 @@ def table_of(options: Options, cluster: Cluster, found: dict[int, list[dict[str,
          "by processor", "foreign"),
         notes=[
             "- error: predicted over measured, less one. By processor: the same for processor seconds of the busiest "
-            "rank, where other programs hardly count; predicted without what carries messages.",
+            "rank, where other programs hardly count.",
             "- foreign: processors that other programs took in the kept rounds, median.",
         ],
     )  # fmt: skip
-    alone = replace(cluster, cores=None)
     for ranks, by_shape in found.items():
         errors, busy_errors = [], []
         for shape, by_pass in zip(SHAPES, by_shape, strict=False):
             for name, taken in by_pass.items():
-                backward = name == "backward"
-                said_s = predicted(shape, ranks, backward, cluster).total_us / 1e6
-                busy_s = max(predicted(shape, ranks, backward, alone).busy_us) / 1e6
+                plans = plans_of(shape, ranks, name == "backward")
+                said_s = simulate(plans, cluster).total_us / 1e6
                 errors.append(said_s / wall(taken) - 1)
-                busy_errors.append(busy_s / cpu(taken) - 1)
+                busy_errors.append(processor_s(plans, cluster) / cpu(taken) - 1)
                 table.rows.append((
                     str(ranks), str(shape), name, f"{1e3 * said_s:.1f}", f"{1e3 * wall(taken):.1f}",
                     f"{errors[-1]:+.1%}", f"{busy_errors[-1]:+.1%}", f"{median(s.foreign for s in kept(taken)):.2f}",

@@ -64,6 +64,10 @@ def main(argv: Sequence[str]) -> int:
     described = description(by_rank, spec)
     out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     _show(described)
+    processors = len(os.sched_getaffinity(0))
+    if not nccl and described["constants"]["cores"] < processors:
+        print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
+              "nothing else runs, unless that is a limit of this machine")  # fmt: skip
     print(f"written to {out}; use it as cluster={out}")
     return 0
 

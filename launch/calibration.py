@@ -142,7 +142,7 @@ def _passes(
     rows, keys = shape.rows * shape.tiles, shape.keys * shape.tiles
     q, dout = made(rows, shape.heads), made(rows, shape.heads)
     kv = KV(made(keys, shape.kv_heads), made(keys, shape.kv_heads))
-    dkv = KV(*(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in kv[:2]))
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (kv.k, kv.v))
     softmax = Softmax(shape.dim**-0.5, shape.heads // shape.kv_heads)
     # More steps than one, so that the engine carries accumulators, as it does in a ring.
     works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads)
@@ -152,7 +152,7 @@ def _passes(
     seed = Seed(dout, out, lse, None, engine.delta(dout, out, None))
     return (
         lambda: engine.attend(q, kv, carry, works[0]),
-        lambda: engine.attend_grad(q, kv, seed, dq, dkv, works[0]),
+        lambda: engine.attend_grad(q, kv, seed, dq, KV(dk, dv), works[0]),
     )
 
 
@@ -164,7 +164,7 @@ def _exchange(ring: ringattn.Ring, nbytes: int) -> Callable[[], None]:
     return lambda: ring.transport.exchange(sends, recvs).wait()
 
 
-def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], None]:
+def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], Any]:
     """Forward of one token a rank that meets itself alone: what a pass costs beside its steps."""
     seq = ring.sequence(ring.world_size, layout="contiguous")
     x = torch.zeros(1, 1, 1, 64, dtype=getattr(torch, dtype), device=ring.device)

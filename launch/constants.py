@@ -1,7 +1,7 @@
 """From measured seconds to the constants of a cluster: least squares on the formulas that predict.
 
 Promises: relative errors are what is made small, so that short calls count as much as long ones; no constant is
-negative; the residuals are told.
+negative; the residuals are told; times that do not grow with the work raise `RingError`.
 Does not know: how seconds were measured.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.errors import RingError
 from ringattn.launch.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, call_work
 
@@ -44,7 +45,7 @@ class Fit(NamedTuple):
 def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fit:
     """flops, backward_flops, call_s, tile_s, block_keys and softmax_dims. The last two: the best of a few values."""
     seconds = np.array([sample.seconds for sample in samples])
-    best: tuple[float, Fit] | None = None
+    best: tuple[float, list[float], int, int, list[float]] | None = None
     for block_keys in BLOCKS:
         works = [call_work(one.shape.problem(dtype), one.shape.table(), one.backward, block_keys) for one in samples]
         moved_s = np.array([work.moved_bytes for work in works]) / copy_bytes_s
@@ -58,12 +59,12 @@ def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fi
             fitted = columns @ costs + moved_s
             off = float((((fitted - seconds) / seconds) ** 2).sum())
             if best is None or off < best[0]:
-                forward, backward, call_s, tile_s = costs.tolist()
-                constants = {"flops": 1 / forward, "backward_flops": 1 / backward, "call_s": call_s, "tile_s": tile_s,
-                             "block_keys": block_keys, "softmax_dims": float(softmax_dims)}  # fmt: skip
-                best = off, Fit(constants, tuple((seconds / fitted - 1).tolist()))
+                best = off, costs.tolist(), block_keys, softmax_dims, (seconds / fitted - 1).tolist()
     assert best is not None
-    return best[1]
+    _, (forward, backward, call_s, tile_s), block_keys, softmax_dims, errors = best
+    constants = {"flops": _rate(forward), "backward_flops": _rate(backward), "call_s": call_s, "tile_s": tile_s,
+                 "block_keys": block_keys, "softmax_dims": float(softmax_dims)}  # fmt: skip
+    return Fit(constants, tuple(errors))
 
 
 def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
@@ -72,7 +73,7 @@ def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
     columns = np.stack([np.ones(len(nbytes)), np.array(nbytes, float)], 1)
     costs = least_squares(columns, taken, taken)
     latency_s, per_byte = costs.tolist()
-    constants = {"latency_s": latency_s, "bandwidth": 1 / per_byte}
+    constants = {"latency_s": latency_s, "bandwidth": _rate(per_byte)}
     return Fit(constants, tuple((taken / (columns @ costs) - 1).tolist()))
 
 
@@ -92,6 +93,13 @@ def least_squares(columns: np.ndarray, wanted: np.ndarray, scale: np.ndarray) ->
             break
         del kept[int(np.argmin(found * sizes[kept]))]
     return costs
+
+
+def _rate(cost_s: float) -> float:
+    """Of something that costs so many seconds each."""
+    if not cost_s > 0:
+        raise RingError("measured times did not grow with the work: calibrate again when nothing else runs")
+    return 1 / cost_s
 
 
 def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -> tuple[dict[str, Any], Fit, Fit]:

@@ -14,6 +14,7 @@ from ringattn.explain import Explanation
 from ringattn.launch.config import load
 from ringattn.launch.options import help_text, option
 from ringattn.layout import LAYOUTS
+from ringattn.planner.cluster import CLUSTERS
 from ringattn.presets import OFFSETS
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
@@ -44,6 +45,8 @@ class ExplainConfig:
     head_dim: int = option(128, "of queries, keys and values", least=1)
     dtype: str = option("bfloat16", "of the inputs", choices=DTYPES)
     backward: bool = option(True, "also the backward pass")
+    cluster: str = option("reference", "what times are predicted for: a file of `ringattn calibrate`, or one of "
+                          + ", ".join(CLUSTERS))  # fmt: skip
     operations: bool = option(False, "also list every operation, one a line")
     picture: str = option("", "file to draw the schedule into (PNG)")
     rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)")
@@ -97,6 +100,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
             offset=config.offset,
             schedule=config.schedule,
             backward=config.backward,
+            cluster=config.cluster,
         )
 
     explanation = run_ranks(config.ranks, of_rank)[0]

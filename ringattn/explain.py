@@ -21,7 +21,7 @@ from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import Banded
 from ringattn.plan import Plan, record_bytes
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.presets import check
 from ringattn.problem import Problem
@@ -80,6 +80,7 @@ class Explanation:
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
+        lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
             lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
         if others := _beside(self):
@@ -111,14 +112,17 @@ def explain(
     softcap: float | None = None,
     kv_seq: Sequence | None = None,
     schedule: str = "auto",
-    cluster: Cluster = REFERENCE,
+    cluster: Cluster | str = REFERENCE,
 ) -> Explanation:
     """What `ring.attention` with the same arguments would do, or with `segment_lengths` `ring.dilated_attention`.
 
-    Sizes come from `q`, `k`, `v` or the four numbers.
+    Sizes come from `q`, `k`, `v` or the four numbers. `cluster`: what times are predicted for; or the name of a preset,
+    or a file of `ringattn calibrate`.
 
-    Local: the other ranks need not call it. Raises `InputError` where neither is given.
+    Local: the other ranks need not call it. Raises `InputError` where neither is given, or the cluster is not known.
     """
+    if isinstance(cluster, str):
+        cluster = cluster_named(cluster)
     if q is not None:
         batch, _, q_heads, head_dim = q.shape
         dtype = q.dtype
