@@ -21,6 +21,9 @@ COMMANDS = {
     "demo": ("ringattn.launch.demo", "train with four processes and with one, compare, check, and draw"),
     "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
     "calibrate": ("ringattn.launch.calibrate", "measure this machine, so that times can be predicted for it"),
+    "report": ("ringattn.launch.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
+    "compare": ("ringattn.launch.compare", "compare two sweeps point by point; fails if the second is worse"),
+    "doctor": ("ringattn.launch.doctor", "look at this machine and its packages, and say what to do about them"),
     "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
 

@@ -301,7 +301,8 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn")}
     conf = {f"ringattn/{path.relative_to(tree).as_posix()}" for path in (tree / "launch" / "conf").rglob("*.yaml")}
-    data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json"}
+    data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json",
+            "launch/report_page.html"}  # fmt: skip
     assert held == code | conf | {f"ringattn/{name}" for name in data}
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
