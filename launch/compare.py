@@ -20,7 +20,7 @@ from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.options import help_text, option
 from ringattn.launch.report import terminal_table
-from ringattn.launch.report_points import Point, Sweep, flat, read_sweep
+from ringattn.launch.report_points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report_tables import UNKNOWN, Table, figure
 
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
@@ -190,9 +190,8 @@ def _words(before: Sweep, after: Sweep, point: Point) -> str:
 
 def _differences(before: Sweep, after: Sweep) -> list[str]:
     """Facts of the environments that differ, since times of different machines say little about code."""
-    old, new = ({fact for facts in sweep.environments.values() for fact in flat(facts)} for sweep in (before, after))
-    keys = sorted({key for key, _ in old ^ new})
-    return [f"the environments differ in {', '.join(keys)}"] if old and new and keys else []
+    keys = differing([*before.environments.values(), *after.environments.values()])
+    return [f"the environments differ in {', '.join(keys)}"] if keys else []
 
 
 def _as_data(before: Sweep, after: Sweep, found: Comparison, config: CompareConfig) -> dict[str, Any]:

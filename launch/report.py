@@ -19,9 +19,9 @@ from rich.table import Table as RichTable
 
 from ringattn.errors import InputError
 from ringattn.launch.report_page import facts_of, page_of
-from ringattn.launch.report_points import Sweep, read_sweep
+from ringattn.launch.report_points import Sweep, differing, read_sweep
 from ringattn.launch.report_series import series_of
-from ringattn.launch.report_tables import Table, commands, environment_rows, tables_of
+from ringattn.launch.report_tables import Table, commands, environments_of, tables_of
 
 HELP = """usage: ringattn report DIR
 
@@ -83,13 +83,17 @@ def summary_of(sweep: Sweep) -> str:
     days = sorted({_day(point.record["started"]) for point in sweep.points if point.record.get("started")})
     if days:
         words += f". Run {' to '.join(dict.fromkeys((days[0], days[-1])))}"
-    commits = sorted({str(point.record["commit"])[:12] for point in sweep.points if point.record.get("commit")})
-    if commits:
+    if commits := sorted({_commit(point.record["commit"]) for point in sweep.points if point.record.get("commit")}):
         words += f", commit {', '.join(commits)}"
-    environments = {point.record["environment"] for point in sweep.points if point.record.get("environment")}
-    if len(environments) > 1:
-        words += f", in {len(environments)} different environments, so compare with care"
+    if different := differing(sweep.environments.values()):
+        words += f", in {len(sweep.environments)} environments that differ in {', '.join(different)}"
     return words + "."
+
+
+def _commit(name: str) -> str:
+    """A commit's first digits, with what follows them, as -dirty."""
+    digits, dash, rest = name.partition("-")
+    return f"{digits[:12]}{dash}{rest}"
 
 
 def _day(started: str) -> str:
@@ -106,8 +110,8 @@ def markdown_of(sweep: Sweep) -> str:
         parts += [f"## {heading}", _list(rows)]
     for table in tables_of(sweep, series_of(sweep)):
         parts += [f"## {table.title}", _markdown_table(table), table.note]
-    for name, facts in sweep.environments.items():
-        parts += [f"## Environment {name}", _list(environment_rows(facts))]
+    for name, rows in environments_of(sweep):
+        parts += [f"## Environment {name}", _list(rows)]
     if found := commands(sweep):
         parts += ["## To repeat a point", "\n".join(["```sh", *found, "```"])]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -2,15 +2,15 @@
 
 Promises: lines are told apart by color and by marker; the colors are those of Okabe and Ito, "Color universal design"
 (2008), without black and yellow, which vanish on a dark or a light page; every axis names its unit; a prediction is
-dashed and hollow, and never the only thing that is called by a series' name.
-Does not know: pages, tables.
+dashed and hollow.
+Does not know: pages, tables, what the figures mean (`report_metrics`).
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import matplotlib
@@ -21,7 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ringattn.launch.report_points import Point, Sweep
+from ringattn.launch.report_metrics import Curve, Metric, metrics_of
+from ringattn.launch.report_points import Sweep
 from ringattn.launch.report_series import Panel, Series, scaling
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -30,9 +31,6 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"),
 INK = "#0badf0"
 """Stands for the page's own color of text: becomes `currentColor` in the SVG."""
 SIZE_INCHES = (4.4, 2.9)
-MIB = 2**20
-
-Value = Callable[[Point], float | None]
 
 
 class Chart(NamedTuple):
@@ -43,96 +41,12 @@ class Chart(NamedTuple):
     svg: str
 
 
-class Curve(NamedTuple):
-    """What is drawn of every series: `spread` as a bar from low to high; `dashed` lines have hollow markers."""
-
-    value: Value
-    name: str = ""
-    dashed: bool = False
-    spread: Callable[[Point], tuple[float, float]] | None = None
-
-
-class Metric(NamedTuple):
-    """One chart: its title, the label of its axis with the unit, what is drawn, whether the axis is logarithmic, a
-    sentence, and a value to compare with, if there is one."""
-
-    title: str
-    unit: str
-    curves: tuple[Curve, ...]
-    logarithmic: bool = False
-    note: str = ""
-    aim: float | None = None
-
-
 def charts_of(sweep: Sweep, panel: Panel) -> list[Chart]:
     """The charts of one panel, without those that have nothing to show."""
     charts = [_ratio(sweep, panel, "speed-up"), _ratio(sweep, panel, "efficiency")] if panel.view.ratio else []
     draw = _lines if panel.view.axis else _bars
     charts += [draw(panel, metric) for metric in metrics_of(sweep)]
     return [chart for chart in charts if chart is not None]
-
-
-def metrics_of(sweep: Sweep) -> list[Metric]:
-    """What is shown of every panel besides speed-up and efficiency."""
-    both, words = " + ".join(sweep.passes), prediction_words(sweep)
-
-    def spread(point: Point) -> tuple[float, float]:
-        low, high = zip(*(point.spread(f"{name}_ms") or (0.0, 0.0) for name in sweep.passes), strict=True)
-        return sum(low), sum(high)
-
-    def predicted(point: Point) -> float | None:
-        return predicted_ms(sweep, point)
-
-    def of_measured(part: Value) -> Value:
-        return lambda p: None if (value := part(p)) is None else value / sweep.pass_ms(p)
-
-    return [
-        Metric("Throughput", "tokens/s", (Curve(lambda p: p.number("tokens_per_s")),), logarithmic=True),
-        Metric(
-            "Time of a pass, and its prediction",
-            "ms",
-            (Curve(sweep.pass_ms, "measured", spread=spread), Curve(predicted, "predicted", dashed=True)),
-            logarithmic=True,
-            note=f"{both}, slowest rank, with p10 to p90. {words}",
-        ),
-        Metric("Prediction", "% of measured", (Curve(of_measured(predicted), dashed=True),),
-               note=f"100 is right, less is too hopeful. {words}", aim=1.0),
-        Metric("Exposed communication", "% of the pass", (Curve(of_measured(lambda p: p.exposed_ms(sweep.passes))),),
-               note="Time in which the rank that waited longest stood still for messages."),
-        Metric(
-            "Memory of a rank",
-            "MiB",
-            (
-                Curve(lambda p: _mib(p.most("peak_bytes")), "peak"),
-                Curve(lambda p: _mib(p.most("pool_bytes")), "the ring's own pool", dashed=True),
-            ),
-            note="The rank that needs most. Peak: growth of the whole rank.",
-        ),
-        Metric("Sent by a rank", "MiB", (Curve(lambda p: _mib(p.most("bytes_sent"))),),
-               note="Forward and backward of one pass, of the rank that sends most."),
-        Metric("Overlap", "% of the communication", (Curve(lambda p: p.number("overlap")),),
-               note="Communication that ran while the same rank computed; the rank with least."),
-    ]  # fmt: skip
-
-
-def predicted_ms(sweep: Sweep, point: Point) -> float | None:
-    """What was predicted for the same passes as `Sweep.pass_ms`."""
-    parts = [point.predicted(f"{name}_ms") for name in sweep.passes]
-    return None if None in parts else sum(map(float, parts))
-
-
-def prediction_words(sweep: Sweep) -> str:
-    """What the predictions are made for, in a sentence; empty if there are none."""
-    made = {
-        f"{point.predicted('cluster')} ({'calibrated' if point.predicted('calibrated') else 'not calibrated'})"
-        for point in sweep.ok
-        if point.predicted("cluster")
-    }
-    return f"Predictions are for: {'; '.join(sorted(made))}." if made else ""
-
-
-def _mib(nbytes: float | None) -> float | None:
-    return None if nbytes is None else nbytes / MIB
 
 
 def _ratio(sweep: Sweep, panel: Panel, what: str) -> Chart | None:
@@ -146,8 +60,7 @@ def _ratio(sweep: Sweep, panel: Panel, what: str) -> Chart | None:
         plt.close(figure)
         return None
     ends = [min(xs), max(xs)]
-    perfect = [end / ends[0] for end in ends] if what == "speed-up" else [1.0, 1.0]
-    _aim(axes, ends, perfect)
+    _aim(axes, ends, ends if what == "speed-up" else [1.0, 1.0])
     _ticks(axes, xs)
     if what == "speed-up":
         axes.set_yscale("log", base=2)

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from ringattn.launch.report_charts import COLORS, MARKERS, charts_of
 from ringattn.launch.report_points import Sweep
 from ringattn.launch.report_series import SINGLE, Panel, panels_of, series_of
-from ringattn.launch.report_tables import commands, environment_rows, shared_options, swept_options, tables_of
+from ringattn.launch.report_tables import commands, environments_of, shared_options, swept_options, tables_of
 
 TEMPLATE = "report_page.html"
 OPEN_PANELS = 4
@@ -45,7 +45,7 @@ def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) 
         open_panels=OPEN_PANELS,
         undrawn=max(0, len(panels) - DRAWN_PANELS),
         tables=tables_of(sweep, found),
-        environments=[(name, environment_rows(facts)) for name, facts in sweep.environments.items()],
+        environments=environments_of(sweep),
     )
 
 

@@ -22,8 +22,10 @@ REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 """Without these a line is no point; whatever else is missing is unknown."""
 CHOICES = ("schedule", "layout", "engine", "transport")
 """Options that change how a result is computed and never the result: what a reader compares."""
-AXES = ("nproc", "tokens", "tokens_per_rank")
-"""What goes along an axis; no part of a series' name."""
+AXES = ("nproc", "nnodes", "tokens", "tokens_per_rank")
+"""What goes along an axis, in one way of writing it or another; no part of a series' name."""
+BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "threads_per_rank")
+"""What says how ranks were started, and follows the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,11 @@ class Sweep:
 
     @cached_property
     def varying(self) -> list[str]:
-        """The options that differ between points, the ones of `CHOICES` first; without world size and tokens."""
+        """The options that differ between points, the ones of `CHOICES` first; without those of `AXES` and `BESIDE`."""
         seen: dict[str, set[str | None]] = {}
         for key in {key for point in self.points for key in point.options}:
             seen[key] = {point.options.get(key) for point in self.points}
-        keys = sorted(key for key, values in seen.items() if len(values) > 1 and key not in AXES)
+        keys = sorted(key for key, values in seen.items() if len(values) > 1 and key not in (*AXES, *BESIDE))
         return sorted(keys, key=lambda key: CHOICES.index(key) if key in CHOICES else len(CHOICES))
 
     @cached_property
@@ -173,6 +175,13 @@ def _environments(folder: Path) -> dict[str, Mapping[str, Any]]:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / ENVIRONMENTS} cannot be read: {error}") from error
     return dict(read)
+
+
+def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The facts in which environments are not all the same."""
+    facts = [dict(flat(environment)) for environment in environments]
+    keys = sorted({key for one in facts for key in one})
+    return [key for key in keys if len({one.get(key) for one in facts}) > 1]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

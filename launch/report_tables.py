@@ -6,11 +6,11 @@ Does not know: Markdown, HTML, terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ringattn.launch.report_charts import predicted_ms, prediction_words
-from ringattn.launch.report_points import AXES, CHOICES, Point, Sweep, flat
+from ringattn.launch.report_metrics import predicted_ms, prediction_words
+from ringattn.launch.report_points import AXES, BESIDE, CHOICES, Point, Sweep, differing, flat
 from ringattn.launch.report_series import Series, by_size, groups_of, scaling
 
 BEST, UNKNOWN = "★", "–"
@@ -151,7 +151,7 @@ def failures(sweep: Sweep) -> Table:
 def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
     """The options that all points have in common, with their values; without those that have none."""
     options = sweep.points[0].options
-    keys = [key for key in options if key not in (*sweep.varying, *AXES) and options[key]]
+    keys = [key for key in options if key not in (*sweep.varying, *AXES, *BESIDE) and options[key]]
     order = {key: place for place, key in enumerate(ALWAYS_SHOWN)}
     return [(key, options[key]) for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key))]
 
@@ -164,9 +164,13 @@ def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
     return numbers + [(key, ", ".join(sorted(values, key=by_size))) for key, values in words]
 
 
-def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """An environment, flat, without what is empty."""
-    return [(key, value) for key, value in flat(environment) if value]
+def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each environment with its facts, without what is empty; after the first one only those that differ."""
+    different = differing(sweep.environments.values())
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for name, facts in sweep.environments.items():
+        found.append((name, [(key, value) for key, value in flat(facts) if value and (not found or key in different)]))
+    return found
 
 
 def commands(sweep: Sweep) -> list[str]:

@@ -18,11 +18,12 @@ from matplotlib.colors import to_rgb
 
 from ringattn.cli import main
 from ringattn.launch import report_page
+from ringattn.launch.report import summary_of
 from ringattn.launch.report_charts import COLORS, charts_of
 from ringattn.launch.report_points import read_sweep
 from ringattn.launch.report_series import LINES, SINGLE, STRONG, panels_of, scaling, series_of
 from ringattn.launch.report_tables import BEST, UNKNOWN, results
-from tests.sweep_records import Record, folder, grid, record, strong, weak
+from tests.sweep_records import ENVIRONMENT, Record, folder, grid, record, strong, weak
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -199,7 +200,50 @@ def test_charts_without_values_are_left_out(tmp_path: Path) -> None:
     gone = {"predicted": None, "exposed_ms": None, "peak_bytes": None, "pool_bytes": None, "overlap": None}
     sweep = read_sweep(folder(tmp_path, weak(), lambda line: {**line, **gone, "tflops": None, "bytes_sent": None}))
     titles = [chart.title for chart in charts_of(sweep, panels_of(series_of(sweep))[0])]
-    assert titles == ["Throughput", "Time of a pass, and its prediction"]
+    assert titles == ["Throughput", "Time of a pass"]
+
+
+def test_predictions_for_other_machines_are_told_and_not_drawn(tmp_path: Path) -> None:
+    def elsewhere(line: Record) -> Record:
+        predicted = {"cluster": "H100", "calibrated": False, "forward_ms": 1e-4, "backward_ms": 2e-4}
+        return {**line, "predicted": predicted if line["predicted"] else None}
+
+    sweep = read_sweep(folder(tmp_path, strong(), elsewhere))
+    charts = {chart.title: chart for chart in charts_of(sweep, panels_of(series_of(sweep))[0])}
+    assert "Prediction" not in charts
+    words = "Predictions are for: H100 (not calibrated)."
+    assert f"{words} They are far from these times, and not drawn." in charts["Time of a pass"].note
+    table = results(sweep)
+    assert words in table.note and "0.0001" in table.rows[0]
+
+
+def test_how_ranks_were_started_names_no_series(tmp_path: Path) -> None:
+    def started(line: Record) -> Record:
+        nodes = line["world_size"] // 2 or 1
+        beside = {"nnodes": nodes, "rdzv_endpoint": f"node0:{nodes}", "threads_per_rank": nodes, "tokens_per_rank": 1}
+        return {**line, "config": {**line["config"], **beside}}
+
+    sweep = read_sweep(folder(tmp_path, [record(p, 4096) for p in (1, 2, 4)], started))
+    assert sweep.varying == [] and [len(series.points) for series in series_of(sweep)] == [3]
+
+
+def test_environments_are_told_once_and_then_where_they_differ(tmp_path: Path) -> None:
+    other = {**ENVIRONMENT, "variables": {"OMP_NUM_THREADS": "2"}}
+    folder(tmp_path, [record(1, 4096), {**record(2, 4096), "environment": "e2"}])
+    (tmp_path / "environments.json").write_text(json.dumps({"e1": ENVIRONMENT, "e2": other}))
+    assert main(["report", str(tmp_path)]) == 0
+    markdown = (tmp_path / "report.md").read_text()
+    assert "in 2 environments that differ in variables.OMP_NUM_THREADS." in markdown
+    assert markdown.count("- python: 3.11.7") == 1 and "- variables.OMP_NUM_THREADS: 2" in markdown
+    (tmp_path / "environments.json").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    (tmp_path / "environments.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_dirty_commit_says_so(tmp_path: Path) -> None:
+    sweep = read_sweep(folder(tmp_path, [record(1, 4096)], lambda line: {**line, "commit": "ab12cd34ef56-dirty"}))
+    assert summary_of(sweep).endswith("commit ab12cd34ef56-dirty.")
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
