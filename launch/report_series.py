@@ -142,14 +142,14 @@ def panels_of(found: Sequence[Series]) -> list[Panel]:
 
 
 def _line_keys(members: Sequence[Series], varying: Sequence[str]) -> list[str]:
-    """The options that tell the lines of one panel apart: choices first, as long as the lines are few enough."""
+    """The options that tell the lines of one panel apart: one at least, choices first, while the lines are few."""
     within: list[str] = []
     for key in sorted(varying, key=lambda key: key not in CHOICES):
         counts: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
         for series in members:
             panel = tuple(series.key[other] for other in varying if other not in (*within, key))
             counts.setdefault(panel, set()).add(tuple(series.key[one] for one in (*within, key)))
-        if max(map(len, counts.values())) <= LINES:
+        if not within or max(map(len, counts.values())) <= LINES:
             within.append(key)
     return within
 
