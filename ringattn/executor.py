@@ -25,6 +25,7 @@ from ringattn.records import TORCH_DTYPE, Home, Place, Records, add, from_row, p
 from ringattn.schedule.content import Part, size
 from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Ticket, Transport
+from ringattn.watch import PROJECT, Watch
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Executor:
         self.step: int | None = None
         """The plan step that is running."""
         self._ticket: Ticket | None = None
+        self._watch: Watch | None = None
 
     def workspace_bytes(self) -> int:
         """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
@@ -108,7 +110,9 @@ class Executor:
         packs = self.plan.steps[0].packs if self.plan.steps else ()
         return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
-    def begin(self, transport: Transport, pool: Pool, make: Callable[[KV | None], Home]) -> Home:
+    def begin(
+        self, transport: Transport, pool: Pool, make: Callable[[KV | None], Home], watch: Watch | None = None
+    ) -> Home:
         """Begin a pass early: its first messages leave with the own K and V that `make` gives, and `run` goes on.
 
         `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
@@ -116,26 +120,38 @@ class Executor:
         `begins_with_keys`.
         """
         pool.begin_pass(self.plan.arena_bytes)
+        self._watch = watch
         try:
+            if watch is not None:
+                watch.begin(PROJECT)
             message = self._own_message()
             buffers = self._buffers(transport, pool)
             home = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
             self._depart(0, {Kind.KV: home}, filled=message)
+            if watch is not None:
+                watch.project()
         except BaseException:
-            pool.end_pass()
+            self._end_pass(pool)
             raise
         self._begun = True
         return home
 
     def run(
         self, transport: Transport, pool: Pool, counters: Counters, arithmetic: Arithmetic, kept: Tensor | None = None,
-        keep: bool = False,
+        keep: bool = False, watch: Watch | None = None,
     ) -> Tensor | None:
-        """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind."""
+        """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind.
+
+        `watch` is told what the pass does now; a pass that has begun goes on with the watch it began with.
+        """
         begun, self._begun = self._begun, False
         if not begun:
             pool.begin_pass(self.plan.arena_bytes)
+            self._watch = watch
+        watch = self._watch
         try:
+            if watch is not None:
+                (watch.resume if begun else watch.begin)()
             homes, buffers = arithmetic.homes, self._buffers(transport, pool)
             held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
             if kept is not None:
@@ -166,8 +182,10 @@ class Executor:
                         arithmetic.fold(kv, dkv, self._work_of[id(item)])
             self._arrive()
             kept = torch.cat(held) if keep and held else None
+            if watch is not None:
+                watch.done()
         finally:
-            pool.end_pass()
+            self._end_pass(pool)
         counters.passes += 1
         counters.messages += self.plan.messages
         counters.bytes_sent += self.plan.bytes_sent
@@ -208,13 +226,22 @@ class Executor:
                 source = homes[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
                 pack(source, buffers[gather.into])
         hop = self._bound.hops[number]
-        self._ticket = hop.start() if hop is not None else None
+        if self._watch is not None:
+            self._ticket = self._watch.depart(number, hop)
+        else:
+            self._ticket = hop.start() if hop is not None else None
 
     def _arrive(self) -> None:
         """Wait for what travels."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             ticket.wait()
+
+    def _end_pass(self, pool: Pool) -> None:
+        pool.end_pass()
+        if self._watch is not None:
+            self._watch.leave()
+            self._watch = None
 
     def _own_message(self) -> int | None:
         """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""

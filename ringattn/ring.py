@@ -24,7 +24,9 @@ from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.executor import Arithmetic, Counters, Executor
 from ringattn.explain import Explanation, explain
 from ringattn.layout import make_layout
+from ringattn.observe.marks import new_recording
 from ringattn.observe.memory import MemoryMonitor, Profile
+from ringattn.observe.spans import Recording
 from ringattn.opening import open_transport
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
@@ -35,6 +37,7 @@ from ringattn.records import Home
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
+from ringattn.watch import watch_of
 
 _active: ContextVar[Sequence | None] = ContextVar("ringattn_active_sequence", default=None)
 
@@ -85,6 +88,7 @@ class Ring(RankGroup):
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._recording: Recording | None = None
 
     def sequence(
         self,
@@ -210,6 +214,22 @@ class Ring(RankGroup):
         self._counters = Counters()
         self.pool.reset_high_water()
 
+    @contextmanager
+    def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
+        """Record what the passes inside do on this rank, see `ringattn.observe.spans`; local, backward included.
+
+        `nvtx`: also name them for NVIDIA's tools. Raises `InputError` inside another recording of this ring. On a GPU
+        it waits for the device once, before the first pass; passes are refused while they are captured into a graph.
+        """
+        self.check_open()
+        if self._recording is not None:
+            raise InputError("this ring is being recorded already; recordings do not nest")
+        self._recording = new_recording(self.rank, self.world_size, self.device, self.transport.stream, nvtx)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
     def memory_info(self) -> dict[str, int]:
         """The ring's own memory, which all layers share: see `Pool.report` and `planner.account.placements`."""
         plans = [executor.plan for executor in self._executors.values()]
@@ -250,17 +270,19 @@ class Ring(RankGroup):
 
     def begin(self, executor: Executor, make: Callable[[KV | None], Home]) -> Home:
         """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
+        watch = watch_of(executor.plan, self._recording)
         with self.guarded(), self.accounted(executor):
             self._make_room(executor)
-            return executor.begin(self.transport, self.pool, make)
+            return executor.begin(self.transport, self.pool, make, watch)
 
     def run(
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
     ) -> Tensor | None:
         """One pass; see `Executor.run`."""
+        watch = watch_of(executor.plan, self._recording)
         with self.guarded(), self.accounted(executor):
             self._make_room(executor)
-            return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep)
+            return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep, watch)
 
     @contextmanager
     def accounted(self, executor: Executor) -> Iterator[None]:

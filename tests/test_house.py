@@ -29,7 +29,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "__init__", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening", "projected",
         "projection", "rank_group", "ring", "sequence",
     ),
-    5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels"),
+    5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels", "watch"),
     4: ("engine", "transport", "pool", "partial", "observe"),
     3: ("planner", "plan", "kernels"),
     2: ("schedule",),

@@ -10,7 +10,7 @@ Does not know: attention, schedules, blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,14 @@ class Message(NamedTuple):
 
 class Ticket(Protocol):
     """An exchange in flight."""
+
+    @property
+    def arrived_s(self) -> float | None:
+        """When the last message left or arrived, in seconds of `time.perf_counter()`; None where nobody knows.
+
+        Asked for after `wait`. On a device nobody knows: there the order of streams says it.
+        """
+        ...
 
     def wait(self) -> None:
         """Return when every message of the exchange has left and arrived.
@@ -52,6 +60,8 @@ class Transport(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    stream: Any
+    """The queue of the device that exchanges run on; None where the host moves the bytes."""
 
     @property
     def spare(self) -> int:
@@ -115,6 +125,8 @@ class Rebound:
 
 class HostTransport:
     """What transports have in common whose `wait` holds the host until the bytes are there."""
+
+    stream: Any = None
 
     @property
     def spare(self) -> int:

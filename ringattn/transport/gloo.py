@@ -67,6 +67,8 @@ class _Agreement(_Operation):
 class GlooTicket:
     """The operations of one exchange, their entry in the flight record, and where they were posted, for errors."""
 
+    arrived_s = None  # gloo does not say that a message has come before it is waited for
+
     def __init__(self, transport: GlooTransport, operations: list[_Operation], flight: Flight, where: str) -> None:
         self._transport = transport
         self.operations = operations

@@ -22,9 +22,10 @@ from ringattn.transport.messages import Operation, first_cause, listed, operatio
 
 
 class _Operation(Operation):
-    """An operation with its outcome: filled or emptied, or refused for a reason."""
+    """An operation with its outcome: filled or emptied, and when, or refused for a reason."""
 
     done = False
+    done_s = 0.0
     refusal: str | None = None
 
 
@@ -74,6 +75,7 @@ class LocalWorld:
         """Move the bytes of one message whose ends match."""
         with torch.no_grad():
             recv.buffer.detach().view(-1).copy_(send.buffer.view(-1))
+        send.done_s = recv.done_s = time.perf_counter()
         send.done = recv.done = True
 
     def _forget(self, rank: int) -> None:
@@ -136,11 +138,13 @@ class LocalTicket:
     def __init__(self, transport: LocalTransport, operations: list[_Operation]) -> None:
         self._transport = transport
         self._operations = operations
+        self.arrived_s: float | None = None
 
     def wait(self) -> None:
         """See `Ticket.wait`; `TransportError` when bytes or dtype of two ends differ. A second wait returns at once."""
         if self._operations:
             self._transport._finish(self._operations)
+            self.arrived_s = max(operation.done_s for operation in self._operations)
             self._operations = []
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class NcclTicket:
     """A started hop. Keeps its buffers alive until it has arrived."""
 
+    arrived_s = None
     __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
 
     def __init__(self, hop: NcclHop | Replay, flight: Flight, ready: Event, done: Event) -> None:
@@ -47,6 +48,8 @@ class NcclTicket:
 
 class Arrived:
     """The ticket of a hop without a byte."""
+
+    arrived_s = None
 
     def wait(self) -> None:
         """Nothing to wait for."""

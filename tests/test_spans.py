@@ -1,0 +1,454 @@
+"""Recordings: what a rank did and how long it stood still, on every schedule, on slow transports, and when off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.engine.plain import PlainEngine
+from ringattn.observe.spans import Recording
+from ringattn.projected import Heads, projected_attention
+from ringattn.schedule.routes import ROUTES
+from ringattn.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
+from ringattn.testing import run_ranks
+from ringattn.watch import Watch
+from tests.contract.threads import on_threads
+
+TOKENS = 37
+
+
+def both_passes(ring: Ring, schedule: str = "auto") -> None:
+    """One small call, forward and backward."""
+    forward(ring, schedule).sum().backward()
+
+
+def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
+    """One small call, ready for its backward."""
+    seq = ring.sequence(TOKENS, layout="zigzag")
+    q, k, v = (torch.ones(1, seq.counts[ring.rank], heads, 8).requires_grad_() for heads in (4, 4, 4))
+    return ring.attention(q, k, v, seq, causal=True, schedule=schedule)
+
+
+def lane(spans: tuple[Span, ...], name: str) -> list[Span]:
+    """The spans of one lane, in order."""
+    return sorted((span for span in spans if span.lane == name), key=lambda span: span.start_us)
+
+
+# --- what is hidden, from spans alone --------------------------------------------------------------------------------
+
+
+def test_exposed_is_what_no_work_covers() -> None:
+    spans = [
+        Span("step 0 exchange", COMM, 10, 30, 64), Span("step 1 exchange", COMM, 30, 50), Span("a", COMPUTE, 0, 12),
+        Span("b", COMPUTE, 20, 25), Span("c", COMPUTE, 24, 35), Span("d", COMPUTE, 60, 70),
+    ]  # fmt: skip
+    assert under_way(spans) == [(10, 50)]
+    assert exposed(spans) == [(12, 20), (35, 50)]
+    assert overlap(total_us(under_way(spans)), total_us(exposed(spans))) == pytest.approx(1 - 23 / 40)
+    assert overlap(0.0, 0.0) == 1.0
+
+
+bounds = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
+
+
+@given(st.lists(st.tuples(st.sampled_from([COMM, COMPUTE]), bounds), max_size=8))
+def test_exposed_agrees_with_counting_microseconds(drawn: list[tuple[str, list[int]]]) -> None:
+    spans = [Span("x", lane, *pair) for lane, pair in drawn]
+    busy, sending = (
+        {us for span in spans if span.lane == lane for us in range(int(span.start_us), int(span.end_us))}
+        for lane in (COMPUTE, COMM)
+    )
+    found = exposed(spans)
+    assert {us for start, end in found for us in range(int(start), int(end))} == sending - busy
+    assert total_us(found) == len(sending - busy) and total_us(under_way(spans)) == len(sending)
+
+
+# --- a pass ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", list(ROUTES))
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
+    def body(ring: Ring) -> tuple[Recording, dict[str, int], list[Any]]:
+        both_passes(ring, schedule)
+        ring.reset_counters()
+        with ring.recording() as recording:
+            both_passes(ring, schedule)
+        return recording, ring.counters(), [executor.plan for executor in ring._executors.values()]
+
+    for rank, (recording, counters, plans) in enumerate(run_ranks(ranks, body)):
+        assert (recording.rank, recording.world_size) == (rank, ranks)
+        assert [one.name for one in recording.passes] == ["forward", "backward"]
+        assert recording.bytes_sent == counters["bytes_sent"] and recording.messages == counters["messages"]
+        for one, plan in zip(recording.passes, plans, strict=True):
+            assert all(0 <= span.start_us <= span.end_us <= one.end_us - one.start_us for span in one.spans)
+            compute, comm = lane(one.spans, COMPUTE), lane(one.spans, COMM)
+            assert len(compute) + len(comm) == len(one.spans)
+            for before, after in zip(compute, compute[1:], strict=False):
+                assert before.end_us <= after.start_us
+            travelling = [step for step in plan.steps if step.sends or step.recvs]
+            assert [span.name for span in comm] == [f"step {step.number} exchange" for step in travelling]
+            working = [f"step {step.number}" for step in plan.steps if step.work]
+            named = [span.name.rpartition(" ") for span in compute]
+            assert [step for step, _, what in named if what in ("attend", "merge")] == working
+            assert sum(link.sends for link in one.links) == plan.messages
+        first, second = recording.passes
+        assert 0 <= first.start_us < first.end_us <= second.start_us
+        assert 0 <= recording.exposed_us <= recording.comm_us
+        assert 0.0 <= recording.overlap <= 1.0
+
+
+def test_alone_nothing_is_exposed() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        both_passes(ring)
+    assert recording.passes and recording.arrivals_known
+    assert (recording.exposed_us, recording.comm_us, recording.overlap) == (0.0, 0.0, 1.0)
+
+
+def test_spans_of_several_passes_count_from_the_first() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        for _ in range(3):
+            both_passes(ring)
+        early = len(recording.passes)
+        both_passes(ring)
+    assert early == 6 and len(recording.passes) == 8
+    first, *_, last = recording.passes
+    assert recording.spans[0] == first.spans[0]
+    assert recording.spans[-1].end_us == pytest.approx(last.spans[-1].end_us + last.start_us - first.start_us)
+
+
+def test_projecting_queries_while_keys_travel_is_work() -> None:
+    def body(ring: Ring) -> Recording:
+        seq = ring.sequence(TOKENS)
+        x, weight = torch.ones(1, seq.counts[ring.rank], 16), torch.ones(3 * 2 * 8, 16)
+        with ring.recording() as recording:
+            projected_attention(x, weight, None, seq, Heads(2, 2, 8))
+        return recording
+
+    for recording in run_ranks(2, body):
+        spans = recording.passes[0].spans
+        before, behind = (span for span in spans if span.name == "step 0 project")
+        (exchange,) = lane(spans, COMM)
+        assert before.end_us <= exchange.start_us <= behind.start_us
+        assert [span.name for span in spans].count("step 0 attend") == 1
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A local transport whose exchanges take `delay_s` longer than they do; `stood_s`: time spent in its calls."""
+
+    def __init__(self, inner: Any, delay_s: float, tells: bool) -> None:
+        self.inner, self.delay_s, self.tells, self.stood_s = inner, delay_s, tells, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def bind(self, sends: Any, recvs: Any) -> Any:
+        return SlowHop(self, self.inner.bind(sends, recvs))
+
+
+class SlowHop:
+    """Its ticket, too: one exchange at a time."""
+
+    def __init__(self, transport: Slow, hop: Any) -> None:
+        self.transport, self.hop, self.arrived_s = transport, hop, None
+
+    def start(self) -> SlowHop:
+        self.began_s = time.perf_counter()
+        self.ticket = self.hop.start()
+        self.transport.stood_s += time.perf_counter() - self.began_s
+        return self
+
+    def wait(self) -> None:
+        called_s = time.perf_counter()
+        self.ticket.wait()
+        time.sleep(max(0.0, self.began_s + self.transport.delay_s - time.perf_counter()))
+        if self.transport.tells:
+            self.arrived_s = max(self.ticket.arrived_s, self.began_s + self.transport.delay_s)
+        self.transport.stood_s += time.perf_counter() - called_s
+
+
+class SlowEngine:
+    """The plain engine, taking `delay_s` longer."""
+
+    name = "slow"
+
+    def __init__(self, delay_s: float) -> None:
+        self.inner, self.delay_s = PlainEngine(), delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def attend(self, *arguments: Any) -> None:
+        time.sleep(self.delay_s)
+        self.inner.attend(*arguments)
+
+
+def slowly(delay_s: float, work_s: float, tells: bool = True) -> list[tuple[Recording, Slow]]:
+    """Recordings of forward passes of two ranks, one exchange each."""
+
+    def body(transport: Any) -> tuple[Recording, Slow]:
+        slow = Slow(transport, delay_s, tells)
+        with Ring(transport=slow, engine=SlowEngine(work_s)) as ring:  # type: ignore[arg-type]
+            forward(ring)
+            ring.barrier()
+            slow.stood_s = 0.0
+            with ring.recording() as recording:
+                forward(ring)
+        return recording, slow
+
+    return on_threads(2, body)
+
+
+def test_a_slow_transport_is_exposed_for_as_long_as_it_held_the_rank() -> None:
+    for recording, slow in slowly(delay_s=0.08, work_s=0.0):
+        assert slow.stood_s > 0.04
+        assert recording.exposed_us == pytest.approx(slow.stood_s * 1e6, rel=0.2)
+        assert recording.comm_us >= 80_000
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_work_hides_messages_that_arrive_meanwhile(tells: bool) -> None:
+    for recording, slow in slowly(delay_s=0.02, work_s=0.08, tells=tells):
+        assert recording.arrivals_known == tells
+        assert recording.exposed_us < 20_000 and recording.overlap > 0.5
+        assert recording.exposed_us <= slow.stood_s * 1e6 + 10_000
+        if tells:
+            assert 20_000 <= recording.comm_us < 80_000
+        else:  # the transport cannot tell, so the bound is the wait behind the work
+            assert recording.comm_us >= 80_000
+
+
+# --- off, nested, broken ---------------------------------------------------------------------------------------------
+
+
+def test_off_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(Watch, "__init__", lambda self, *args: made.append(args))
+    kept: list[Ring] = []
+
+    def body(ring: Ring) -> None:
+        both_passes(ring)
+        kept.append(ring)
+        assert all(executor._watch is None for executor in ring._executors.values())
+
+    run_ranks(2, body)
+    assert made == [] and [ring._recording for ring in kept] == [None, None]
+
+
+def test_after_a_recording_nothing_more_is_recorded() -> None:
+    with Ring() as ring:
+        with ring.recording() as recording:
+            both_passes(ring)
+        both_passes(ring)
+        assert len(recording.passes) == 2 and ring._recording is None
+        assert all(executor._watch is None for executor in ring._executors.values())
+
+
+def test_an_exception_inside_leaves_the_ring_usable() -> None:
+    with Ring() as ring:
+        with pytest.raises(ZeroDivisionError), ring.recording() as recording:
+            both_passes(ring)
+            raise ZeroDivisionError
+        assert len(recording.passes) == 2
+        with ring.recording() as again:
+            both_passes(ring)
+        assert len(again.passes) == 2 and len(recording.passes) == 2
+
+
+def test_recordings_do_not_nest() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        with pytest.raises(InputError, match="do not nest"), ring.recording():
+            pass
+        both_passes(ring)
+        assert len(recording.passes) == 2
+
+
+def test_a_pass_that_fails_is_left_out() -> None:
+    class Broken(SlowEngine):
+        def attend(self, *arguments: Any) -> None:
+            raise ZeroDivisionError
+
+    with torch.profiler.profile() as profile, Ring(engine=Broken(0.0)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            forward(ring)
+        with torch.profiler.record_function("afterwards"):
+            pass
+        assert recording.passes == () and recording.overlap == 1.0
+    (afterwards,) = (event for event in profile.events() if event.name == "afterwards")
+    assert afterwards.cpu_parent is None  # no range of the pass was left open
+
+
+def test_backward_on_another_thread_is_recorded() -> None:
+    def body(ring: Ring) -> Recording:
+        with ring.recording() as recording:
+            out = forward(ring)
+            backward = threading.Thread(target=out.sum().backward)
+            backward.start()
+            backward.join()
+        return recording
+
+    for recording in run_ranks(2, body):
+        assert [one.name for one in recording.passes] == ["forward", "backward"]
+
+
+# --- profilers, NVTX, devices ----------------------------------------------------------------------------------------
+
+
+def names_of(profile: Any) -> set[str]:
+    return {event.name for event in profile.events() if event.name.startswith("ringattn")}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_profiler_sees_our_steps_by_name(recorded: bool) -> None:
+    def body(ring: Ring) -> set[str]:
+        both_passes(ring, "ring")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            if recorded:
+                with ring.recording():
+                    both_passes(ring, "ring")
+            else:
+                both_passes(ring, "ring")
+        return names_of(profile)
+
+    (found,) = run_ranks(1, body)  # a profiler watches one thread
+    assert {"ringattn forward step 0 attend", "ringattn backward step 1 attend"} <= found
+
+
+@pytest.fixture
+def nvtx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for NVTX and for a GPU that is not capturing; what was pushed and popped."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
+    return told
+
+
+def on_rank_0(body: Callable[[Ring], None]) -> Callable[[Ring], None]:
+    """`body` on rank 0, its passes on every rank."""
+    return lambda ring: body(ring) if ring.rank == 0 else both_passes(ring)
+
+
+def test_nvtx_names_every_phase_and_ends_it(nvtx: list[str]) -> None:
+    def body(ring: Ring) -> None:
+        with ring.recording(nvtx=True):
+            both_passes(ring)
+
+    run_ranks(2, on_rank_0(body))
+    assert nvtx[0] == "ringattn forward step 0 pack" and "ringattn backward step 1 attend" in nvtx
+    assert nvtx[1::2] == ["pop"] * (len(nvtx) // 2) and "pop" not in nvtx[::2]
+
+
+def test_nvtx_needs_a_gpu() -> None:
+    with Ring() as ring, pytest.raises(UnsupportedError, match="nvtx"), ring.recording(nvtx=True):
+        pass
+
+
+def test_a_capture_is_refused_and_the_ring_lives(nvtx: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        x = torch.ones(1, seq.counts[ring.rank], 2, 8)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with ring.recording() as recording, pytest.raises(UnsupportedError, match="captured into a CUDA graph"):
+            ring.attention(x, x, x, seq)
+        assert recording.passes == ()
+        ring.barrier()
+        ring.attention(x, x, x, seq)
+
+    run_ranks(2, body)
+
+
+class Stream:
+    """A queue of device work: so many microseconds of it have been put there."""
+
+    def __init__(self) -> None:
+        self.us = 0.0
+
+
+class Event:
+    """A moment of a stream that may be read only when it has been waited for."""
+
+    waits = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.reached = False
+
+    def record(self, stream: Stream) -> None:
+        self.us = stream.us
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+        self.reached = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.reached
+        return (other.us - self.us) / 1e3
+
+
+def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
+    nvtx: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, lanes = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    waits: list[int] = []
+
+    class DeviceHop:
+        """As on a device: posted at once; it takes 100 us on its stream, and the wait orders the compute stream."""
+
+        arrived_s = None
+
+        def __init__(self, hop: Any) -> None:
+            self.hop = hop
+
+        def start(self) -> DeviceHop:
+            self.ticket = self.hop.start()
+            lanes.us = compute.us + 100.0
+            return self
+
+        def wait(self) -> None:
+            self.ticket.wait()
+            compute.us = max(compute.us, lanes.us)
+
+    class DeviceEngine(SlowEngine):
+        def attend(self, *arguments: Any) -> None:
+            compute.us += 70.0
+            self.inner.attend(*arguments)
+
+    def body(transport: Any) -> Recording | None:
+        if transport.rank:
+            with Ring(transport=transport, engine="plain") as ring:
+                forward(ring)
+            return None
+        with Ring(transport=transport, engine=DeviceEngine(0.0)) as ring:  # type: ignore[arg-type]
+            monkeypatch.setattr(transport, "bind", lambda *ends: DeviceHop(type(transport).bind(transport, *ends)))
+            transport.stream, transport.device = lanes, torch.device("cuda")
+            with ring.recording() as recording:
+                transport.device = torch.device("cpu")
+                before = Event.waits
+                forward(ring)
+                waits.append(Event.waits - before)
+            return recording
+
+    recording = on_threads(2, body)[0]
+    assert recording is not None and waits == [0]
+    (one,) = recording.passes
+    assert [(span.name, span.end_us - span.start_us) for span in one.spans] == [
+        ("step 0 pack", 0.0), ("step 0 attend", 70.0), ("step 1 attend", 70.0), ("step 0 exchange", 100.0),
+    ]  # fmt: skip
+    assert (one.exposed_us, one.comm_us) == (pytest.approx(30.0), pytest.approx(100.0))
+    assert recording.overlap == pytest.approx(0.7) and recording.arrivals_known
