@@ -24,6 +24,7 @@ COMMANDS = {
     "report": ("ringattn.launch.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
     "compare": ("ringattn.launch.compare", "compare two sweeps point by point; fails if the second is worse"),
     "doctor": ("ringattn.launch.doctor", "look at this machine and its packages, and say what to do about them"),
+    "timeline": ("ringattn.launch.timeline", "record what every rank does in a pass, and when: a trace and a picture"),
     "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
 

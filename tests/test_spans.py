@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
             assert all(0 <= span.start_us <= span.end_us <= one.end_us - one.start_us for span in one.spans)
             compute, comm = lane(one.spans, COMPUTE), lane(one.spans, COMM)
             assert len(compute) + len(comm) == len(one.spans)
-            for before, after in zip(compute, compute[1:], strict=False):
+            for before, after in pairwise(compute):
                 assert before.end_us <= after.start_us
             travelling = [step for step in plan.steps if step.sends or step.recvs]
             assert [span.name for span in comm] == [f"step {step.number} exchange" for step in travelling]
@@ -256,10 +257,17 @@ def test_after_a_recording_nothing_more_is_recorded() -> None:
 
 
 def test_an_exception_inside_leaves_the_ring_usable() -> None:
-    with Ring() as ring:
-        with pytest.raises(ZeroDivisionError), ring.recording() as recording:
+    def interrupted(ring: Ring) -> None:
+        with ring.recording() as recording:
+            recordings.append(recording)
             both_passes(ring)
             raise ZeroDivisionError
+
+    recordings: list[Recording] = []
+    with Ring() as ring:
+        with pytest.raises(ZeroDivisionError):
+            interrupted(ring)
+        (recording,) = recordings
         assert len(recording.passes) == 2
         with ring.recording() as again:
             both_passes(ring)

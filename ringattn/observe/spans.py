@@ -74,6 +74,11 @@ class RecordedPass:
         return total_us(exposed(self.spans))
 
     @property
+    def overlap(self) -> float:
+        """Hidden over total communication, 1.0 without any."""
+        return overlap(self.comm_us, self.exposed_us)
+
+    @property
     def messages(self) -> int:
         """Messages sent."""
         return sum(link.sends for link in self.links)

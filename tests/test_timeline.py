@@ -1,0 +1,130 @@
+"""`ringattn timeline`: runs on processes or reads recordings; its trace, its picture, its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from ringattn import InputError
+from ringattn.cli import main
+from ringattn.launch.timeline import TimelineConfig, read_tracks, record_rank, table, write_tracks
+from ringattn.launch.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
+from ringattn.observe.spans import RecordedPass
+from ringattn.observe.trace import Track
+from ringattn.span import COMM, COMPUTE, Span
+from ringattn.testing import run_ranks
+
+
+def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
+    """Half a pass of work, and messages that it hides, or a second half of nothing else."""
+    end = 8000.0 if exposed else 3900.0
+    spans = Span("step 0 attend", COMPUTE, 0.0, 4000.0), Span("step 0 exchange", COMM, 100.0, end, 64)
+    passes = tuple(RecordedPass(name, 0.0, 8000.0, spans) for name in ("forward", "backward"))
+    return [Track(rank, passes, arrivals_known, 0.0) for rank in range(ranks)]
+
+
+def shares(path: Path) -> dict[str, float]:
+    """Of the picture's pixels, those of a color."""
+    pixels = matplotlib.image.imread(path)[:, :, :3]
+    colors = ATTEND, MESSAGES, EXPOSED
+    return {color: float((np.abs(pixels - to_rgb(color)).max(2) < 0.01).mean()) for color in colors}
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ranks: int) -> None:
+    hidden, exposed = tmp_path / "hidden.png", tmp_path / "exposed.png"
+    draw_timeline(hidden, scripted(ranks, exposed=False))
+    draw_timeline(exposed, scripted(ranks))
+    before, after = shares(hidden), shares(exposed)
+    assert before[ATTEND] > 0.05 and after[ATTEND] == pytest.approx(before[ATTEND], rel=0.02)
+    assert before[MESSAGES] == pytest.approx(before[ATTEND], rel=0.15)  # 3900 us of 4000, and no numbers on it
+    # Half of a hatched bar is white; the legend and the labels are orange in both.
+    assert after[EXPOSED] - before[EXPOSED] > 0.3 * before[ATTEND]
+
+
+def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
+    tracks, alone, beside = scripted(4), tmp_path / "alone.png", tmp_path / "beside.png"
+    draw_timeline(alone, tracks)
+    draw_timeline(beside, tracks, [[track.passes[0].spans for track in tracks]] * 2, "a made-up machine")
+    one, other = (matplotlib.image.imread(path) for path in (alone, beside))
+    assert other.shape[0] > one.shape[0] and one.shape[1] == other.shape[1]
+    pale = np.abs(other[:, :, :3] - (0.45 * np.array(to_rgb(ATTEND)) + 0.55)).max(2) < 0.02
+    assert pale.mean() > 0.01
+
+
+def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
+    assert main(["timeline", "ranks=2", "length_tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
+    printed = capfd.readouterr().out
+    for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev"):
+        assert words in printed
+    trace = json.loads((tmp_path / "a.json").read_text())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    assert trace["otherData"]["overlap is"] == "an upper bound"
+    assert matplotlib.image.imread(tmp_path / "a.png").shape[1] == 1950
+    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["recording-0.json", "recording-1.json"]
+
+    again = tmp_path / "b.json"
+    assert main(["timeline", f"recorded={tmp_path / 'kept'}", f"trace={again}", "picture="]) == 0
+    assert json.loads(again.read_text()) == trace
+    rows = [line for line in printed.splitlines() if line.startswith(("forward", "backward"))]
+    assert len(rows) == 4 and all(row in capfd.readouterr().out.splitlines() for row in rows[:1])
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_forward_alone_has_one_pass() -> None:
+    config = TimelineConfig(length_tokens=40, head_dim=8, backward=False, warm_ups=0)
+    for track in run_ranks(2, lambda ring: record_rank(ring, config)):
+        assert [one.name for one in track.passes] == ["forward"]
+
+
+def test_the_table_says_what_was_exposed() -> None:
+    lines = table(scripted(2)).splitlines()
+    assert len(lines) == 5 and lines[1].split() == ["forward", "0", "8.00", "7.90", "4.00", "49.4%"]
+    assert "upper bounds" in table(scripted(2, arrivals_known=False))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"holds no recording-<rank>\.json"),
+        ({"recording-0.json": "{"}, "recording-0.json is not a recording"),
+        ({"recording-0.json": '{"rank": 0}'}, "recording-0.json is not a recording"),
+        ({"recording-0.json": "[]"}, "recording-0.json is not a recording"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, content: dict[str, str] | None, words: str) -> None:
+    for name, text in (content or {}).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_tracks(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    write_tracks(tmp_path, scripted(11)[1:])
+    with pytest.raises(InputError, match="in order, got"):
+        read_tracks(tmp_path)
+    write_tracks(tmp_path, scripted(11))
+    assert [track.rank for track in read_tracks(tmp_path)] == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["heads=3"], "kv_heads=2: does not divide heads=3"), (["rank=4"], "did you mean ranks"),
+     (["ranks=0"], "must be at least 1")],
+)  # fmt: skip
+def test_wrong_words_are_refused(words: list[str], message: str, capsys: Any) -> None:
+    assert main(["timeline", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys: Any) -> None:
+    assert main(["timeline", "--help"]) == 0
+    assert "recorded" in capsys.readouterr().out
