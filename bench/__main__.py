@@ -12,7 +12,7 @@ from ringattn.errors import InputError
 
 NAMES = (
     "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
-    "hop", "launch", "faults",
+    "recording", "hop", "launch", "faults",
 )  # fmt: skip
 
 

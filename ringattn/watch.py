@@ -13,12 +13,9 @@ import torch
 
 from ringattn.errors import UnsupportedError
 from ringattn.observe.marks import NvtxRanges, ProfilerRanges
-from ringattn.observe.spans import Exchange, Marks, Recording
-from ringattn.plan import Fold, Plan, PlanStep, Serve
+from ringattn.observe.spans import END, PACK, POST, PROJECT, WAIT, WORK, Exchange, Marks, Recording, named
+from ringattn.plan import Plan
 from ringattn.transport.base import Hop, Ticket
-
-WAIT, PACK, POST, ATTEND, MERGE, PROJECT, END = "wait", "pack", "post", "attend", "merge", "project", "end"
-"""What a rank does at a moment. PROJECT: makes keys before the first messages leave, and queries while they travel."""
 
 
 class Watch:
@@ -41,7 +38,7 @@ class Watch:
             ticket = hop.start()
             if self._recording is not None:
                 exchange = Exchange(self._plan.steps[number], posted, self._recording.clock.departed(), None)
-        self._enter(_work_of(self._plan.steps[number]), number)
+        self._enter(WORK, number)
         return _Watched(self, number, ticket, exchange)
 
     def project(self) -> None:
@@ -52,7 +49,7 @@ class Watch:
 
     def resume(self) -> None:
         """Now it does."""
-        self._enter(_work_of(self._plan.steps[0]), 0)
+        self._enter(WORK, 0)
 
     def arrive(self, number: int, ticket: Ticket | None, exchange: Exchange | None) -> None:
         """Wait for a step's messages, if it has any; then the packing of the next step's begins."""
@@ -67,7 +64,7 @@ class Watch:
     def done(self) -> None:
         """The pass has ended well."""
         if self._recording is not None:
-            self._marks.moments.append((False, END, self._recording.clock.mark()))
+            self._marks.moments.append((END, len(self._plan.steps), self._recording.clock.mark()))
             self._recording.add(self._marks)
 
     def leave(self) -> None:
@@ -77,15 +74,12 @@ class Watch:
 
     def _enter(self, phase: str, number: int) -> Any:
         """A phase of a plan step begins and the phase before ends; the mark, if there is a recording."""
-        steps = self._plan.steps
-        step = steps[number] if number < len(steps) else PlanStep(steps[-1].number + 1 if steps else 0)
-        name = f"step {step.number} {phase}"
         if self._ranges is not None:
-            self._ranges.enter(f"ringattn {self._pass} {name}")
+            self._ranges.enter(f"ringattn {self._pass} {named(self._plan, phase, number)[0]}")
         if self._recording is None:
             return None
         mark = self._recording.clock.mark()
-        self._marks.moments.append((_computes(phase, step), name, mark))
+        self._marks.moments.append((phase, number, mark))
         return mark
 
 
@@ -105,18 +99,6 @@ class _Watched:
     def wait(self) -> None:
         """See `Ticket.wait`."""
         self._watch.arrive(self._number, self._ticket, self._exchange)
-
-
-def _work_of(step: PlanStep) -> str:
-    """What a step's work is called."""
-    return ATTEND if any(isinstance(item, (Fold, Serve)) for item in step.work) else MERGE
-
-
-def _computes(phase: str, step: PlanStep) -> bool:
-    """Whether the phase has anything to compute."""
-    if phase == PACK:
-        return bool(step.packs)
-    return phase == PROJECT or (phase in (ATTEND, MERGE) and bool(step.work or step.zeros or step.restores))
 
 
 def watch_of(plan: Plan, recording: Recording | None) -> Watch | None:

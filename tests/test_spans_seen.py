@@ -6,12 +6,16 @@ CUDA is stood in for by streams that count microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn import Ring, UnsupportedError
+from ringattn.bench import recording
+from ringattn.bench.clock import Sample
+from ringattn.bench.recording import PASSES
 from ringattn.observe.spans import Recording
 from ringattn.testing import run_ranks
 from tests.contract.threads import on_threads
@@ -36,6 +40,37 @@ def test_a_profiler_sees_our_steps_by_name(recorded: bool) -> None:
 
     (found,) = run_ranks(1, body)  # a profiler watches one thread
     assert {"ringattn forward step 0 attend", "ringattn backward step 1 attend"} <= found
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_both(tmp_path: Path) -> None:
+    sizes = ["length_tokens=128", "heads=2", "kv_heads=2", "head_dim=16", "repeats=2", f"results={tmp_path}"]
+    data = recording.main(sizes)
+    assert all(len(data["samples"][mode][name]) == 2 for mode in ("off", "on", "off, again") for name in PASSES)
+    assert data["largest_error"] < 1e-5
+    assert all(0 < alone["recorder_s"] < 0.01 for alone in data["alone"].values())
+    assert "of the pass" in (tmp_path / "recording.md").read_text()
+
+
+def test_the_verdict_trusts_times_only_where_they_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(off_s: float, on_s: float, again_s: float, recorder_s: float) -> str:
+        seconds = {"off": off_s, "on": on_s, "off, again": again_s}
+        found = {mode: {name: [Sample(one, one, 0.0)] * 3 for name in PASSES} for mode, one in seconds.items()}
+        alone = {name: {"steps": 4, "recorder_s": recorder_s} for name in PASSES}
+        return recording.cost_table(recording.Options(), found, alone).notes[-1]
+
+    monkeypatch.setattr(recording, "comparison_ns", lambda: 50.0)
+    assert ": met. Off, 4 comparisons of 50 ns each are 2.0e-07 of the pass" in told(1.0, 1.01, 1.005, 1e-4)
+    assert ": MISSED." in told(1.0, 1.03, 1.005, 1e-4)
+    assert ": MISSED." in told(1.0, 1.01, 1.005, 0.03)
+    assert ": met by the recorder alone, undecided by times." in told(1.0, 1.2, 0.9, 1e-4)
+    assert ": MISSED." in told(1.0, 1.2, 0.9, 0.03)
+
+
+# --- NVTX, devices ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -74,9 +109,9 @@ def test_a_capture_is_refused_and_the_ring_lives(nvtx: list[str], monkeypatch: p
         seq = ring.sequence(TOKENS)
         x = torch.ones(1, seq.counts[ring.rank], 2, 8)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with ring.recording() as recording, pytest.raises(UnsupportedError, match="captured into a CUDA graph"):
+        with ring.recording() as recorded, pytest.raises(UnsupportedError, match="captured into a CUDA graph"):
             ring.attention(x, x, x, seq)
-        assert recording.passes == ()
+        assert recorded.passes == ()
         ring.barrier()
         ring.attention(x, x, x, seq)
 
@@ -150,18 +185,18 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
         with Ring(transport=transport, engine=DeviceEngine(0.0)) as ring:  # type: ignore[arg-type]
             monkeypatch.setattr(transport, "bind", lambda *ends: DeviceHop(type(transport).bind(transport, *ends)))
             transport.stream, transport.device = lanes, torch.device("cuda")
-            with ring.recording() as recording:
+            with ring.recording() as recorded:
                 transport.device = torch.device("cpu")
                 before = Event.waits
                 forward(ring)
                 waits.append(Event.waits - before)
-            return recording
+            return recorded
 
-    recording = on_threads(2, body)[0]
-    assert recording is not None and waits == [0]
-    (one,) = recording.passes
+    found = on_threads(2, body)[0]
+    assert found is not None and waits == [0]
+    (one,) = found.passes
     assert [(span.name, span.end_us - span.start_us) for span in one.spans] == [
         ("step 0 pack", 0.0), ("step 0 attend", 70.0), ("step 1 attend", 70.0), ("step 0 exchange", 100.0),
     ]  # fmt: skip
     assert (one.exposed_us, one.comm_us) == (pytest.approx(30.0), pytest.approx(100.0))
-    assert recording.overlap == pytest.approx(0.7) and recording.arrivals_known
+    assert found.overlap == pytest.approx(0.7) and found.arrivals_known

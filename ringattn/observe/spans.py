@@ -15,8 +15,11 @@ from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from ringattn.plan import Plan, PlanStep
+from ringattn.plan import Fold, Plan, PlanStep, Serve
 from ringattn.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
+
+WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project", "end"
+"""What a rank does at a moment. PROJECT: makes keys before the first messages leave, and queries while they travel."""
 
 
 class Clock(Protocol):
@@ -100,10 +103,10 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Marks:
-    """A pass as marks: (whether it computes, its name, when) of all that began, each until the next."""
+    """A pass as marks: (phase, plan step, when) of all that began, each until the next."""
 
     plan: Plan
-    moments: list[tuple[bool, str, Any]]
+    moments: list[tuple[str, int, Any]]
     exchanges: list[Exchange]
 
 
@@ -183,7 +186,8 @@ def _recorded(clock: Clock, marks: Marks) -> RecordedPass:
 
     spans = [
         span(name, COMPUTE, since, until)
-        for (computes, name, since), (_, _, until) in pairwise(moments)
+        for (phase, number, since), (_, _, until) in pairwise(moments)
+        for name, computes in [named(plan, phase, number)]
         if computes
     ]
     links: list[Link] = []
@@ -196,3 +200,15 @@ def _recorded(clock: Clock, marks: Marks) -> RecordedPass:
     name = "backward" if plan.backward else "forward"
     return RecordedPass(name, start_us, start_us + duration, tuple(spans), tuple(links))
 
+
+def named(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
+    """What a phase of a plan step is called, and whether it computes anything. Work attends, or merges only."""
+    if number >= len(plan.steps):
+        return f"end {phase}", False
+    step, computes = plan.steps[number], phase == PROJECT
+    if phase == PACK:
+        computes = bool(step.packs)
+    elif phase == WORK:
+        computes = bool(step.work or step.zeros or step.restores)
+        phase = "attend" if any(isinstance(item, (Fold, Serve)) for item in step.work) else "merge"
+    return f"step {step.number} {phase}", computes
