@@ -1,9 +1,9 @@
 """`ringattn timeline`: what every rank did in a pass, and when: a trace for Perfetto, a picture, a line a rank.
 
 Runs one attention call on processes of this machine and records it, or reads what ranks recorded elsewhere with `keep`.
-A recording is one `recording-<rank>.json` a rank.
+Beside it stands what the simulator predicts for the same plans. A recording is one `recording-<rank>.json` a rank.
 Promises: what is shown was recorded in one call, after others that nobody recorded.
-Does not know: clocks, the trace's format.
+Does not know: clocks, the trace's format, how a prediction is made.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.layout import LAYOUTS
 from ringattn.observe.alignment import clock_offset
-from ringattn.observe.trace import Track, check_alike, chrome_trace
+from ringattn.observe.trace import ByRank, Track, check_alike, chrome_trace
+from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 
 PURPOSE = """\
 Records one attention call on processes of this machine, or reads recordings of other runs, and shows what each rank
-did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture.
-Examples: ringattn timeline ranks=4 schedule=all_gather
+did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture, predicted times beside.
+Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
           ringattn timeline recorded=recordings trace= picture=timeline.png"""
 JOB_TIMEOUT_S = 600.0
+CALL = ("ranks", "length_tokens", "layout", "schedule", "causal", "batch", "heads", "kv_heads", "head_dim", "dtype",
+        "backward")  # fmt: skip
+"""The options that describe the call, as `ringattn explain` has them too."""
 
 
 @dataclass
@@ -50,7 +55,8 @@ class TimelineConfig:
     dtype: str = option("float32", "of the inputs", choices=("float32", "float64", "bfloat16", "float16"))
     backward: bool = option(True, "also the backward pass")
     warm_ups: int = option(2, "calls before the recorded one", least=0)
-    recorded: str = option("", "folder to read recordings from, instead of running")
+    cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate")
+    recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
     keep: str = option("", "folder to leave the recordings in")
     trace: str = option("timeline.json", "file for the trace; empty for none")
     picture: str = option("timeline.png", "file for the picture (PNG); empty for none")
@@ -67,19 +73,22 @@ def main(argv: Sequence[str]) -> int:
     config = load(argv, TimelineConfig)
     if config.heads % config.kv_heads:
         raise InputError(f"kv_heads={config.kv_heads}: does not divide heads={config.heads}")
+    cluster = cluster_named(config.cluster) if config.cluster else None
     tracks = read_tracks(Path(config.recorded)) if config.recorded else recorded_tracks(config)
     if config.keep:
         write_tracks(Path(config.keep), tracks)
         print(f"recordings kept in {config.keep}")
-    print(table(tracks))
+    predicted = predicted_spans(config, cluster, tracks) if cluster else []
+    print(table(tracks, predicted))
+    words = cluster.name if cluster else ""
     if config.trace:
-        trace = chrome_trace(tracks)
+        trace = chrome_trace(tracks, predicted, words)
         Path(config.trace).write_text(json.dumps(trace), encoding="utf-8")
         print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
     if config.picture:
         from ringattn.launch.timeline_picture import draw_timeline
 
-        draw_timeline(config.picture, tracks)
+        draw_timeline(config.picture, tracks, predicted, words)
         print(f"drawn into {config.picture}")
     return 0
 
@@ -125,6 +134,18 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     return Track.of(recording, clock_offset(ring.transport.agree, ring.rank))
 
 
+def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Sequence[Track]) -> list[ByRank]:
+    """What the simulator says of the passes. Raises `InputError` where the recordings are of other ranks or passes."""
+    from ringattn.launch.show import ExplainConfig, explanation_of
+
+    if len(tracks) != config.ranks:
+        raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
+    explanation = explanation_of(ExplainConfig(**{name: getattr(config, name) for name in CALL}))
+    predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
+    check_alike(tracks, predicted)
+    return predicted
+
+
 def write_tracks(folder: Path, tracks: Sequence[Track]) -> None:
     """Leave one `recording-<rank>.json` a rank."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,15 +170,17 @@ def read_tracks(folder: Path) -> list[Track]:
     return tracks
 
 
-def table(tracks: Sequence[Track]) -> str:
+def table(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> str:
     """A line for each pass and rank: milliseconds in all, under way, exposed, and what was hidden."""
-    lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"]
+    lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"
+             + (f"{'predicted ms':>14}" if predicted else "")]  # fmt: skip
     for number, first in enumerate(tracks[0].passes):
         for track in tracks:
             one = track.passes[number]
+            ended_us = max((span.end_us for span in predicted[number][track.rank]), default=0.0) if predicted else 0.0
             lines.append(
                 f"{first.name:<10}{track.rank:>5}{(one.end_us - one.start_us) / 1e3:>10.2f}{one.comm_us / 1e3:>11.2f}"
-                f"{one.exposed_us / 1e3:>9.2f}{one.overlap:>9.1%}"
+                f"{one.exposed_us / 1e3:>9.2f}{one.overlap:>9.1%}" + (f"{ended_us / 1e3:>14.2f}" if predicted else "")
             )
     if not all(track.arrivals_known for track in tracks):
         lines.append("under way and overlap are upper bounds: this transport does not tell when a message arrived that "

@@ -13,10 +13,11 @@ from matplotlib.colors import to_rgb
 
 from ringattn import InputError
 from ringattn.cli import main
-from ringattn.launch.timeline import TimelineConfig, read_tracks, record_rank, table, write_tracks
+from ringattn.launch.timeline import TimelineConfig, predicted_spans, read_tracks, record_rank, table, write_tracks
 from ringattn.launch.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
 from ringattn.observe.spans import RecordedPass
 from ringattn.observe.trace import Track
+from ringattn.planner.cluster import CLUSTERS
 from ringattn.span import COMM, COMPUTE, Span
 from ringattn.testing import run_ranks
 
@@ -86,9 +87,9 @@ def test_forward_alone_has_one_pass() -> None:
 
 
 def test_the_table_says_what_was_exposed() -> None:
-    lines = table(scripted(2)).splitlines()
+    lines = table(scripted(2), []).splitlines()
     assert len(lines) == 5 and lines[1].split() == ["forward", "0", "8.00", "7.90", "4.00", "49.4%"]
-    assert "upper bounds" in table(scripted(2, arrivals_known=False))
+    assert "upper bounds" in table(scripted(2, arrivals_known=False), [])
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,60 @@ def test_wrong_words_are_refused(words: list[str], message: str, capsys: Any) ->
 def test_help(capsys: Any) -> None:
     assert main(["timeline", "--help"]) == 0
     assert "recorded" in capsys.readouterr().out
+
+
+# --- what was predicted ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with the recording of a call of two ranks."""
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring", warm_ups=0)
+    write_tracks(tmp_path / "kept", run_ranks(2, lambda ring: record_rank(ring, config)))
+    return tmp_path / "kept"
+
+
+CALL = ["ranks=2", "length_tokens=64", "head_dim=8", "schedule=ring", "cluster=a100"]
+
+
+def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -> None:
+    trace, picture = tmp_path / "a.json", tmp_path / "a.png"
+    assert main(["timeline", f"recorded={kept}", *CALL, f"trace={trace}", f"picture={picture}"]) == 0
+    printed = capsys.readouterr().out
+    told = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith(("forward", "backward"))]
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    foretold = predicted_spans(config, CLUSTERS["a100"], read_tracks(kept))
+    ends_ms = [max(span.end_us for span in spans) / 1e3 for by_rank in foretold for spans in by_rank]
+    assert "predicted ms" in printed and told == pytest.approx(ends_ms, abs=0.006)
+    events = json.loads(trace.read_text())
+    names = [event["args"]["name"] for event in events["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "predicted rank 0", "predicted rank 1"]
+    assert events["otherData"]["predicted by"] == CLUSTERS["a100"].name
+    assert picture.exists()
+
+
+def test_predicted_and_measured_steps_have_the_same_names(kept: Path) -> None:
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    tracks = read_tracks(kept)
+    for number, by_rank in enumerate(predicted_spans(config, CLUSTERS["a100"], tracks)):
+        for track, foretold in zip(tracks, by_rank, strict=True):
+            measured = {span.name: span for span in track.passes[number].spans}
+            known = {span.name: span for span in foretold}
+            assert {name for name in measured if name.endswith("attend")} <= known.keys()
+            assert {name: span.nbytes for name, span in measured.items() if span.lane == COMM} == {
+                name: span.nbytes for name, span in known.items() if span.lane == COMM
+            }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ranks=3"], "ranks=3: 2 ranks were recorded; describe the recorded call"),
+        (["backward=false"], "2 passes were recorded and 1 predicted"),
+        (["cluster=a10"], "a100"),
+    ],
+)
+def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str], message: str, capsys: Any) -> None:
+    call = [word for word in CALL if word.split("=")[0] != words[0].split("=")[0]]
+    assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *call, *words]) == 2
+    assert message in capsys.readouterr().err
