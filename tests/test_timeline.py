@@ -9,12 +9,14 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 
-from ringattn import InputError
+from ringattn import InputError, Ring
 from ringattn.cli import main
 from ringattn.launch.timeline import TimelineConfig, predicted_spans, read_tracks, record_rank, table, write_tracks
 from ringattn.launch.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
+from ringattn.observe.alignment import clock_offset
 from ringattn.observe.spans import RecordedPass
 from ringattn.observe.trace import Track
 from ringattn.planner.cluster import CLUSTERS
@@ -186,3 +188,19 @@ def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str],
     call = [word for word in CALL if word.split("=")[0] != words[0].split("=")[0]]
     assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *call, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tracing.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"folder": tmp_path, "clock_offset": clock_offset, "Track": Track, "write_tracks": write_tracks}
+    exec(code, names)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(40)
+        q = torch.ones(1, seq.counts[ring.rank], 2, 8).requires_grad_()
+        names["recorded"](ring, q, q, q, seq)
+
+    run_ranks(2, body)
+    assert capsys.readouterr().out.count("exposed, overlap") == 2
+    assert main(["timeline", f"recorded={tmp_path}", "trace=", "picture="]) == 0
