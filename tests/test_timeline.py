@@ -193,7 +193,8 @@ def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str],
 def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
     page = (Path(__file__).parent.parent / "docs" / "tracing.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
-    names: dict[str, Any] = {"folder": tmp_path, "clock_offset": clock_offset, "Track": Track, "write_tracks": write_tracks}
+    names: dict[str, Any] = {"folder": tmp_path, "clock_offset": clock_offset}
+    names |= {"Track": Track, "write_tracks": write_tracks}
     exec(code, names)
 
     def body(ring: Ring) -> None:
