@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Ring, UnsupportedError
+from ringattn import PeerLostError, Ring, UnsupportedError
 from ringattn.bench import recording
 from ringattn.bench.clock import Sample
 from ringattn.bench.recording import PASSES
@@ -97,6 +97,21 @@ def test_nvtx_names_every_phase_and_ends_it(nvtx: list[str]) -> None:
     run_ranks(2, on_rank_0(body))
     assert nvtx[0] == "ringattn forward step 0 pack" and "ringattn backward step 1 attend" in nvtx
     assert nvtx[1::2] == ["pop"] * (len(nvtx) // 2) and "pop" not in nvtx[::2]
+
+
+def test_a_pass_that_fails_leaves_no_open_range(nvtx: list[str]) -> None:
+    class Broken(SlowEngine):
+        def attend(self, *arguments: Any) -> None:
+            raise ZeroDivisionError
+
+    def body(ring: Ring) -> None:
+        ring.engine = Broken(0.0)  # type: ignore[assignment]
+        with ring.recording(nvtx=True), pytest.raises(ZeroDivisionError):
+            forward(ring)
+
+    with pytest.raises(PeerLostError):  # rank 1 hears of it
+        run_ranks(2, on_rank_0(body), engine="plain")
+    assert nvtx[-2:] == ["ringattn forward step 0 attend", "pop"]
 
 
 def test_nvtx_needs_a_gpu() -> None:
