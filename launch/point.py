@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from ringattn.launch.exactness import (
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.run_config import RunConfig, call_of, from_spec
 from ringattn.observe.shortage import is_shortage
-from ringattn.planner.cluster import REFERENCE, Cluster
-from ringattn.planner.simulate import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, simulate
+from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.simulate import simulate
+from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
@@ -162,10 +163,8 @@ def _stop(ring: Ring) -> float:
 
 def _exposed(
     ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None
-) -> dict[str, float | None] | None:
+) -> dict[str, float | None]:
     """Of one more pass: milliseconds that this rank stood still for messages, and the least overlap."""
-    if not hasattr(ring, "recording"):
-        return None
     with ring.recording() as first:
         out = forward()
     if backward is None:
@@ -184,19 +183,26 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
         head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
         schedule=config.schedule.name, **options,
     )  # fmt: skip
-    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained, REFERENCE)}
+    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained, cluster_named(config.cluster))}
 
 
 def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
-    passes = [simulate(plans, cluster).total_us / 1e3 for plans in explained.plans]
+    forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
     return {
         "cluster": cluster.name,
-        "calibrated": False,
-        "forward_ms": passes[0],
-        "backward_ms": passes[1] if len(passes) > 1 else None,
-        "exposed_ms": None,
+        "calibrated": cluster.calibrated,
+        "forward_ms": forward.total_us / 1e3,
+        "backward_ms": backward[0].total_us / 1e3 if backward else None,
+        "exposed_ms": {
+            "forward": _ms(forward.exposed_us),
+            "backward": _ms(backward[0].exposed_us) if backward else None,
+        },
         "pool_bytes": [max(plan.arena_bytes for plan in plans) for plans in zip(*explained.plans, strict=True)],
     }
+
+
+def _ms(times_us: Iterable[float]) -> list[float]:
+    return [time_us / 1e3 for time_us in times_us]
 
 
 def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -206,15 +212,17 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     planned, exposed = by_rank[0]["planned"], [one["exposed"] for one in by_rank]
     forward_flops = planned["pairs"] * config.batch * config.shape.head_dim * FORWARD_FLOPS_PER_DIM
     flops = forward_flops * (1 + BACKWARD_OVER_FORWARD * config.backward)
-    recorded = None not in exposed
     return {
         "forward_ms": _spread(seconds[:, 0]),
         "backward_ms": _spread(seconds[:, 1]) if config.backward else None,
         "tokens_per_s": config.batch * (config.tokens or 0) / both_s,
         "tflops": flops / both_s / 1e12,
         **{key: [one[key] for one in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
-        "exposed_ms": {key: [one[key] for one in exposed] for key in ("forward", "backward")} if recorded else None,
-        "overlap": min(one["overlap"] for one in exposed) if recorded else None,
+        "exposed_ms": {
+            "forward": [one["forward"] for one in exposed],
+            "backward": [one["backward"] for one in exposed] if config.backward else None,
+        },
+        "overlap": min(one["overlap"] for one in exposed),
         "predicted": planned["predicted"],
         "environment": by_rank[0]["environment"],
     }

@@ -115,8 +115,8 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
         ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank, of which slots {_mib(facts['pool_bytes'])}"),
         ("error", ", ".join(f"{name} {error:.1e}" for name, error in facts["error"].items()) + " at a small size"),
     ]
-    if facts["overlap"] is not None:
-        rows.append(("overlap", f"{facts['overlap']:.2f} of the communication is hidden (least of the ranks)"))
+    exposed = [f"{name} {max(by_rank):.3g} ms" for name, by_rank in facts["exposed_ms"].items() if by_rank]
+    rows.append(("exposed", f"{', '.join(exposed)} on a rank at most; at least {facts['overlap']:.0%} is hidden"))
     return "\n".join(f"{name:<12}  {figure}" for name, figure in rows)
 
 

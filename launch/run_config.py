@@ -15,6 +15,7 @@ from ringattn.launch.exactness import DTYPES
 from ringattn.launch.options import group, groups, leaves, option
 from ringattn.layout import LAYOUTS
 from ringattn.opening import TRANSPORTS
+from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.presets import geometric
 from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
@@ -89,7 +90,7 @@ class RunConfig:
     seed: int = option(0, "of the inputs", least=0)
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / nproc if not set", least=1)
     timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
-    cluster: str = option("reference", "machines to predict for")
+    cluster: str = option("reference", f"to predict for: a file of ringattn calibrate, or {', '.join(CLUSTERS)}")
     shape: ShapeConfig = group(ShapeConfig, {})
     mask: MaskConfig = _named(MaskConfig, ("full", "causal", "window", "documents", "dilated"))
     schedule: ScheduleConfig = _named(ScheduleConfig, ("auto", *ROUTES))
@@ -150,6 +151,7 @@ def resolved(config: RunConfig) -> RunConfig:
     """The same run with `nproc` and `tokens` as numbers. Raises `InputError` where two sizes contradict each other."""
     if config.tokens is not None and config.tokens_per_rank is not None:
         raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
+    cluster_named(config.cluster)
     config = replace(config, nproc=config.nproc or 1)
     per_rank = config.tokens_per_rank
     tokens = per_rank * config.world_size if per_rank else config.tokens or DEFAULT_TOKENS
