@@ -19,7 +19,7 @@ from ringattn.bench.recording import PASSES
 from ringattn.observe.spans import Recording
 from ringattn.testing import run_ranks
 from tests.contract.threads import on_threads
-from tests.test_spans import TOKENS, SlowEngine, both_passes, forward
+from tests.test_spans import TOKENS, Hours, SlowEngine, both_passes, forward
 
 
 def names_of(profile: Any) -> set[str]:
@@ -105,7 +105,7 @@ def test_a_pass_that_fails_leaves_no_open_range(nvtx: list[str]) -> None:
             raise ZeroDivisionError
 
     def body(ring: Ring) -> None:
-        ring.engine = Broken(0.0)  # type: ignore[assignment]
+        ring.engine = Broken(Hours(), 0.0)  # type: ignore[assignment]
         with ring.recording(nvtx=True), pytest.raises(ZeroDivisionError):
             forward(ring)
 
@@ -197,7 +197,7 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
             with Ring(transport=transport, engine="plain") as ring:
                 forward(ring)
             return None
-        with Ring(transport=transport, engine=DeviceEngine(0.0)) as ring:  # type: ignore[arg-type]
+        with Ring(transport=transport, engine=DeviceEngine(Hours(), 0.0)) as ring:  # type: ignore[arg-type]
             monkeypatch.setattr(transport, "bind", lambda *ends: DeviceHop(type(transport).bind(transport, *ends)))
             transport.stream, transport.device = lanes, torch.device("cuda")
             with ring.recording() as recorded:
