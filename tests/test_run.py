@@ -10,8 +10,10 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +129,7 @@ def test_words_and_specs_give_the_same_run_again() -> None:
         ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "nodes are numbered from 0"),
         ("nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port"),
         ("rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
+        ("cluster=h1000", "cluster=h1000: "),
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
     ],
 )
@@ -220,6 +223,18 @@ def test_times_are_of_the_slowest_rank() -> None:
     found = point._facts(resolved(RunConfig(tokens=10)), [{**rank, "times_s": one} for one in times_s])
     assert found["forward_ms"] == pytest.approx({"median": 3.5, "p10": 3.1, "p90": 3.9, "samples": 2})
     assert found["backward_ms"]["median"] == pytest.approx(3.5)
+
+
+def test_what_a_recorder_heard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def recording(ring: Ring) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(exposed_us=1000.0 * (ring.rank + 1), overlap=0.5 - ring.rank / 4)
+
+    monkeypatch.setattr(Ring, "recording", recording, raising=False)
+    found = measured([], 2)[0]
+    assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]} and found["overlap"] == 0.25
+    found = measured(["backward=false"], 2)[0]
+    assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": None} and found["overlap"] == 0.25
 
 
 @pytest.mark.parametrize("wrong", [1e-4, float("nan")])

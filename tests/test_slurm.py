@@ -88,12 +88,12 @@ def test_without_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
 
 @pytest.mark.slow
-def test_jobs_of_one_and_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two nodes are two tasks of one job, as by Slurm; here they share the machine.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
     small = "tokens=64", "shape=small", "repeats=1", "warmup=1"
-    assert sweep.main([f"out={tmp_path}", "launcher=submitit_local", "nnodes=1,2", *small]) == 0
+    assert sweep.main([f"out={tmp_path}", "launcher=submitit_local", "nnodes=2", *small]) == 0
     found = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
-    assert [(one["status"], one["world_size"], len(one["bytes_sent"])) for one in found] == [("ok", 1, 1), ("ok", 2, 2)]
-    assert all(found[1]["bytes_sent"])
+    assert [(one["status"], one["world_size"], len(one["bytes_sent"])) for one in found] == [("ok", 2, 2)]
+    assert all(found[0]["bytes_sent"])
     assert list((tmp_path / ".submitit").glob("*/*_submitted.pkl"))

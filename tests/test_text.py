@@ -100,4 +100,4 @@ def test_overrides_win_over_presets_and_presets_over_defaults() -> None:
 def test_help_lists_every_key_with_default_and_meaning() -> None:
     text = help_text("train", "Trains.", TrainConfig)
     assert "  length_tokens        2048           tokens of one sequence, over all ranks" in text.splitlines()
-    assert "model.kv_heads" in text and "presets: model=medium, model=tiny" in text
+    assert "model.kv_heads" in text and "presets, one of each list:\n  model=medium,tiny" in text
