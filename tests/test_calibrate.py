@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ringattn.bench import prediction
+from ringattn.bench.gate import GateError
 from ringattn.cli import main
 from ringattn.errors import InputError, RingError
 from ringattn.launch import calibrate, calibration
@@ -145,7 +146,7 @@ def test_fits_say_how_far_they_are_off() -> None:
     assert calibrate._told(kernel)["greatest_error"] == kernel.errors[6]
 
 
-def test_the_bench_predicts_what_the_ranks_run() -> None:
+def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prediction.SHAPES) == 10
     for shape in prediction.SHAPES:
         for backward in (False, True):
@@ -155,6 +156,9 @@ def test_the_bench_predicts_what_the_ranks_run() -> None:
             assert alone.total_us / 1e6 >= prediction.processor_s(plans, replace(TRUTH, wire_cores=0.0)) - 1e-9
     error = run_ranks(2, lambda ring: prediction.Call(ring, prediction.SHAPES[6].small(2)).gate())
     assert max(error) < 1e-5
+    monkeypatch.setitem(prediction.BOUND, torch.float32, min(error) / 2)
+    with pytest.raises(GateError, match="nothing is measured"):
+        run_ranks(2, lambda ring: prediction.Call(ring, prediction.SHAPES[6].small(2)).gate())
 
 
 @pytest.mark.slow

@@ -87,6 +87,21 @@ def test_three_ranks_by_hand() -> None:
     assert time.waiting_us == pytest.approx((3668.75, 2668.75, 1668.75))
 
 
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (0, 1)])
+def test_both_ends_of_a_link_are_shared_by_hand(src: int, dst: int) -> None:
+    # As above without one message: what is left are two that leave rank 0, or two that come to rank 2.
+    plans = list(plans_of(problem_of(3, causal=True), "all_gather"))
+    for rank in (src, dst):
+        first, *rest = plans[rank].steps
+        sends = tuple(send for send in first.sends if (rank, send.peer) != (src, dst))
+        recvs = tuple(recv for recv in first.recvs if (recv.peer, rank) != (src, dst))
+        plans[rank] = replace(plans[rank], steps=(first._replace(sends=sends, recvs=recvs), *rest))
+    exchanges = [
+        span.end_us for spans in simulate(tuple(plans), SLOW_LINK).spans for span in spans if span.lane == COMM
+    ]
+    assert exchanges == pytest.approx([2200] * 3)
+
+
 def test_ranks_share_processors_by_hand() -> None:
     # Causal and contiguous, two ranks on one processor, messages for nothing: own blocks take 531.25 us each and, at
     # half speed, both end at 1062.5; then rank 1 works alone for 1000 us.
