@@ -217,7 +217,8 @@ def test_other_calls_are_measured_too(words: list[str]) -> None:
 
 def test_times_are_of_the_slowest_rank() -> None:
     planned = {"pairs": 1, "predicted": {}}
-    rank = {"exposed": None, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
+    exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0}
+    rank = {"exposed": exposed, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
             "pool_bytes": 0}  # fmt: skip
     times_s = [[0.001, 0.002], [0.004, 0.002]], [[0.003, 0.001], [0.002, 0.005]]
     found = point._facts(resolved(RunConfig(tokens=10)), [{**rank, "times_s": one} for one in times_s])
@@ -230,7 +231,7 @@ def test_what_a_recorder_heard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def recording(ring: Ring) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(exposed_us=1000.0 * (ring.rank + 1), overlap=0.5 - ring.rank / 4)
 
-    monkeypatch.setattr(Ring, "recording", recording, raising=False)
+    monkeypatch.setattr(Ring, "recording", recording)
     found = measured([], 2)[0]
     assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]} and found["overlap"] == 0.25
     found = measured(["backward=false"], 2)[0]
