@@ -1,6 +1,6 @@
 """What recording costs: passes with the recorder off and on, alternated in one run, and the recorder by itself.
 
-`python -m ringattn.bench.recording length_tokens=8192 repeats=10`. Off is timed twice a round: what its two halves
+`python -m ringattn.bench.recording length_tokens=4096 repeats=60`. Off is timed twice a round: what its two halves
 differ by is what this run cannot tell apart, and where that is more than the bar, times decide nothing. So the recorder
 is also timed alone, telling it of the same steps without their work and messages, and the comparison with None that is
 left a step when it is off. Recordings are read after the clock has stopped.
@@ -45,13 +45,13 @@ COMPARISONS, PLAYED = 1_000_000, 200
 class Options:
     """Causal attention, zigzag layout."""
 
-    length_tokens: int = 8192
+    length_tokens: int = 4096
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 64
     ranks: int = 2
     schedule: str = "ring"
-    repeats: int = 10
+    repeats: int = 60
     results: str = RESULTS
 
 

@@ -125,11 +125,10 @@ CLUSTERS: dict[str, Cluster] = {
         f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
     ),
     "cpu": Cluster(
-        "2 cores of an AMD EPYC, gloo, float32 (measured 2026-11-21 on a busy machine)", 7.2e10, 8.4e8, 5.1e-4,
-        backward_flops=7.1e10, call_s=2.1e-4, copy_bytes_s=1.8e10, cores=2, tile_s=3.4e-4, block_keys=512,
-        softmax_dims=20.0, pass_s=3.3e-3, wire_cores=0.36,
-        source="ringattn calibrate on such a machine while other programs ran, 2 ranks of one thread, torch 2.13: "
-        "kernel and copies by processor time, messages and passes as slow as that made them; calibrate your own",
+        "2 cores of an AMD EPYC, gloo, float32 (measured 2026-11-21)", 6.7e10, 9.8e8, 5.6e-4,
+        backward_flops=6.9e10, call_s=2.0e-4, copy_bytes_s=1.6e10, cores=2, tile_s=3.4e-4, block_keys=512,
+        softmax_dims=20.0, pass_s=3.7e-3, wire_cores=0.59,
+        source="ringattn calibrate on such a machine, quiet, 2 ranks of one thread, torch 2.13; calibrate your own",
     ),
 }  # fmt: skip
 
