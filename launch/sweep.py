@@ -24,7 +24,7 @@ from ringattn.launch.environment import code_version
 from ringattn.launch.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.options import CONF, group, groups, help_text, leaves, option, presets_of
 from ringattn.launch.points import Folder, hash_of, opened, read_points
-from ringattn.launch.ranks import place_in_torchrun
+from ringattn.launch.ranks import place_in_torchrun, threads_for
 from ringattn.launch.run import DRY_RUN, command_of
 from ringattn.launch.run_config import RunConfig, load_run
 from ringattn.launch.sweep_progress import SweepProgress
@@ -93,17 +93,35 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     options = load(mine, SweepConfig)
     theirs = [*_preset_words(options.preset, theirs), *theirs]
     varying = set(swept(theirs))
-    points: dict[str, Point] = {}
+    found = []
     for combination in BasicSweeper.split_arguments(parse(theirs), None)[0]:
         label = " ".join(word for word in combination if word.partition("=")[0] in varying)
         try:
-            config = load_run(combination)
+            found.append(Point(load_run(combination), combination, label))
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
-        points.setdefault(hash_of(config), Point(config, combination, label))
+    if options.launcher != "slurm":
+        found = _equal_threads(found)
+    points: dict[str, Point] = {}
+    for point in found:
+        points.setdefault(hash_of(point.config), point)
     if options.launcher == "local" and (far := [point for point in points.values() if point.config.nnodes > 1]):
         raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local knows this machine alone; use launcher=slurm")
     return options, list(points.values())
+
+
+def _equal_threads(points: Sequence[Point]) -> list[Point]:
+    """The same points, where a rank has as many threads in each: a share of the cores that all leave to a rank.
+
+    Else one rank alone would have all cores, and more ranks could not be faster.
+    """
+    threads = threads_for(max(point.config.nproc or 1 for point in points))
+    return [
+        point if point.config.threads_per_rank else point._replace(
+            config=replace(point.config, threads_per_rank=threads), words=[*point.words, f"threads_per_rank={threads}"]
+        )
+        for point in points
+    ]  # fmt: skip
 
 
 def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:

@@ -113,6 +113,17 @@ def test_presets(words: list[str], sizes: list[tuple[int, int]]) -> None:
     assert [(point.config.world_size, point.config.tokens) for point in points] == sizes
 
 
+def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    _, points = sweep.described(["nproc=1,2,4"])
+    assert [point.config.threads_per_rank for point in points] == [4, 4, 4]
+    assert all("threads_per_rank=4" in point.words for point in points)
+    _, points = sweep.described(["nproc=1,4", "threads_per_rank=2"])
+    assert [point.config.threads_per_rank for point in points] == [2, 2]
+    _, points = sweep.described(["nproc=1,4", "launcher=slurm"])  # the nodes may have other processors
+    assert [point.config.threads_per_rank for point in points] == [None, None]
+
+
 def test_the_hash_is_of_what_may_change_the_result() -> None:
     base = load_run(["tokens=64"])
     for word in ("timeout_s=9", "rdzv_endpoint=a:1"):
