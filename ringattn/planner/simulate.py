@@ -43,8 +43,10 @@ def simulate(plans: tuple[Plan, ...], cluster: Cluster) -> Timeline:
     play.run()
     total = max(play.finished, default=0.0) * 1e6
     spans = tuple(tuple(found) for found in play.spans)
-    busy = tuple(sum(s.end_us - s.start_us for s in found if s.lane == COMPUTE) for found in spans)
-    exposed = tuple(max(0.0, end * 1e6 - work) for end, work in zip(play.finished, busy, strict=True))
+    worked = (sum(s.end_us - s.start_us for s in found if s.lane == COMPUTE) for found in spans)
+    # Differences of rounded times may add up to a little more than the whole.
+    busy = tuple(min(end * 1e6, work) for end, work in zip(play.finished, worked, strict=True))
+    exposed = tuple(end * 1e6 - work for end, work in zip(play.finished, busy, strict=True))
     return Timeline(total, busy, tuple(total - work for work in busy), exposed, spans)
 
 
