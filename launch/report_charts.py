@@ -89,7 +89,7 @@ def _lines(panel: Panel, metric: Metric) -> Chart | None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y)))
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         axes.yaxis.set_major_formatter(_formatter(metric))
     if metric.aim is not None:
         _aim(axes, sorted(xs), [metric.aim] * len(xs))

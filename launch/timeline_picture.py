@@ -130,5 +130,5 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, word
     if predicted:
         about = f"beneath, pale: predicted for {words}" if words else "beneath, pale: predicted"
         handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label=about))
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5,
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False, fontsize=8.5,
                   labelcolor=INK)  # fmt: skip
