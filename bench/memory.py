@@ -1,4 +1,4 @@
-"""How much memory a rank needs: this ring, the all-gather, and two known mistakes; predicted and measured.
+"""How much memory a rank needs: this ring, the all-gather, and known mistakes; predicted and measured.
 
 `python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
 processes: the greater rank's storages, and the growth of its resident size from before its inputs exist to the end,

@@ -97,7 +97,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         driver, gpus, links = facts.nvml()
         driver = driver or system.get("nvidia_driver_version")
         on_gpu = probes.cuda(build, driver, torch.cuda.is_available())
-        return [on_gpu, *probes.devices(gpus), *probes.topology(links)]
+        return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *probes.topology(links)]
 
     looks: dict[str, Callable[[], Sequence[Finding]]] = {
         "packages": lambda: probes.versions(facts.package_versions()),

@@ -161,8 +161,14 @@ def _extra(cuda_build: str | None) -> str:
     return f"pip install 'ringattn[cu{(cuda_build or '13').split('.')[0]}]'"
 
 
-def devices(gpus: Sequence[Gpu]) -> list[Finding]:
-    """Each GPU with the dtypes that its generation computes in, and which engines it can run."""
+def devices(gpus: Sequence[Gpu], usable: bool) -> list[Finding]:
+    """Each GPU with the dtypes that its generation computes in, and which engines it can run.
+
+    `usable`: whether torch finds any, so that one that NVML does not tell of is not passed over.
+    """
+    if usable and not gpus:
+        return [Finding("GPUs", WARNING, "torch uses a GPU, and NVML says nothing of it: no dtypes, no topology here",
+                        "pip install nvidia-ml-py, or let the container see the driver's libraries")]  # fmt: skip
     findings = []
     for number, gpu in enumerate(gpus):
         topic, text = f"GPU {number}", f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, sm_{_arch(gpu)}"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
+from ringattn.launch.points import ENVIRONMENTS, POINTS
 
-POINTS, ENVIRONMENTS = "points.jsonl", "environments.json"
 REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 """Without these a line is no point; whatever else is missing is unknown."""
 CHOICES = ("schedule", "layout", "engine", "transport")

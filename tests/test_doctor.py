@@ -151,18 +151,24 @@ def test_kernels_name(installed: str | None, origin: str | None, level: str) -> 
     ],
 )  # fmt: skip
 def test_dtypes_by_generation(capability: tuple[int, int], level: str, words: str) -> None:
-    (found,) = doctor_probes.devices([Gpu("a GPU", capability, 80 * 2**30)])
+    (found,) = doctor_probes.devices([Gpu("a GPU", capability, 80 * 2**30)], usable=True)
     assert found.level == level and words in found.text
     assert ("fp8" in found.text) == (capability >= (8, 9))
 
 
 def test_devices_of_different_generations() -> None:
-    found = doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
+    found = doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))], usable=True)
     assert worst(found).level == WARNING and "slowest" in worst(found).text
 
 
 class NvmlError(Exception):
     """Stands for `pynvml.NVMLError`."""
+
+
+def test_a_gpu_that_nvml_does_not_tell_of() -> None:
+    (found,) = doctor_probes.devices([], usable=True)
+    assert found.level == WARNING and "nvidia-ml-py" in found.advice
+    assert doctor_probes.devices([], usable=False) == []
 
 
 def fake_nvml(nvlink: bool, peer: bool) -> SimpleNamespace:
