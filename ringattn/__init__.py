@@ -1,5 +1,6 @@
 """ringattn: exact attention over sequences that no single device can hold."""
 
+from ringattn.activation import active_sequence
 from ringattn.dilated_modules import (
     DilatedAttention,
     MultiheadDilatedAttention,
@@ -18,7 +19,7 @@ from ringattn.errors import (
     UnsupportedError,
 )
 from ringattn.modules import RingAttention, RingMultiheadAttention
-from ringattn.ring import Ring, active_sequence
+from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
 __all__ = [

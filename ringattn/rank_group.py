@@ -48,6 +48,11 @@ class RankGroup:
             return torch.device("cuda", torch.cuda.current_device())
         return self.transport.device
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used: neither closed nor aborted."""
+        return self._end is None
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.agree("barrier", always=True)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, Literal, Unpack, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ringattn import api
+from ringattn.activation import activate
 from ringattn.dilated import dilated_attention
 from ringattn.engine.base import KV, Engine
 from ringattn.engine.select import ENGINES, Choice, choose
@@ -39,7 +40,7 @@ from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.watch import watch_of
 
-_active: ContextVar[Sequence | None] = ContextVar("ringattn_active_sequence", default=None)
+_open: WeakSet[Ring] = WeakSet()
 
 
 class Ring(RankGroup):
@@ -89,6 +90,7 @@ class Ring(RankGroup):
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
         self._recording: Recording | None = None
+        _open.add(self)
 
     def sequence(
         self,
@@ -196,14 +198,14 @@ class Ring(RankGroup):
         """Who sends what to whom, when; bytes, balance, memory. See `ringattn.explain.explain` for the arguments."""
         return explain(self, seq, **facts)
 
-    @contextmanager
-    def activate(self, seq: Sequence | None) -> Iterator[None]:
-        """Make `seq` what adapters find with `ringattn.active_sequence()`; nests. None asks for local attention."""
-        token = _active.set(seq)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+    def activate(self, seq: Sequence | None) -> AbstractContextManager[None]:
+        """Make `seq` what adapters find with `ringattn.active_sequence()`; nests. None asks for local attention.
+
+        Raises `InputError` for a sequence of another ring.
+        """
+        if seq is not None and (not isinstance(seq, Sequence) or seq.ring is not self):
+            raise InputError(f"rank {self.rank}: activate takes a sequence of this ring, got {seq!r}")
+        return activate(seq)
 
     def counters(self) -> dict[str, int]:
         """Payload sent since the last reset (`bytes_sent`, `messages`, `passes`) and `pool_high_water_bytes`."""
@@ -299,6 +301,7 @@ class Ring(RankGroup):
             for bound in self._executors.values():
                 bound.unbind()
 
-def active_sequence() -> Sequence | None:
-    """The sequence of the innermost `Ring.activate`, or None."""
-    return _active.get()
+
+def shared_ring_is_open() -> bool:
+    """Whether this process has a ring of several ranks that can still attend."""
+    return any(ring.world_size > 1 and ring.is_open for ring in tuple(_open))

@@ -34,9 +34,33 @@ class Sequence:
         """Tokens of each rank."""
         return self.layout.counts
 
-    def positions(self) -> Tensor:
-        """The global position of each local token: int64, (counts[rank],), on the ring's device."""
-        return self._positions.to(self.ring.device)
+    def positions(self, per_document: bool = False) -> Tensor:
+        """The global position of each local token: int64, (counts[rank],), on the ring's device.
+
+        `per_document`: counted from the start of the token's document, as rotary positions of packed documents are.
+        """
+        positions = self._positions
+        if per_document and self.documents is not None:
+            starts = torch.tensor(self.documents)
+            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        return positions.to(self.ring.device)
+
+    def with_documents(self, cu_seqlens: Many[int] | Tensor | None) -> Sequence:
+        """The same tokens on the same ranks, cut into these documents instead; None for no cuts. Raises `InputError`.
+
+        For rows of a batch that are cut differently, padding included: a row's padding is a document of its own.
+        """
+        documents = None if cu_seqlens is None else check_documents(cu_seqlens, self.length)
+        return Sequence(self.ring, self.layout, documents)
+
+    def __eq__(self, other: object) -> bool:
+        """The same tokens of the same documents on the same ranks of the same ring."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return self.ring is other.ring and self.layout == other.layout and self.documents == other.documents
+
+    def __hash__(self) -> int:
+        return hash((id(self.ring), self.layout, self.documents))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a full tensor. Differentiable: the gradient is zero at the other ranks' tokens.

@@ -26,8 +26,8 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
     6: (
-        "__init__", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening", "projected",
-        "projection", "rank_group", "ring", "sequence",
+        "__init__", "activation", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening",
+        "projected", "projection", "rank_group", "ring", "sequence",
     ),
     5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels", "watch"),
     4: ("engine", "transport", "pool", "partial", "observe"),

@@ -1,0 +1,1 @@
+"""Attention backends for other people's trainers; each module imports its host only when it is used."""

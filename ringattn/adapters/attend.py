@@ -1,0 +1,52 @@
+"""One attention call of an adapter: over the sequence's ring, or on this process alone.
+
+Does not know: hosts, and how the sequence was found.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Unpack
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.api import Options
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+from ringattn.transport.local import LocalWorld
+
+_own = threading.local()
+
+
+def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
+    """`Ring.attention` of this rank's shards of `seq`, with its tensors, options and errors; None: of whole tensors.
+
+    Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
+    any other runs through a ring of one rank.
+    """
+    if seq is None:
+        return _alone(q, k, v, **options)
+    return seq.ring.attention(q, k, v, seq, **options)
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
+    kept = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
+    if kept or q.shape[1] != k.shape[1]:
+        seq = lone_sequence(q.shape[1])
+        if q.shape[1] != k.shape[1]:
+            options.setdefault("kv_seq", lone_sequence(k.shape[1]))
+        return seq.ring.attention(q, k, v, seq, **options)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        is_causal=options.get("causal", False), scale=options.get("scale"), enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def lone_sequence(length: int, cu_seqlens: tuple[int, ...] | None = None) -> Sequence:
+    """`length` tokens, or these documents, of this thread's own ring of one rank, which stays open."""
+    if not hasattr(_own, "ring"):
+        _own.ring = Ring(transport=LocalWorld(1).transport(0))
+    ring: Ring = _own.ring
+    return ring.sequence(length, cu_seqlens=cu_seqlens, layout="contiguous")

@@ -1,0 +1,226 @@
+"""Which sequence an adapter's call attends over: activation, the rule of local attention, recomputation in backward."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ringattn
+from ringattn import InputError, Ring, Sequence
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import recompute_context, sequence_of
+from ringattn.testing import dense_attention, run_ranks
+
+DOCUMENTS = [0, 3, 12, 16]
+"""Cuts of 16 tokens."""
+
+
+class Attending(nn.Module):
+    """Attends to itself: x (batch, tokens, dim), one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8, dtype=torch.float64))
+        self.seen: list[Sequence | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.weight)[:, :, None]
+        seq = sequence_of(h, 1, self)
+        self.seen.append(seq)
+        return attend(seq, h, h, h, causal=True).flatten(2).sin()
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randn(1, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def truth(x: Tensor, documents: list[int] | None = None) -> Tensor:
+    """The gradient of the weight, by one process."""
+    module = Attending()
+    h = (x * module.weight)[:, :, None]
+    dense_attention(h, h, h, causal=True, cu_seqlens=documents)[0].flatten(2).sin().sum().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad
+
+
+def summed(ring: Ring, module: nn.Module) -> Tensor:
+    (grad,) = [weight.grad for weight in module.parameters()]
+    assert grad is not None
+    ring.all_reduce([grad])
+    return grad
+
+
+def checkpointed(kind: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    options: dict[str, Any] = {
+        "reentrant": {"use_reentrant": True},
+        "other": {"use_reentrant": False},
+        "told": {"use_reentrant": False, "context_fn": recompute_context},
+    }[kind]
+    return lambda module, x: checkpoint(module, x, **options)
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
+    x = torch.zeros(1, 5, 2, 4)
+    assert sequence_of(x, 1) is None
+    with Ring() as alone:
+        assert sequence_of(x, 1) is None
+        with alone.activate(alone.sequence(5)) as _:
+            assert sequence_of(x, 1) is ringattn.active_sequence() is not None
+
+    def body(ring: Ring) -> Sequence | None:
+        with pytest.raises(InputError, match=r"no sequence is active.*ring\.activate\(seq\)"):
+            sequence_of(x, 1)
+        with ring.activate(None):
+            return sequence_of(x, 1)
+
+    assert run_ranks(2, body) == [None, None]
+    assert sequence_of(x, 1) is None  # those rings are closed
+
+
+def test_a_full_tensor_is_not_a_shard() -> None:
+    def body(ring: Ring) -> None:
+        with ring.activate(ring.sequence(16)), pytest.raises(InputError, match=r"16 tokens came in, .* owns 8 of"):
+            sequence_of(torch.zeros(1, 16, 1, 8), 1)
+
+    run_ranks(2, body)
+
+
+def test_activate_refuses_a_sequence_of_another_ring() -> None:
+    with Ring() as one, Ring() as two, pytest.raises(InputError, match="activate takes a sequence of this ring"):
+        one.activate(two.sequence(4))
+
+
+def test_alone_every_option_is_kept() -> None:
+    q, k = tokens()[:, :, None], tokens(1)[:, :, None]
+    for options in ({"causal": True}, {"window": (2, 0), "causal": True}, {"scale": 0.3}, {}):
+        assert torch.allclose(attend(None, q, k, k, **options), dense_attention(q, k, k, **options)[0], atol=1e-12)
+    capped = attend(None, q, k, k, softcap=0.5)
+    assert not torch.allclose(capped, attend(None, q, k, k), atol=1e-3)
+    few = attend(None, q[:, :3], k, k)
+    assert torch.allclose(few, dense_attention(q, k, k)[0][:, :3], atol=1e-12)
+
+
+# --- recomputation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
+def test_recomputation_finds_its_sequence_outside_of_the_with(kind: str) -> None:
+    def body(ring: Ring) -> tuple[Tensor, int]:
+        module, seq = Attending(), ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        with ring.activate(seq):
+            loss = checkpointed(kind)(module, seq.shard(tokens()).requires_grad_()).sum()
+        with ring.activate(ring.sequence(16)):  # another one: it must not be taken
+            loss.backward()
+        return summed(ring, module), len(module.seen)
+
+    for grad, runs in run_ranks(2, body):
+        assert runs == 2
+        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
+def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
+    """With sequences that both fit: right where it is told, refused where it would be a guess."""
+
+    def body(ring: Ring) -> Tensor:
+        module = Attending()
+        one, two = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag"), ring.sequence(16, layout="zigzag")
+        losses = []
+        for seed, seq in enumerate((one, two)):
+            with ring.activate(seq):
+                losses.append(checkpointed(kind)(module, seq.shard(tokens(seed)).requires_grad_()).sum())
+        for loss in losses:
+            loss.backward()
+        return summed(ring, module)
+
+    if kind != "told":
+        with pytest.raises(InputError, match=r"2 sequences are known to fit it.*context_fn="):
+            run_ranks(2, body)
+        return
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS) + truth(tokens(1)), rtol=1e-12, atol=1e-12)
+
+
+def test_steps_with_other_documents_follow_each_other() -> None:
+    """Sequences of earlier steps and of evaluations that the caller keeps do not stand in the way."""
+
+    def body(ring: Ring) -> Tensor:
+        module, kept = Attending(), []
+        for step, documents in enumerate((None, DOCUMENTS, [0, 8, 16])):
+            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
+            kept.append(seq)
+            module.zero_grad()
+            with ring.activate(seq):
+                loss = checkpointed("other")(module, seq.shard(tokens(step)).requires_grad_()).sum()
+            with torch.no_grad(), ring.activate(kept[0]):
+                module(kept[0].shard(tokens()))
+            loss.backward()
+        return summed(ring, module)
+
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, truth(tokens(2), [0, 8, 16]), rtol=1e-12, atol=1e-12)
+
+
+def test_local_attention_is_found_again_too() -> None:
+    def body(ring: Ring) -> tuple[Tensor, list[Sequence | None]]:
+        module = Attending()
+        with ring.activate(None):
+            loss = checkpointed("other")(module, tokens().requires_grad_()).sum()
+        loss.backward()
+        assert module.weight.grad is not None
+        return module.weight.grad, module.seen
+
+    for grad, seen in run_ranks(2, body):
+        assert seen == [None, None]
+        torch.testing.assert_close(grad, truth(tokens()), rtol=1e-12, atol=1e-12)
+
+
+def test_notes_end_with_the_graph_and_the_module() -> None:
+    from ringattn.adapters.context import _notes
+
+    with Ring() as ring:
+        module, seq = Attending(), ring.sequence(16)
+        for _ in range(20):
+            with ring.activate(seq):
+                module(tokens().requires_grad_()).sum().backward()
+        assert len(_notes[module]) == 1
+        before = len(_notes)
+        module.seen.clear()
+        del module
+        gc.collect()
+        assert len(_notes) == before - 1
+
+
+# --- sequences -------------------------------------------------------------------------------------------------------
+
+
+def test_positions_restart_in_each_document() -> None:
+    def body(ring: Ring) -> tuple[Tensor, Tensor]:
+        seq = ring.sequence(cu_seqlens=[0, 3, 3, 12, 16], layout="zigzag")
+        places = torch.tensor([*range(3), *range(9), *range(4)])
+        assert torch.equal(ring.sequence(16).positions(per_document=True), ring.sequence(16).positions())
+        return seq.positions(per_document=True), seq.shard(places, 0)
+
+    for found, expected in run_ranks(3, body):
+        assert found.dtype == torch.int64 and torch.equal(found, expected)
+
+
+def test_the_same_tokens_cut_otherwise() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(16, layout="striped")
+        cut = seq.with_documents(DOCUMENTS)
+        assert torch.equal(cut.positions(), seq.positions()) and cut.documents == tuple(DOCUMENTS) and cut != seq
+        assert cut.with_documents(None) == seq and hash(cut.with_documents(None)) == hash(seq)
+        with pytest.raises(InputError, match="ends at 12, the sequence has 16 tokens"):
+            seq.with_documents([0, 12])
+
+    run_ranks(2, body)
