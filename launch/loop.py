@@ -1,10 +1,12 @@
 """The training loop of one rank.
 
-Every rank draws the same batch, keeps its own tokens, and sums its own loss over them, divided by the number of
-labels *of all ranks*; gradients are then summed over the ranks. That is the gradient of the one-process loss, whatever
-the layout and however unevenly labels fall. A mean of the ranks' means is another loss, and looks fine in a log.
-Promises: the same losses at every world size, up to rounding; a rank without labels or tokens takes part.
-Does not know: processes, files.
+Every rank draws its replica's sequences, keeps its own tokens, and sums its own loss over them, divided by the number
+of labels *of all ranks of all replicas*; gradients are then summed over all of these. That is the gradient of the
+one-process loss, whatever the layout and however unevenly labels fall. A mean of the ranks' means is another loss, and
+looks fine in a log.
+Promises: the same losses for every number of replicas, ranks and sequences at once, up to rounding; a rank without
+labels or tokens takes part.
+Does not know: processes, files, which tokens a step trains on.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,14 +26,20 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
+from ringattn.errors import InputError
+from ringattn.launch.batches import drawn, sequence_of
+from ringattn.launch.checkpoints import Curve, checkpoints_of
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.memory_switches import check_switches
-from ringattn.launch.model import ModelConfig, Transformer
+from ringattn.launch.mesh import opened_mesh, replica_of
+from ringattn.launch.model import Attend, ModelConfig, Transformer
 from ringattn.launch.optimizers import local_bytes, make_optimizer, set_learning_rate, state_bytes
 from ringattn.launch.progress import TrainingProgress
 from ringattn.launch.saved_activations import SavedActivations
-from ringattn.launch.text import VOCABULARY, load_text, windows
+from ringattn.launch.text import VOCABULARY, load_text
 from ringattn.launch.train_config import TrainConfig, from_spec
+from ringattn.presets import check
+from ringattn.rank_group import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
@@ -38,75 +47,89 @@ IGNORE = -100
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, in one ring.
+    """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, each over a mesh of its own.
 
     Returns {"rank": ..., "runs": [the result of `train`, ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
-    first = configs[0]
-    if first.threads_per_rank is not None:
-        torch.set_num_threads(first.threads_per_rank)
-    with Ring(transport=first.transport, engine=first.engine, timeout_s=min(600.0, first.timeout_s)) as ring:
-        return {"rank": ring.rank, "runs": [train(ring, config, verbose=ring.rank == 0) for config in configs]}
+    if configs[0].threads_per_rank is not None:
+        torch.set_num_threads(configs[0].threads_per_rank)
+    results = []
+    for config in configs:
+        with opened_mesh(config) as (ring, everyone):
+            results.append(train(ring, config, everyone.rank == 0, everyone))
+            rank = everyone.rank
+    return {"rank": rank, "runs": results}
 
 
-def train(ring: Ring, config: TrainConfig, verbose: bool = False) -> dict[str, Any]:
-    """Train one model on this rank; all ranks of the ring call it together.
+def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: RankGroup | None = None) -> dict[str, Any]:
+    """Train one model on this rank; all ranks of all replicas call it together.
 
-    Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, ranks, tokens per
-    rank, per step `losses`, `grad_norms`, `step_s`, and `tokens_per_s` (median, without the first step),
+    `ring`: the ranks that share this rank's sequences. `everyone`: those of all replicas; the ring if None.
+    Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, replicas, ranks (of a
+    ring), tokens per rank, per step `losses` and `grad_norms` since the run began, in whatever process; `first_step`
+    of this process, `step_s` from there, and `tokens_per_s` (median, without the first step; 0 if none was left),
     `replicated_bytes` (weights, gradients and optimizer state that every rank has; its own part under sharding),
     `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny warm-up),
     `memory_method` and `counters`.
     """
+    everyone = everyone or ring
     check_switches(config, ring.device.type)
-    text = load_text(config.text)
-    warm_up(ring, text, config)
-    seq = ring.sequence(config.length_tokens, layout=config.layout)
+    if everyone.world_size != config.replicas * ring.world_size:
+        raise InputError(f"replicas={config.replicas}: {everyone.world_size} ranks train in rings of {ring.world_size}")
+    text, replica = load_text(config.text), replica_of(everyone, ring)
+    warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
-    model, optimizer = make_model(ring, config)
-    losses, grad_norms, step_s = [], [], []
+    model, optimizer = make_model(everyone, config)
+    checkpoints = checkpoints_of(everyone, config, text)
+    curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
+    first_step, step_s = len(curve.losses), []
     tokens = config.batch * config.length_tokens
-    with TrainingProgress(f"{ring.world_size} x {config.dtype}", config.steps if verbose else 0) as progress:
-        for step in range(config.steps):
+    title = f"{everyone.world_size} x {config.dtype}"
+    with TrainingProgress(title, config.steps if verbose else 0) as progress:
+        for step in range(first_step, config.steps):
             started = time.perf_counter()
-            batch = windows(text, step, config.batch, config.length_tokens, config.seed).to(ring.device)
-            loss = backward(ring, seq, model, batch, config)
+            seq, batch = drawn(ring, replica, text, step, config)
+            loss = backward(everyone, seq, model, batch, config)
             set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
-            grad_norms.append(update(model, optimizer, config))
-            losses.append(loss.item())
+            curve.grad_norms.append(update(model, optimizer, config))
+            curve.losses.append(loss.item())
             step_s.append(time.perf_counter() - started)
             if verbose:
-                progress.done(step, losses[-1], tokens / step_s[-1])
+                progress.done(step, curve.losses[-1], tokens / step_s[-1])
+            if checkpoints:
+                checkpoints.save_if_due(model, optimizer, curve)
     return {
         "config": asdict(config),
+        "replicas": config.replicas,
         "ranks": ring.world_size,
-        "tokens_of_rank": list(seq.counts),
-        "losses": losses,
-        "grad_norms": grad_norms,
+        "tokens_of_rank": list(sequence_of(ring, config).counts),
+        **asdict(curve),
+        "first_step": first_step,
         "step_s": step_s,
-        "tokens_per_s": tokens / median(step_s[1:] or step_s),
+        "tokens_per_s": tokens / median(step_s[1:] or step_s) if step_s else 0.0,
         "replicated_bytes": 2 * sum(map(local_bytes, model.parameters())) + state_bytes(optimizer),
-        "memory_growth_bytes": by_rank(ring, memory.growth_bytes()),
+        "memory_growth_bytes": by_rank(everyone, memory.growth_bytes()),
         "memory_method": memory.method,
         "counters": ring.counters(),
     }
 
 
-def make_model(ring: Ring, config: TrainConfig) -> tuple[Transformer, Optimizer]:
-    """The model on the ring's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
-    model = Transformer(config.model, VOCABULARY, DTYPES[config.dtype], config.seed, config.recompute).to(ring.device)
-    ring.broadcast([weight.data for weight in model.parameters()], src=0)
+def make_model(everyone: RankGroup, config: TrainConfig) -> tuple[Transformer, Optimizer]:
+    """The model on this rank's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
+    model = Transformer(config.model, VOCABULARY, DTYPES[config.dtype], config.seed, config.recompute)
+    model.to(everyone.device)
+    everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
         # Only here: FSDP takes half a second to import.
         from ringattn.launch.sharding import shard_model
 
-        shard_model(ring, model, config.sharding)
+        shard_model(everyone, model, config.sharding)
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 
-def warm_up(ring: Ring, text: Tensor, config: TrainConfig) -> None:
+def warm_up(ring: Ring, everyone: RankGroup, text: Tensor, config: TrainConfig) -> None:
     """One step of a tiny model on a few tokens of each rank.
 
     Whatever a first step loads (code pages, the optimizer's modules, connections) would otherwise count as memory and
@@ -115,12 +138,12 @@ def warm_up(ring: Ring, text: Tensor, config: TrainConfig) -> None:
     tiny = replace(
         config,
         length_tokens=min(config.length_tokens, 8 * ring.world_size),
-        batch=1,
+        batch=config.replicas,
         model=ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, hidden_dim=16),
     )
-    seq = ring.sequence(tiny.length_tokens, layout=tiny.layout)
-    model, optimizer = make_model(ring, tiny)
-    backward(ring, seq, model, windows(text, 0, 1, tiny.length_tokens, tiny.seed).to(ring.device), tiny)
+    seq, batch = drawn(ring, replica_of(everyone, ring), text, 0, tiny)
+    model, optimizer = make_model(everyone, tiny)
+    backward(everyone, seq, model, batch, tiny)
     update(model, optimizer, tiny)
 
 
@@ -128,44 +151,68 @@ def update(model: Transformer, optimizer: Optimizer, config: TrainConfig) -> flo
     """Clip the gradients, step, and drop them. Returns their norm before clipping, which all ranks share."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
     if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+        norm = norm.full_tensor()  # it is made of every rank's part already, and so were the gradients scaled
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
 
 
-def backward(ring: Ring, seq: Sequence, model: Transformer, batch: Tensor, config: TrainConfig) -> Tensor:
+def backward(everyone: RankGroup, seq: Sequence, model: Transformer, batch: Tensor, config: TrainConfig) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
-    `batch`: int64 (batch, length_tokens), the same on every rank.
+    `batch`: int64 (batch, length_tokens), the sequences of this replica, the same on every rank of the ring of `seq`.
+    `everyone` are the ranks of all replicas. At most `micro_batch` sequences pass at once; which, changes nothing.
     """
     learned = batch.clone()
     learned[:, : config.prompt_tokens] = IGNORE
     labels = seq.shard_labels(learned, ignore_index=IGNORE)
     valid = (labels != IGNORE).sum().to(torch.float64)
-    ring.all_reduce([valid])
+    everyone.all_reduce([valid])
+    total = torch.zeros_like(valid)
+    size = config.micro_batch or len(batch)
+    parts = list(zip(seq.shard(batch).split(size), labels.split(size), strict=True))
+    for number, (tokens, of_tokens) in enumerate(parts):
+        if config.sharding != "none":
+            # Gradients of earlier parts wait whole, in the weights' gathered form, and are summed over the ranks once.
+            model.set_requires_gradient_sync(number == len(parts) - 1)  # type: ignore[operator]
+        loss = local_part(seq, model, tokens, of_tokens, int(valid), config)
+        loss.backward()
+        total += loss.detach()
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    if everyone is not seq.ring:
+        # Two communicators of one GPU must not be at work at the same time.
+        seq.ring.synchronize()
+    everyone.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
+    return total
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring.attention(q, k, v, seq, causal=True, schedule=config.schedule)
-        assert isinstance(out, Tensor)
-        return out
+
+def local_part(
+    seq: Sequence, model: Transformer, tokens: Tensor, labels: Tensor, valid: int, config: TrainConfig
+) -> Tensor:
+    """This rank's part of the loss over `valid` labels of all ranks: of its `tokens` and `labels` (batch, tokens)."""
 
     def head(hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        return loss_in_chunks(hidden, logits_of, labels, int(valid), config.chunked_loss_tokens)
+        return loss_in_chunks(hidden, logits_of, labels, valid, config.chunked_loss_tokens)
 
     # FSDP gathers the weights that it shards elsewhere, for a while.
     weights = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
     least = min(config.model.dim, config.model.hidden_dim)
     saved = SavedActivations(config.saved_activations, weights, labels.numel(), least)
+    attend = attention_of(seq, config)
     if config.recompute != "full":
         attend = saved.exactly(attend)
     with saved.packing():
-        loss: Tensor = model(seq.shard(batch), seq.positions(), attend, saved.exactly(head))
-    loss.backward()
-    total = loss.detach().to(torch.float64)
-    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    ring.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
-    return total
+        loss: Tensor = model(tokens, seq.positions(), attend, saved.exactly(head))
+    return loss
+
+
+def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
+    """Causal attention over the ring of `seq`, to all keys before a query or in dilated branches."""
+    if config.attention == "dilated":
+        branches = check(config.segment_lengths or (), config.dilation_rates or ())
+        options: dict[str, Any] = {**branches._asdict(), "causal": True, "schedule": config.schedule}
+        return partial(seq.ring.dilated_attention, seq=seq, **options)
+    return partial(seq.ring.attention, seq=seq, causal=True, schedule=config.schedule)
 
 
 def loss_in_chunks(
@@ -199,9 +246,9 @@ def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum") / max(1, valid)
 
 
-def by_rank(ring: Ring, number: int) -> list[int]:
+def by_rank(everyone: RankGroup, number: int) -> list[int]:
     """Every rank's `number`, by rank, on every rank."""
-    slots = torch.zeros(ring.world_size, dtype=torch.float64, device=ring.device)
-    slots[ring.rank] = number
-    ring.all_reduce([slots])
+    slots = torch.zeros(everyone.world_size, dtype=torch.float64, device=everyone.device)
+    slots[everyone.rank] = number
+    everyone.all_reduce([slots])
     return [int(slot) for slot in slots]

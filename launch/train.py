@@ -13,19 +13,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ringattn.errors import InputError, RingError
+from ringattn.launch.failures import RanksError
 from ringattn.launch.memory_switches import check_switches
+from ringattn.launch.mesh import agreed_ranks_of_ring, device_type
 from ringattn.launch.options import help_text
-from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.text import load_text, windows
 from ringattn.launch.train_config import TrainConfig, check_sizes, load_train
 
 PURPOSE = """\
 Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
 of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
+With checkpoint_every_steps it goes on where the last run in out_dir stopped, on as many ranks as there are now.
 Example: ringattn train ranks=4 length_tokens=2048 steps=60 layout=zigzag model.layers=2"""
+ENTRY = "ringattn.launch.loop:train_rank"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,9 +38,11 @@ def main(argv: Sequence[str]) -> int:
     place = place_in_torchrun()
     try:
         config = load_train(argv)
-        config = replace(config, ranks=agreed_ranks(config.ranks))
+        config = replace(config, ranks=agreed_ranks_of_ring(config.ranks, config.replicas))
         check_sizes(config)
-        check_switches(config, "cuda" if torch.cuda.is_available() and config.transport != "gloo" else "cpu")
+        if place is not None and config.restarts:
+            raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
+        check_switches(config, device_type(config.transport))
         # One batch here, so that a missing file or a short text is reported before any rank starts.
         windows(load_text(config.text), 0, 1, config.length_tokens, config.seed)
     except RingError as error:
@@ -58,15 +62,32 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(config: TrainConfig) -> dict[str, Any]:
     assert config.ranks is not None
-    spec = {"runs": [asdict(config)]}
-    if place_in_torchrun() is not None or config.ranks == 1:
+    processes = config.ranks * config.replicas
+    if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
         # Alone, importing the model's room here costs less than a new process.
         from ringattn.launch.loop import train_rank
 
-        return dict(train_rank(spec)["runs"][0])
-    answers = run_ranks_in_processes(
-        "ringattn.launch.loop:train_rank", spec, config.ranks, config.timeout_s, config.threads_per_rank
-    )
+        return dict(train_rank({"runs": [asdict(config)]})["runs"][0])
+    return _restarted(config, processes)
+
+
+def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
+    """Rank 0's result; where ranks fail, all are started again from the last checkpoint, `restarts` times at most."""
+    for left in range(config.restarts, -1, -1):
+        spec = {"runs": [asdict(config)]}
+        try:
+            answers = run_ranks_in_processes(ENTRY, spec, processes, config.timeout_s, config.threads_per_rank)
+            break
+        except RanksError as error:
+            if error.refused or not left:
+                raise
+            from ringattn.launch.checkpoints import latest  # only here: it takes a second to import
+
+            saved = latest(Path(config.out_dir))
+            print(f"ringattn train: {error}", file=sys.stderr)
+            print(f"ringattn train: starting again from {saved or 'the first step'}", file=sys.stderr)
+            # What it began from comes before its own checkpoints.
+            config = replace(config, resume="auto") if saved else config
     return dict(answers[0]["runs"][0])
 
 
@@ -76,8 +97,9 @@ def summary(result: dict[str, Any]) -> str:
     losses = result["losses"]
     return "\n".join(
         [
-            f"{result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps",
+            f"{result['replicas']} x {result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"
+            + (f", {result['first_step']} of them before" if result["first_step"] else ""),
             f"{result['tokens_per_s']:,.0f} tokens/s (median step)",
             f"memory by rank, MiB: {memory} ({result['memory_method']})",
         ]

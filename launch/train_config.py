@@ -15,9 +15,11 @@ from ringattn.launch.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVAT
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import option
 from ringattn.layout import LAYOUTS
+from ringattn.presets import check
 from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
+ATTENTION = ("full", "dilated")
 ONE_DOCUMENT_LAYOUTS = ("auto", *(name for name in LAYOUTS if name != "per_document"))
 
 
@@ -25,18 +27,23 @@ ONE_DOCUMENT_LAYOUTS = ("auto", *(name for name in LAYOUTS if name != "per_docum
 class TrainConfig:
     """One training run. Sizes count the whole sequence, not one rank's share of it."""
 
-    ranks: int | None = option(None, "processes that share each sequence; torchrun's, else 1", least=1)
+    ranks: int | None = option(None, "processes that share each sequence; torchrun's / replicas, else 1", least=1)
+    replicas: int = option(1, "groups of ranks that train different sequences; divides batch", least=1)
     length_tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
-    batch: int = option(1, "sequences of one step", least=1)
+    batch: int = option(1, "sequences of one optimizer step, over all replicas", least=1)
+    micro_batch: int | None = option(None, "sequences of a replica that pass at once; all if not set", least=1)
     steps: int = option(60, "optimizer steps", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=ONE_DOCUMENT_LAYOUTS)
+    attention: str = option("full", "which keys a query meets, of those before it", choices=ATTENTION)
+    segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
     schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
     engine: str = option("auto", "which kernels attend", choices=ENGINES)
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
     recompute: str = option("none", "of each block in backward; selective: all but attention", choices=RECOMPUTE)
     saved_activations: str = option("keep", "how activations wait for backward", choices=SAVED_ACTIVATIONS)
-    sharding: str = option("none", "of weights, gradients, optimizer over the ranks (FSDP2)", choices=SHARDING)
+    sharding: str = option("none", "of weights, gradients, optimizer over all processes (FSDP2)", choices=SHARDING)
     chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
     optimizer: str = option("adamw", "what turns gradients into steps", choices=OPTIMIZERS)
     learning_rate: float = option(1e-3, "of the optimizer, after the warm-up", least=0.0)
@@ -48,7 +55,10 @@ class TrainConfig:
     prompt_tokens: int = option(0, "tokens at the start of each sequence that are read, not learned", least=0)
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / ranks if not set", least=1)
     timeout_s: float = option(3600.0, "seconds after which the run is ended", above=0.0)
-    out_dir: str = option("outputs/train", "folder of result.json")
+    out_dir: str = option("outputs/train", "folder of result.json and of checkpoints")
+    checkpoint_every_steps: int | None = option(None, "steps between checkpoints; none if not set", least=1)
+    resume: str = option("auto", "auto: from the last checkpoint in out_dir, if any; never; or the path of one")
+    restarts: int = option(0, "times that failed ranks are started again, from the last checkpoint", least=0)
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
@@ -68,6 +78,28 @@ def check_sizes(config: TrainConfig) -> None:
         raise InputError(f"model.kv_heads={model.kv_heads}: does not divide model.heads={model.heads}")
     if model.dim % (2 * model.heads):
         raise InputError(f"model.dim={model.dim}: must be an even multiple of model.heads={model.heads}")
+    if config.batch % config.replicas:
+        raise InputError(
+            f"batch={config.batch}: cannot be dealt out to replicas={config.replicas}; it counts the sequences of all "
+            "replicas together, so make it a multiple"
+        )
+    if config.restarts and config.checkpoint_every_steps is None:
+        raise InputError(f"restarts={config.restarts}: there is nothing to go on from; set checkpoint_every_steps")
+    _check_branches(config)
+
+
+def _check_branches(config: TrainConfig) -> None:
+    given = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
+    for key, numbers in given.items():
+        if config.attention == "full" and numbers is not None:
+            raise InputError(f"{key}={numbers}: attention=full has no branches; set attention=dilated")
+        if config.attention == "dilated" and numbers is None:
+            raise InputError(f"{key}: attention=dilated needs them, one number for each branch")
+    if config.attention == "dilated":
+        try:
+            check(config.segment_lengths or (), config.dilation_rates or ())
+        except InputError as error:
+            raise InputError(f"segment_lengths={config.segment_lengths}: {error}") from None
 
 
 def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
