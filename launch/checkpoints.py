@@ -14,6 +14,9 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +73,8 @@ class Checkpoints:
 
     def __init__(self, everyone: RankGroup, config: TrainConfig, text: Tensor) -> None:
         """`text` is what the run learns, uint8 (bytes,). Raises `InputError` for ranks that are threads."""
-        join_process_group(everyone, "checkpoint_every_steps")
+        if everyone.world_size > 1:
+            join_process_group(everyone, "checkpoint_every_steps")
         self.everyone, self.config = everyone, config
         self.folder = Path(config.out_dir) / "checkpoints"
         # The same text may lie elsewhere, and another under the same name.
@@ -91,7 +95,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.everyone.barrier()
-        dcp.save(_state(model, optimizer), checkpoint_id=partial)
+        with _one_process_is_meant():
+            dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if self.everyone.rank == 0:
             with (partial / RUN).open("w", encoding="utf-8") as run:
                 json.dump({"facts": self.facts, **asdict(curve)}, run)
@@ -116,7 +121,8 @@ class Checkpoints:
         if len(curve.losses) > self.config.steps:
             raise InputError(f"steps={self.config.steps}: {path} has {len(curve.losses)} steps behind it already")
         state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=path)
+        with _one_process_is_meant():
+            dcp.load(state, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return curve
 
@@ -147,6 +153,14 @@ class Checkpoints:
             theirs = f"has {found.get(key)}" if key != "text" else "was trained on another text"
             mine = self.config.text if key == "text" else self.facts.get(key)
             raise InputError(f"{key}={mine}: the checkpoint {path} {theirs}; choose another out_dir to begin anew")
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Torch warns where there is no process group, which one process does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _state(model: Transformer, optimizer: Optimizer) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def update(model: Transformer, optimizer: Optimizer, config: TrainConfig) -> flo
     """Clip the gradients, step, and drop them. Returns their norm before clipping, which all ranks share."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
     if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # it is made of every rank's part already, and so were the gradients scaled
+        norm = norm.full_tensor()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()

@@ -150,9 +150,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         run_ranks(2, lambda ring: loop.train(ring, replace(TINY, replicas=2)))
 
 
-def test_torchruns_processes_are_dealt_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert (agreed_ranks_of_ring(None, 3), agreed_ranks_of_ring(4, 2)) == (1, 4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "6")

@@ -1,0 +1,210 @@
+"""A run that stops and goes on is the run that never stopped; what is not the same run is refused by key.
+
+One process, bit by bit; other numbers of processes are in `test_train_mesh.py`. Does not know: why a run stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn import Ring
+from ringattn.errors import InputError
+from ringattn.launch import checkpoints, loop, train
+from ringattn.launch.checkpoints import MAY_CHANGE, Checkpoints, latest
+from ringattn.launch.model import ModelConfig
+from ringattn.launch.options import leaves
+from ringattn.launch.text import load_text
+from ringattn.launch.train_config import TrainConfig
+from ringattn.testing import run_ranks
+
+TINY = TrainConfig(length_tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """The result of one process."""
+    return run_ranks(1, lambda ring: loop.train(ring, config))[0]
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in the folder of checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def copied(config: TrainConfig, **change: Any) -> TrainConfig:
+    """The configuration with changes, those of the model with a prefix `model_`."""
+    model = {key.removeprefix("model_"): value for key, value in change.items() if key.startswith("model_")}
+    others = {key: value for key, value in change.items() if not key.startswith("model_")}
+    return replace(config, **others, model=replace(config.model, **model))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> TrainConfig:
+    """A run of three steps that has left its checkpoint; more steps would go on from it."""
+    config = replace(TINY, steps=3, checkpoint_every_steps=3, out_dir=str(tmp_path / "run"))
+    run(config)
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, optimizer: str, dtype: str) -> None:
+    config = replace(TINY, optimizer=optimizer, dtype=dtype, out_dir=str(tmp_path), checkpoint_every_steps=2)
+    whole = run(replace(config, checkpoint_every_steps=None))
+    run(replace(config, steps=3))  # ends, and saves, between two checkpoints
+    resumed = run(config)
+    assert (resumed["first_step"], len(resumed["step_s"])) == (3, 3)
+    assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    run(replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=2, steps=5))
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    run(replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=1, steps=7))
+    assert names(tmp_path) == ["step-00000006", "step-00000007"]
+
+
+def test_no_checkpoints_without_being_asked(tmp_path: Path) -> None:
+    run(replace(TINY, out_dir=str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_has_ended_ends_again(saved: TrainConfig) -> None:
+    again = run(saved)
+    assert (again["first_step"], again["step_s"], again["tokens_per_s"]) == (3, [], 0.0)
+    assert again["losses"] == run(replace(TINY, steps=3))["losses"]
+
+
+STOPS: dict[str, tuple[Any, str, Any]] = {
+    "weights": (checkpoints.dcp, "save", lambda arguments, named: named["checkpoint_id"]),
+    "facts": (checkpoints.json, "dump", lambda arguments, named: Path(arguments[1].name).parent),
+    "name": (Path, "rename", lambda arguments, named: arguments[0]),
+}
+"""Where a machine may stop while it saves: what is called, and how the call tells which folder it is for."""
+
+
+@pytest.mark.parametrize("at", STOPS)
+def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    config = replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=2)
+    whole = run(replace(config, checkpoint_every_steps=None))
+
+    owner, name, goes_to = STOPS[at]
+    kept = getattr(owner, name)
+
+    def stops(*arguments: Any, **named: Any) -> Any:
+        if goes_to(arguments, named).name == "step-00000004.partial":
+            raise OSError("the machine stopped")
+        return kept(*arguments, **named)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(owner, name, stops)
+        with pytest.raises(OSError, match="the machine stopped"):
+            run(config)
+    assert names(tmp_path) == ["step-00000002", "step-00000004.partial"]
+    resumed = run(config)
+    assert resumed["first_step"] == 2 and resumed["losses"] == whole["losses"]
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    for name in ("step-00000009", "step-00000010", "step-99999999.partial", "step-00000011", "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "step-00000011":  # no longer, or not yet, whole
+            (tmp_path / "checkpoints" / name / "run.json").touch()
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000010"
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_dim": 32}, "model.dim=32: the checkpoint .*/step-00000003 has 16; choose another out_dir"),
+        ({"model_layers": 2}, "model.layers=2: .* has 1"),
+        ({"model_tied": False}, "model.tied=False: .* has True"),
+        ({"dtype": "fp32"}, "dtype=fp32: .* has fp64"),
+        ({"optimizer": "lion"}, "optimizer=lion: .* has adamw"),
+        ({"weight_decay": 0.5}, "weight_decay=0.5: .* has 0.01"),
+        ({"attention": "dilated", "segment_lengths": [8], "dilation_rates": [1]}, "attention=dilated: .* has full"),
+        ({"batch": 4}, "batch=4: .* has 2"),
+        ({"length_tokens": 42}, "length_tokens=42: .* has 41"),
+        ({"seed": 1}, "seed=1: .* has 0"),
+        ({"prompt_tokens": 1}, "prompt_tokens=1: .* has 0"),
+        ({"text": __file__}, f"text={__file__}: .* was trained on another text"),
+        ({"steps": 2}, "steps=2: .*/step-00000003 has 3 steps behind it already"),
+        ({"resume": "never"}, "resume=never: .*/step-00000003 is in out_dir already"),
+        ({"resume": "elsewhere"}, "resume=elsewhere: .*/step-00000003 is in out_dir already"),
+        ({"out_dir": "elsewhere", "resume": "/nowhere"}, "resume=/nowhere: no complete checkpoint is there"),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused_by_key(saved: TrainConfig, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        run(copied(replace(saved, steps=6), **change))
+
+
+def test_what_may_change_changes_nothing_that_was_learned(saved: TrainConfig) -> None:
+    again = run(replace(saved, steps=4, micro_batch=1, recompute="full", learning_rate=1e-4, clip_norm=5.0))
+    assert again["first_step"] == 3 and again["losses"][:3] == run(replace(TINY, steps=3))["losses"]
+
+
+def test_every_key_is_of_the_run_or_may_change() -> None:
+    known = {key for key, _, _ in leaves(TrainConfig())}
+    assert known > MAY_CHANGE
+    # Whoever adds a key decides: these are the model and the data.
+    assert {key for key in known - MAY_CHANGE if not key.startswith("model.")} == {
+        "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "length_tokens", "optimizer",
+        "prompt_tokens", "seed", "text", "weight_decay",
+    }  # fmt: skip
+
+
+def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
+    text, config = tmp_path / "text", replace(TINY, checkpoint_every_steps=3, out_dir=str(tmp_path / "run"))
+    text.write_bytes(bytes(range(256)) * 4)
+    run(replace(config, steps=3, text=str(text)))
+    moved = text.rename(tmp_path / "moved")
+    assert run(replace(config, text=str(moved)))["first_step"] == 3
+    moved.write_bytes(bytes(range(255)) * 4)
+    with pytest.raises(InputError, match=r"^text=.*moved: .* was trained on another text"):
+        run(replace(config, text=str(moved)))
+
+
+def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+
+    def of_rank(ring: Ring) -> str:
+        config = saved if ring.rank == 0 else replace(saved, out_dir=f"{saved.out_dir}-of-another-machine")
+        with pytest.raises(InputError) as raised:
+            Checkpoints(ring, config, load_text()).resume(*loop.make_model(ring, config))
+        return str(raised.value)
+
+    for told in run_ranks(2, of_rank):
+        assert "rank 0 sees the checkpoint" in told and told.endswith("all machines must share this folder")
+
+
+def test_threads_keep_no_checkpoints(tmp_path: Path) -> None:
+    config = replace(TINY, checkpoint_every_steps=1, out_dir=str(tmp_path))
+    with pytest.raises(InputError, match=r"^checkpoint_every_steps: the ranks are threads"):
+        run_ranks(2, lambda ring: loop.train(ring, config))
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "length_tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out_dir={tmp_path}"]
+    assert train.main([*words, "steps=2"]) == 0
+    assert "in 2 steps\n" in capsys.readouterr().out
+    assert train.main([*words, "steps=5"]) == 0
+    printed = capsys.readouterr().out
+    assert "in 5 steps, 2 of them before\n" in printed and "step 3/5" in printed and "step 2/5" not in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["first_step"], len(result["losses"]), len(result["step_s"])) == (2, 5, 3)
+    assert train.main([*words, "steps=5", "model.layers=2"]) == 2
+    assert "ringattn train: model.layers=2: the checkpoint" in capsys.readouterr().err
