@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringattn.launch import loop
+from ringattn import Ring, Sequence
+from ringattn.launch import loop, train
 from ringattn.launch.batches import drawn
 from ringattn.launch.mesh import opened_mesh, replica_of
 from ringattn.launch.text import load_text
-from ringattn.launch.train_config import from_spec
+from ringattn.launch.train_config import TrainConfig, from_spec
 
 
 class Reductions(TorchDispatchMode):
@@ -35,3 +41,28 @@ def train_and_count(spec: dict[str, Any]) -> dict[str, Any]:
         with Reductions() as reductions:
             loop.backward(everyone, seq, model, batch, config)
     return {**answer, "reductions": reductions.count, "sharded_parts": config.model.layers + 1}
+
+
+def dies_once(step: int, rank: int) -> None:
+    """From here on, the process of `rank` kills itself when it is about to train step number `step` the first time."""
+    draw = loop.drawn
+
+    def drawn_or_dead(ring: Ring, replica: int, text: Tensor, at: int, config: TrainConfig) -> tuple[Sequence, Tensor]:
+        died = Path(config.out_dir) / "died"
+        if at == step and int(os.environ["RANK"]) == rank and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draw(ring, replica, text, at, config)
+
+    loop.drawn = drawn_or_dead
+
+
+def train_and_die_once(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train `spec["runs"]`; rank 1 dies at step 5, in its first life."""
+    dies_once(step=5, rank=1)
+    return loop.train_rank(spec)
+
+
+if __name__ == "__main__":
+    dies_once(step=5, rank=1)
+    sys.exit(train.main(sys.argv[1:]))
