@@ -8,24 +8,54 @@ Does not know: models, losses.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ringattn import Ring, Sequence
+from ringattn.errors import InputError
+from ringattn.launch.curriculum import shortened
+from ringattn.launch.documents import Documents, load_documents, packed
 from ringattn.launch.text import windows
 from ringattn.launch.train_config import TrainConfig
 
 
-def sequence_of(ring: Ring, config: TrainConfig) -> Sequence:
-    """How a sequence of `length_tokens` lies over the ring."""
-    purpose = "dilated" if config.attention == "dilated" else "causal"
-    return ring.sequence(config.length_tokens, layout=config.layout, for_=purpose)
+class Part(NamedTuple):
+    """Sequences that pass the model at once."""
+
+    seq: Sequence
+    """How each lies over the ring."""
+    tokens: Tensor
+    """All of theirs: int64 (sequences, tokens), the same on every rank of the ring."""
 
 
-def drawn(ring: Ring, replica: int, text: Tensor, step: int, config: TrainConfig) -> tuple[Sequence, Tensor]:
-    """How the sequences of a step lie, and this replica's: int64 (batch / replicas, length_tokens), on its device.
+def load(config: TrainConfig) -> Documents:
+    """The text that the configuration names. Raises `InputError`, with the key first, also if it is too short."""
+    text = load_documents(config.text, config.separator, config.tokenizer)
+    if not config.pack_documents and len(text.tokens) < config.length_tokens:
+        raise InputError(
+            f"length_tokens={config.length_tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "
+            "with text=PATH, or pack_documents=true"
+        )
+    return text
 
-    `text`: uint8 (bytes,). Raises `InputError` if it is shorter than a sequence.
-    """
-    mine = config.batch // config.replicas
-    of_all = windows(text, step, config.batch, config.length_tokens, config.seed)
-    return sequence_of(ring, config), of_all[replica * mine : (replica + 1) * mine].to(ring.device)
+
+def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[Part]:
+    """This replica's sequences of a step, in the parts in which they pass; on its device."""
+    shorter = shortened(step, config.curriculum_start_tokens, config.length_tokens, config.curriculum_steps)
+    length, batch = config.length_tokens // shorter, config.batch * shorter
+    mine = range(batch // config.replicas * replica, batch // config.replicas * (replica + 1))
+    if config.pack_documents:
+        parts = []
+        for index in mine:
+            tokens, cuts = packed(text, step * batch + index, length, config.seed)
+            seq = ring.sequence(cu_seqlens=cuts, layout=config.layout, for_=_purpose(config))
+            parts.append(Part(seq, tokens[None].to(ring.device)))
+        return parts
+    seq = ring.sequence(length, layout=config.layout, for_=_purpose(config))
+    tokens = windows(text.tokens, step, batch, length, config.seed)[mine.start : mine.stop].to(ring.device)
+    return [Part(seq, some) for some in tokens.split((config.micro_batch or config.batch) * shorter)]
+
+
+def _purpose(config: TrainConfig) -> str:
+    return "dilated" if config.attention == "dilated" else "causal"

@@ -38,7 +38,7 @@ RUN = "run.json"
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
     "recompute", "saved_activations", "chunked_loss_tokens", "steps", "learning_rate", "warmup_steps", "clip_norm",
-    "timeout_s", "out_dir", "checkpoint_every_steps", "resume", "restarts",
+    "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps", "resume", "restarts",
 })  # fmt: skip
 """Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
 
@@ -52,7 +52,7 @@ class Curve:
 
 
 def checkpoints_of(everyone: RankGroup, config: TrainConfig, text: Tensor) -> Checkpoints | None:
-    """The checkpoints of a run, None if it neither saves nor loads any. `text`: what it learns, uint8 (bytes,)."""
+    """The checkpoints of a run, None if it neither saves nor loads any. `text`: the tokens it learns, (tokens,)."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
     return None if idle else Checkpoints(everyone, config, text)
 
@@ -72,7 +72,7 @@ class Checkpoints:
     """The checkpoints of one run. All ranks call its methods together."""
 
     def __init__(self, everyone: RankGroup, config: TrainConfig, text: Tensor) -> None:
-        """`text` is what the run learns, uint8 (bytes,). Raises `InputError` for ranks that are threads."""
+        """`text` is the tokens that the run learns, (tokens,). Raises `InputError` for ranks that are threads."""
         if everyone.world_size > 1:
             join_process_group(everyone, "checkpoint_every_steps")
         self.everyone, self.config = everyone, config

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
@@ -27,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
 from ringattn.errors import InputError
-from ringattn.launch.batches import drawn, sequence_of
+from ringattn.launch.batches import Part, drawn, load
 from ringattn.launch.checkpoints import Curve, checkpoints_of
+from ringattn.launch.documents import Documents
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import opened_mesh, replica_of
@@ -36,7 +38,7 @@ from ringattn.launch.model import Attend, ModelConfig, Transformer
 from ringattn.launch.optimizers import local_bytes, make_optimizer, set_learning_rate, state_bytes
 from ringattn.launch.progress import TrainingProgress
 from ringattn.launch.saved_activations import SavedActivations
-from ringattn.launch.text import VOCABULARY, load_text
+from ringattn.launch.text import VOCABULARY
 from ringattn.launch.train_config import TrainConfig, from_spec
 from ringattn.presets import check
 from ringattn.rank_group import RankGroup
@@ -67,22 +69,22 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
 
     `ring`: the ranks that share this rank's sequences. `everyone`: those of all replicas; the ring if None.
     Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, replicas, ranks (of a
-    ring), tokens per rank, per step `losses` and `grad_norms` since the run began, in whatever process; `first_step`
-    of this process, `step_s` from there, and `tokens_per_s` (median, without the first step; 0 if none was left),
-    `replicated_bytes` (weights, gradients and optimizer state that every rank has; its own part under sharding),
-    `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny warm-up),
-    `memory_method` and `counters`.
+    ring), tokens per rank (of the last step's first sequence), per step `losses` and `grad_norms` since the run began,
+    in whatever process; `first_step` of this process, `step_s` from there, and `tokens_per_s` (median, without the
+    first step; 0 if none was left), `replicated_bytes` (weights, gradients and optimizer state that every rank has; its
+    own part under sharding), `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny
+    warm-up), `memory_method` and `counters`.
     """
     everyone = everyone or ring
     check_switches(config, ring.device.type)
     if everyone.world_size != config.replicas * ring.world_size:
         raise InputError(f"replicas={config.replicas}: {everyone.world_size} ranks train in rings of {ring.world_size}")
-    text, replica = load_text(config.text), replica_of(everyone, ring)
+    text, replica = load(config), replica_of(everyone, ring)
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
-    model, optimizer = make_model(everyone, config)
-    checkpoints = checkpoints_of(everyone, config, text)
+    model, optimizer = make_model(everyone, config, text.vocabulary)
+    checkpoints = checkpoints_of(everyone, config, text.tokens)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
     tokens = config.batch * config.length_tokens
@@ -90,8 +92,7 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     with TrainingProgress(title, config.steps if verbose else 0) as progress:
         for step in range(first_step, config.steps):
             started = time.perf_counter()
-            seq, batch = drawn(ring, replica, text, step, config)
-            loss = backward(everyone, seq, model, batch, config)
+            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config)
             set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
             curve.grad_norms.append(update(model, optimizer, config))
             curve.losses.append(loss.item())
@@ -104,7 +105,7 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
         "config": asdict(config),
         "replicas": config.replicas,
         "ranks": ring.world_size,
-        "tokens_of_rank": list(sequence_of(ring, config).counts),
+        "tokens_of_rank": list(drawn(ring, replica, text, config.steps - 1, config)[0].seq.counts),
         **asdict(curve),
         "first_step": first_step,
         "step_s": step_s,
@@ -116,9 +117,9 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     }
 
 
-def make_model(everyone: RankGroup, config: TrainConfig) -> tuple[Transformer, Optimizer]:
+def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
     """The model on this rank's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
-    model = Transformer(config.model, VOCABULARY, DTYPES[config.dtype], config.seed, config.recompute)
+    model = Transformer(config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute)
     model.to(everyone.device)
     everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
@@ -129,7 +130,7 @@ def make_model(everyone: RankGroup, config: TrainConfig) -> tuple[Transformer, O
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 
-def warm_up(ring: Ring, everyone: RankGroup, text: Tensor, config: TrainConfig) -> None:
+def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig) -> None:
     """One step of a tiny model on a few tokens of each rank.
 
     Whatever a first step loads (code pages, the optimizer's modules, connections) would otherwise count as memory and
@@ -139,11 +140,11 @@ def warm_up(ring: Ring, everyone: RankGroup, text: Tensor, config: TrainConfig) 
         config,
         length_tokens=min(config.length_tokens, 8 * ring.world_size),
         batch=config.replicas,
+        curriculum_start_tokens=None,
         model=ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, hidden_dim=16),
     )
-    seq, batch = drawn(ring, replica_of(everyone, ring), text, 0, tiny)
-    model, optimizer = make_model(everyone, tiny)
-    backward(everyone, seq, model, batch, tiny)
+    model, optimizer = make_model(everyone, tiny, text.vocabulary)
+    backward(ring, everyone, drawn(ring, replica_of(everyone, ring), text, 0, tiny), model, tiny)
     update(model, optimizer, tiny)
 
 
@@ -157,33 +158,36 @@ def update(model: Transformer, optimizer: Optimizer, config: TrainConfig) -> flo
     return norm.item()
 
 
-def backward(everyone: RankGroup, seq: Sequence, model: Transformer, batch: Tensor, config: TrainConfig) -> Tensor:
+def backward(ring: Ring, everyone: RankGroup, parts: Many[Part], model: Transformer, config: TrainConfig) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
-    `batch`: int64 (batch, length_tokens), the sequences of this replica, the same on every rank of the ring of `seq`.
-    `everyone` are the ranks of all replicas. At most `micro_batch` sequences pass at once; which, changes nothing.
+    `parts`: the sequences of this replica, at least one part, the same on every rank of `ring`, and as many in every
+    replica; how they are cut into parts changes nothing. `everyone` are the ranks of all replicas.
     """
-    learned = batch.clone()
-    learned[:, : config.prompt_tokens] = IGNORE
-    labels = seq.shard_labels(learned, ignore_index=IGNORE)
-    valid = (labels != IGNORE).sum().to(torch.float64)
+    labels = [_labels(part, config) for part in parts]
+    valid = torch.stack([(some != IGNORE).sum() for some in labels]).sum().to(torch.float64)
     everyone.all_reduce([valid])
     total = torch.zeros_like(valid)
-    size = config.micro_batch or len(batch)
-    parts = list(zip(seq.shard(batch).split(size), labels.split(size), strict=True))
-    for number, (tokens, of_tokens) in enumerate(parts):
+    for number, (part, of_part) in enumerate(zip(parts, labels, strict=True)):
         if config.sharding != "none":
             # Gradients of earlier parts wait whole, in the weights' gathered form, and are summed over the ranks once.
             model.set_requires_gradient_sync(number == len(parts) - 1)  # type: ignore[operator]
-        loss = local_part(seq, model, tokens, of_tokens, int(valid), config)
+        loss = local_part(part.seq, model, part.seq.shard(part.tokens), of_part, int(valid), config)
         loss.backward()
         total += loss.detach()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    if everyone is not seq.ring:
+    if everyone is not ring:
         # Two communicators of one GPU must not be at work at the same time.
-        seq.ring.synchronize()
+        ring.synchronize()
     everyone.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
     return total
+
+
+def _labels(part: Part, config: TrainConfig) -> Tensor:
+    """The labels of this rank's tokens, (sequences, tokens)."""
+    learned = part.tokens.clone()
+    learned[:, : config.prompt_tokens] = IGNORE
+    return part.seq.shard_labels(learned, ignore_index=IGNORE)
 
 
 def local_part(
@@ -202,7 +206,7 @@ def local_part(
     if config.recompute != "full":
         attend = saved.exactly(attend)
     with saved.packing():
-        loss: Tensor = model(tokens, seq.positions(), attend, saved.exactly(head))
+        loss: Tensor = model(tokens, seq.positions(per_document=True), attend, saved.exactly(head))
     return loss
 
 

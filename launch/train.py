@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, RingError
+from ringattn.launch.batches import load
 from ringattn.launch.failures import RanksError
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import agreed_ranks_of_ring, device_type
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.text import load_text, windows
 from ringattn.launch.train_config import TrainConfig, check_sizes, load_train
 
 PURPOSE = """\
@@ -43,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if place is not None and config.restarts:
             raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
         check_switches(config, device_type(config.transport))
-        # One batch here, so that a missing file or a short text is reported before any rank starts.
-        windows(load_text(config.text), 0, 1, config.length_tokens, config.seed)
+        load(config)  # so that a missing file or a short text is reported before any rank starts
     except RingError as error:
         print(f"ringattn train: {error}", file=sys.stderr)
         return 2

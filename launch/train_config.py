@@ -11,6 +11,7 @@ from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.config import load
+from ringattn.launch.curriculum import doublings
 from ringattn.launch.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import option
@@ -20,7 +21,6 @@ from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
 ATTENTION = ("full", "dilated")
-ONE_DOCUMENT_LAYOUTS = ("auto", *(name for name in LAYOUTS if name != "per_document"))
 
 
 @dataclass
@@ -33,7 +33,7 @@ class TrainConfig:
     batch: int = option(1, "sequences of one optimizer step, over all replicas", least=1)
     micro_batch: int | None = option(None, "sequences of a replica that pass at once; all if not set", least=1)
     steps: int = option(60, "optimizer steps", least=1)
-    layout: str = option("auto", "which rank owns which tokens", choices=ONE_DOCUMENT_LAYOUTS)
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
     attention: str = option("full", "which keys a query meets, of those before it", choices=ATTENTION)
     segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
@@ -51,7 +51,14 @@ class TrainConfig:
     weight_decay: float = option(0.01, "of the optimizer", least=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
     seed: int = option(0, "of the weights and of the batches", least=0)
-    text: str = option("", "file to learn, byte by byte; empty: Python's language reference")
+    text: str = option("", "file to learn; empty: Python's language reference")
+    tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")
+    pack_documents: bool = option(False, "fill sequences with whole documents, which do not see each other")
+    separator: str = option("\n\n", "what documents of the text end with")
+    curriculum_start_tokens: int | None = option(
+        None, "length of the first sequences; doubles up to the whole", least=2
+    )
+    curriculum_steps: int = option(0, "steps until sequences have their whole length", least=0)
     prompt_tokens: int = option(0, "tokens at the start of each sequence that are read, not learned", least=0)
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / ranks if not set", least=1)
     timeout_s: float = option(3600.0, "seconds after which the run is ended", above=0.0)
@@ -86,6 +93,24 @@ def check_sizes(config: TrainConfig) -> None:
     if config.restarts and config.checkpoint_every_steps is None:
         raise InputError(f"restarts={config.restarts}: there is nothing to go on from; set checkpoint_every_steps")
     _check_branches(config)
+    _check_data(config)
+
+
+def _check_data(config: TrainConfig) -> None:
+    start = config.curriculum_start_tokens
+    if (start is None) != (config.curriculum_steps == 0):
+        raise InputError("curriculum_steps: goes with curriculum_start_tokens; give both or neither")
+    if start is not None:
+        doublings(start, config.length_tokens)
+        if config.ranks is not None and config.ranks > start:
+            raise InputError(f"ranks={config.ranks}: more ranks than tokens (curriculum_start_tokens={start})")
+    if config.pack_documents and config.micro_batch not in (None, 1):
+        raise InputError(
+            f"micro_batch={config.micro_batch}: sequences of packed documents pass one by one, each has its own "
+            "documents; leave it out"
+        )
+    if config.layout == "per_document" and not config.pack_documents:
+        raise InputError("layout=per_document: there are no documents; set pack_documents=true")
 
 
 def _check_branches(config: TrainConfig) -> None:

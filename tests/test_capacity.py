@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ringattn.errors import InputError
-from ringattn.launch.loop import backward, local_loss, make_model, update, windows
+from ringattn.launch.batches import Part
+from ringattn.launch.loop import backward, local_loss, make_model, update
 from ringattn.launch.model import ModelConfig, Transformer
-from ringattn.launch.text import VOCABULARY
+from ringattn.launch.text import VOCABULARY, windows
 from ringattn.launch.train_config import TrainConfig
 from ringattn.observe.storages import StorageMeter
 from ringattn.planner.activations import PRECISIONS, head_kept, layer_parts
@@ -47,9 +48,7 @@ TORCH = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
     ("name", "layers", "width", "heads", "none_k", "full_m"),
     [("125M", 12, 768, 12, 265, 1.76), ("350M", 24, 1024, 16, 95, 0.91), ("1.3B", 24, 2048, 16, 38, 0.37)],
 )
-def test_capacity_of_80_gib_by_hand(
-    name: str, layers: int, width: int, heads: int, none_k: int, full_m: float
-) -> None:
+def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: int, none_k: int, full_m: float) -> None:
     # 16 bytes a parameter; 34 L d a token, or 2 L d and one live layer; 4 d for the last norm and the output product.
     parameters = 12 * layers * width**2 + 50_257 * width
     none, full = 34 * layers * width + 4 * width, 2 * layers * width + 34 * width + 4 * width
@@ -147,7 +146,7 @@ def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
     shape, numbers, tokens = TRAINED, PRECISIONS[TRAIN_PRECISION[dtype]], 64
     two, three = (run_ranks(2, lambda ring, n=n: saved_bytes(ring, dtype, n, 2 * tokens))[0] for n in (2, 3))
     casts = cast_bytes(Run(shape, 1, precision=TRAIN_PRECISION[dtype]))
-    of_layer = (casts - cast_bytes(Run(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype])))
+    of_layer = casts - cast_bytes(Run(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
     assert three["model"] - two["model"] == tokens * layer_parts(shape, numbers).all.total + of_layer
     kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_kept(shape, numbers).total) + casts
     ids = tokens * 8
@@ -167,7 +166,7 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
         with StorageMeter() as storages:
             model, optimizer = make_model(ring, config)
             for step in range(2):  # the optimizer's state is there from the second on
-                backward(ring, seq, model, windows(text, step, 1, length, 0), config)
+                backward(ring, ring, [Part(seq, windows(text, step, 1, length, 0))], model, config)
                 update(model, optimizer, config)
         return storages.peak_bytes
 

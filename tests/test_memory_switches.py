@@ -20,6 +20,7 @@ from ringattn import Ring
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError
 from ringattn.launch import loop, optimizers, saved_activations, train
+from ringattn.launch.batches import Part
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.model import ModelConfig, Transformer
 from ringattn.launch.saved_activations import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
@@ -199,7 +200,7 @@ def gradients(config: TrainConfig) -> Tensor:
 
     def of_rank(ring: Ring) -> Tensor:
         model, _ = loop.make_model(ring, config)
-        loop.backward(ring, ring.sequence(config.length_tokens), model, batch_of(config), config)
+        loop.backward(ring, ring, [Part(ring.sequence(config.length_tokens), batch_of(config))], model, config)
         return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
 
     return run_ranks(1, of_rank)[0]

@@ -101,7 +101,7 @@ def test_a_mean_of_means_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_local_positions_are_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     right = losses(replace(TINY, layout="zigzag"), 2)
-    monkeypatch.setattr("ringattn.Sequence.positions", lambda seq: torch.arange(seq.counts[seq.ring.rank]))
+    monkeypatch.setattr("ringattn.Sequence.positions", lambda seq, **_: torch.arange(seq.counts[seq.ring.rank]))
     assert losses(replace(TINY, layout="zigzag"), 2) != pytest.approx(right, rel=1e-8)
 
 

@@ -16,6 +16,7 @@ from ringattn import Ring
 from ringattn.bench import training_memory
 from ringattn.bench.gate import GateError
 from ringattn.launch import loop
+from ringattn.launch.batches import Part
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.train_config import TrainConfig, load_train
 from ringattn.observe.storages import StorageMeter
@@ -34,10 +35,10 @@ def peak_bytes(config: TrainConfig) -> int:
     def of_rank(ring: Ring) -> int:
         model, optimizer = loop.make_model(ring, config)
         seq = ring.sequence(config.length_tokens)
-        loop.backward(ring, seq, model, batch, config)  # the ring's pool is made here
+        loop.backward(ring, ring, [Part(seq, batch)], model, config)  # the ring's pool is made here
         optimizer.zero_grad()
         with StorageMeter() as storages:
-            loop.backward(ring, seq, model, batch, config)
+            loop.backward(ring, ring, [Part(seq, batch)], model, config)
         return storages.peak_bytes
 
     return run_ranks(1, of_rank)[0]

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import Ring, Sequence
 from ringattn.launch import loop, train
-from ringattn.launch.batches import drawn
+from ringattn.launch.batches import drawn, load
 from ringattn.launch.mesh import opened_mesh, replica_of
-from ringattn.launch.text import load_text
 from ringattn.launch.train_config import TrainConfig, from_spec
 
 
@@ -37,9 +36,9 @@ def train_and_count(spec: dict[str, Any]) -> dict[str, Any]:
     config = from_spec(spec["counted"])
     with opened_mesh(config) as (ring, everyone):
         model, _ = loop.make_model(everyone, config)
-        seq, batch = drawn(ring, replica_of(everyone, ring), load_text(), 0, config)
+        parts = drawn(ring, replica_of(everyone, ring), load(config), 0, config)
         with Reductions() as reductions:
-            loop.backward(everyone, seq, model, batch, config)
+            loop.backward(ring, everyone, parts, model, config)
     return {**answer, "reductions": reductions.count, "sharded_parts": config.model.layers + 1}
 
 
