@@ -96,7 +96,7 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, monkeypatch: pyt
     kept = getattr(owner, name)
 
     def stops(*arguments: Any, **named: Any) -> Any:
-        if goes_to(arguments, named).name == "step-00000004.partial":
+        if goes_to(arguments, named).name.startswith("step-00000004"):
             raise OSError("the machine stopped")
         return kept(*arguments, **named)
 

@@ -1,0 +1,54 @@
+"""What `docs/training.md` shows works: its Python, and its commands with smaller numbers.
+
+Does not know: whether the words around them are true; other tests show that.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ringattn.launch import train
+from ringattn.launch.checkpoints import MAY_CHANGE
+from ringattn.launch.train_config import load_train
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = [line.partition(" train ")[2].split() for line in LINES]
+SMALL = ["model=tiny", "length_tokens=64", "transport=gloo", "timeout_s=120"]
+
+
+def test_the_python_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (block for language, block in BLOCKS if language == "python")
+    exec(compile(code, "docs/training.md", "exec"), {})
+    assert float(capsys.readouterr().out) < 1e-14
+
+
+def test_every_command_is_understood() -> None:
+    assert len(COMMANDS) == 8
+    for words in COMMANDS:
+        assert words
+        load_train(words)
+
+
+@pytest.mark.slow
+def test_the_commands_of_one_process_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in COMMANDS:
+        small = [word for word in words if not word.startswith(("length_tokens=", "segment_lengths=", "ranks="))]
+        segments = ["segment_lengths=[16,64]"] if "attention=dilated" in words else []
+        if not any(word.startswith(("replicas=", "restarts=")) for word in words):
+            assert train.main([*small, *segments, *SMALL]) == 0, words
+    assert "in 40 steps, 20 of them before" in capsys.readouterr().out
+
+
+def test_the_table_of_the_page_says_what_is_refused() -> None:
+    table = PAGE.partition("| may differ from the run before | must not |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if "`" in row]
+    may, must_not = (set(re.findall(r"`(\w+)`", " ".join(row[side] for row in rows))) for side in (0, 1))
+    assert may < MAY_CHANGE and not must_not & MAY_CHANGE
