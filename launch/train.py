@@ -20,7 +20,7 @@ from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import agreed_ranks_of_ring, device_type
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.train_config import TrainConfig, check_sizes, load_train
+from ringattn.launch.train_config import TrainConfig, check_sizes, load_train, unreached
 
 PURPOSE = """\
 Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
@@ -47,11 +47,14 @@ def main(argv: Sequence[str]) -> int:
     except RingError as error:
         print(f"ringattn train: {error}", file=sys.stderr)
         return 2
+    for warning in unreached(config) if place is None or place.rank == 0 else ():
+        print(f"ringattn train: {warning}", file=sys.stderr)
     try:
         result = _run(config)
     except RingError as error:
         print(f"ringattn train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
+        return 2 if refused else 1
     if place is None or place.rank == 0:
         path = write_json(Path(config.out_dir) / "result.json", result)
         print(summary(result))

@@ -16,7 +16,7 @@ from ringattn.launch.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVAT
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import option
 from ringattn.layout import LAYOUTS
-from ringattn.presets import check
+from ringattn.presets import check, coverage_warnings
 from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
@@ -125,6 +125,14 @@ def _check_branches(config: TrainConfig) -> None:
             check(config.segment_lengths or (), config.dilation_rates or ())
         except InputError as error:
             raise InputError(f"segment_lengths={config.segment_lengths}: {error}") from None
+
+
+def unreached(config: TrainConfig) -> list[str]:
+    """What dilated branches leave out, a sentence each; nothing for full attention."""
+    if config.attention == "full":
+        return []
+    branches = check(config.segment_lengths or (), config.dilation_rates or ())
+    return coverage_warnings(branches, config.model.heads, kv_heads=config.model.kv_heads, length=config.length_tokens)
 
 
 def from_spec(spec: Mapping[str, Any]) -> TrainConfig:

@@ -145,6 +145,17 @@ def test_what_does_not_go_together_is_refused_by_key(words: list[str], message: 
         load_train(words)
 
 
+def test_branches_that_reach_too_little_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_run", lambda config: (_ for _ in ()).throw(InputError("no rank is started")))
+    assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[8]"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("ringattn train: branch (w=16, r=8): 4 heads have 4 of 8 offsets") and len(told) > 1
+    assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[1]"]) == 2
+    assert capsys.readouterr().err == "ringattn train: no rank is started\n"
+
+
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(InputError, match=r"^replicas=2: 2 ranks train in rings of 2"):
         run_ranks(2, lambda ring: loop.train(ring, replace(TINY, replicas=2)))
