@@ -90,14 +90,30 @@ def attention(
     """See `Ring.attention`."""
 
     def described() -> Call:
-        check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
-        sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        pairs = Banded(causal, window)
-        return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, pairs, scale, softcap, schedule)
+        return checked_call(ring, q, k, v, seq, kv_seq, Banded(causal, window), scale, softcap, sinks, schedule)
 
     call = agreed(ring, described, sinks)
     out, lse = Attention.apply(q, k, v, sinks, ring, call)
     return (out, lse) if return_lse else out
+
+
+def checked_call(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Sequence,
+    kv_seq: Sequence | None,
+    pairs: Pairs,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    schedule: str,
+) -> Call:
+    """The call with these tensors. Raises `InputError` for what cannot be one."""
+    check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
+    sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, pairs, scale, softcap, schedule)
 
 
 def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Call:
@@ -158,13 +174,7 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, call: Call
     ) -> tuple[Tensor, Tensor]:
-        rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
-        executor = ring.executor_of(call, backward=False)
-        logits = None if sinks is None else sinks.detach()
-        with ring.accounted(executor):
-            arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
-            kept = ring.run(executor, arithmetic, keep=any(ctx.needs_input_grad))
-            result, lse = arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse
+        result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=any(ctx.needs_input_grad))
         ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
         ctx.set_materialize_grads(False)
@@ -174,23 +184,55 @@ class Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, kept = ctx.saved_tensors
-        ring, call = ctx.ring, ctx.call
-        ring.agree(f"backward of {call.summary()}")
-        if dout is None:
-            dout = torch.zeros_like(out)
-        executor = ring.executor_of(call, backward=True)
-        with ring.accounted(executor):
-            seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
-            dtype = accumulator_dtype(q.dtype)
-            dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-            rows_q = q.detach().transpose(0, 1)
-            home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
-            arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
-            ring.run(executor, arithmetic, kept)
-            dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
-            dk, dv = dk.to(k.dtype), dv.to(v.dtype)
-        dsinks = None if sinks is None else _sinks_grad(sinks, seed)
-        return dq, dk, dv, dsinks, None, None
+        return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None)
+
+
+def forward_pass(
+    ring: Ring, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Out and lse of a call that all ranks agreed on, and with `keep` what its backward pass begins with, if anything.
+
+    Out lies in memory as (tokens, batch, heads, dim), whatever the strides of q.
+    """
+    rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
+    executor = ring.executor_of(call, backward=False)
+    logits = None if sinks is None else sinks.detach()
+    with ring.accounted(executor):
+        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
+        kept = ring.run(executor, arithmetic, keep=keep)
+        return arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse, kept
+
+
+def backward_pass(
+    ring: Ring,
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and of the sinks, from the inputs and outputs of `forward_pass` and their gradients."""
+    ring.agree(f"backward of {call.summary()}")
+    if dout is None:
+        dout = torch.zeros_like(out)
+    executor = ring.executor_of(call, backward=True)
+    with ring.accounted(executor):
+        seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+        dtype = accumulator_dtype(q.dtype)
+        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+        rows_q = q.detach().transpose(0, 1)
+        home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
+        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
+        ring.run(executor, arithmetic, kept)
+        dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
+        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    dsinks = None if sinks is None else _sinks_grad(sinks, seed)
+    return dq, dk, dv, dsinks
 
 
 def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:

@@ -6,8 +6,9 @@ Does not know: attention, schedules.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ringattn.transport.base import Message
 if TYPE_CHECKING:
     from ringattn.ring import Ring
 
+_handles = count(1)
+_living: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
+
 
 class Sequence:
     """How `length` tokens lie over the ranks. Made by `Ring.sequence`; immutable."""
@@ -28,6 +32,9 @@ class Sequence:
         self.ring, self.layout, self.documents = ring, layout, documents
         self.length = layout.length
         self._positions = torch.from_numpy(layout.positions(ring.rank))
+        self.handle = next(_handles)
+        """Stands for this sequence where only a number can pass, see `sequence_with`; 0 is nobody's."""
+        _living[self.handle] = self
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -111,6 +118,14 @@ class Sequence:
     def __repr__(self) -> str:
         documents = f", {len(self.documents) - 1} documents" if self.documents else ""
         return f"Sequence({self.length} tokens{documents}, {self.layout.name}, counts {self.counts})"
+
+
+def sequence_with(handle: int) -> Sequence:
+    """The sequence whose `handle` this is. Raises `InputError` when it is gone; a handle keeps nothing alive."""
+    try:
+        return _living[handle]
+    except KeyError:
+        raise InputError(f"no sequence has handle {handle} any more; keep it until its calls are made") from None
 
 
 def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:

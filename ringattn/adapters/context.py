@@ -54,6 +54,8 @@ class _Anyone:
 
 
 ANYONE = _Anyone()
+COMPILED = _Anyone()
+"""Who calls from compiled code, where it cannot be told whether a call belongs to a graph."""
 _notes: WeakKeyDictionary[Any, list[_Note]] = WeakKeyDictionary()
 
 
@@ -107,7 +109,7 @@ def _note(query: Tensor, seq: Sequence | None, tokens: int, owner: object) -> No
     if query.grad_fn is not None:
         metadata: dict[str, Any] = query.grad_fn.metadata  # type: ignore[assignment]  # a property, whatever torch says
         life = ref(metadata.setdefault(_KEY, _Life()))
-    note = _Note(None if seq is None else ref(seq), tokens, torch.is_grad_enabled(), life)
+    note = _Note(None if seq is None else ref(seq), tokens, owner is COMPILED or torch.is_grad_enabled(), life)
     with _lock:
         others = [one for one in _notes.get(owner, ()) if one.is_alive and one != note]
         _notes[owner] = [*others, note]
@@ -117,7 +119,7 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
     """The sequence of the only forward pass of `owner` that can be meant."""
     node = torch._C._current_autograd_node()
     # A reentrant checkpoint's first run makes no graph, that of any other region does.
-    graph = node is None or "Checkpoint" not in node.name()
+    graph = owner is COMPILED or node is None or "Checkpoint" not in node.name()
     with _lock:
         notes = [note for note in _notes.get(owner, ()) if note.is_alive]
     fits = [note for note in notes if (note.tokens, note.graph) == (tokens, graph)]
@@ -126,6 +128,7 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
         found = f"{len(fitting)} sequences are" if fitting else "none is"
         raise InputError(
             f"backward computes a region of {tokens} local tokens again and {found} known to fit it; "
-            "checkpoint with use_reentrant=False and context_fn=ringattn.adapters.context.recompute_context"
+            "checkpoint with use_reentrant=False and context_fn=ringattn.adapters.context.recompute_context, or in "
+            "compiled code give ring_attention its sequence"
         )
     return fitting.pop()

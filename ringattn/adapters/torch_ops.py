@@ -1,0 +1,182 @@
+"""Attention over a ring as PyTorch operators, which compilers and checkpointing policies can name and leave alone.
+
+Promises: `torch.compile(fullgraph=True)` traces it without a break and without running it; the operators
+`torch.ops.ringattn.attention` and `attention_backward` may stand in a policy of selective checkpointing.
+An operator takes tensors and numbers only. A number stands for the sequence, found when the operator runs, and one for
+the agreed call, from its forward to its backward pass (docs/decisions/0012).
+Does not know: hosts, how a compiler orders what it compiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from ringattn import api
+from ringattn.adapters.attend import lone_sequence
+from ringattn.adapters.context import COMPILED, sequence_of
+from ringattn.adapters.tensor_parallel import local_heads
+from ringattn.errors import ClosedError
+from ringattn.mask import Banded
+from ringattn.partial import accumulator_dtype
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence, sequence_with
+
+ACTIVE = 0
+"""The handle that stands for the sequence that `Ring.activate` names when the operator runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A call that ran forward; its ring keeps it, and it does not keep its ring."""
+
+    ticket: int
+    ring: ref[Ring]
+    call: api.Call
+
+
+_tickets = itertools.count()
+_kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+_kept_of: WeakKeyDictionary[Ring, dict[api.Call, _Kept]] = WeakKeyDictionary()
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Sequence | None = None,
+    *,
+    causal: bool = False,
+    window: api.Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+) -> Tensor:
+    """`Ring.attention` of this rank's shards (batch, tokens, heads, head_dim) as one operator, compiled or not.
+
+    `seq`: None for the active sequence, by the rule of `adapters.context.sequence_of`; compiled code then finds it at
+    run time and is not compiled again for another one with as many local tokens. With a sequence given, compiled code
+    is compiled once more at the second sequence. DTensors whose heads are sharded are taken by their local heads.
+    Keeps nothing that came from other ranks for backward. Raises what `Ring.attention` and `sequence_of` raise.
+    """
+    (q, k, v), whole = local_heads((q, k, v), 2)
+    if seq is None and not torch.compiler.is_compiling():
+        seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
+    left, right = (-1 if bound is None else bound for bound in window or (None, None))
+    out, _, _ = attention(
+        q, k, v, sinks, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap, schedule
+    )
+    return whole(out)
+
+
+@torch.library.custom_op("ringattn::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    handle: int,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float | None,
+    softcap: float | None,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
+
+    `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded. Raises what
+    `Ring.attention` raises.
+    """
+    if handle == ACTIVE:
+        seq = sequence_of(q, 1, COMPILED) or lone_sequence(q.shape[1])
+    else:
+        seq = sequence_with(handle)
+    ring, pairs = seq.ring, Banded(causal, (left, right))
+
+    def described() -> api.Call:
+        call = api.checked_call(ring, q, k, v, seq, None, pairs, scale, softcap, sinks, schedule)
+        # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
+        return replace(call, route=replace(call.route, keeps=False))
+
+    call = api.agreed(ring, described, sinks)
+    out, lse, _ = api.forward_pass(ring, call, q, k, v, sinks, keep=False)
+    return _row_first(out), lse.contiguous(), torch.tensor(_ticket(ring, call))
+
+
+@torch.library.custom_op("ringattn::attention_backward", mutates_args=())
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
+    kept = _kept.get(int(ticket.item()))
+    ring = None if kept is None else kept.ring()
+    if kept is None or ring is None:
+        raise ClosedError("the ring of this forward pass is gone; keep it open until backward is done")
+    dq, dk, dv, dsinks = api.backward_pass(ring, kept.call, q, k, v, sinks, out, lse, None, dout, dlse)
+    return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
+
+
+def _ticket(ring: Ring, call: api.Call) -> int:
+    calls = _kept_of.setdefault(ring, {})
+    if call not in calls:
+        kept = _Kept(next(_tickets), ref(ring), call)
+        calls[call] = _kept[kept.ticket] = kept
+    return calls[call].ticket
+
+
+def _row_first(x: Tensor) -> Tensor:
+    """With the memory of (tokens, batch, heads, dim), which the compiler is told; the engines' tensors have it."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, causal: bool, left: int, right: int,
+    scale: float | None, softcap: float | None, schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, heads, _ = q.shape
+    out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
+    lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
+    return out, lse, torch.empty((), dtype=torch.int64)
+
+
+@attention_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor,
+    dout: Tensor | None, dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, heads, dim = q.shape
+    dq = q.new_empty(tokens, batch, heads, dim).transpose(0, 1)
+    return dq, k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(0) if sinks is None else sinks.new_empty(heads)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, sinks, *_ = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *saved, out, lse, ticket = ctx.saved_tensors
+    dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
+    options = [None] * 7
+    return dq, dk, dv, None if saved[3] is None else dsinks, *options
+
+
+attention.register_autograd(_gradients, setup_context=_save)
