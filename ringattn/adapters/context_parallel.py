@@ -1,0 +1,171 @@
+"""Context parallelism in the shape of `torch.distributed.tensor.experimental.context_parallel`, through a ring.
+
+Promises: same arguments and same use, for any length, and with documents. Nothing in torch is replaced: SDPA is
+redirected for the calls that one thread makes inside of the `with`, and what would still attend locally raises.
+Does not know: how attention is computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.overrides import TorchFunctionMode
+
+from ringattn.activation import active_sequence
+from ringattn.adapters import context
+from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+
+_rings: WeakKeyDictionary[ProcessGroup, Ring] = WeakKeyDictionary()
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh | Ring,
+    *,
+    buffers: Many[Tensor] | None = None,
+    buffer_seq_dims: Many[int] | None = None,
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    cu_seqlens: Many[int] | None = None,
+) -> Iterator[Sequence]:
+    """Inside, `buffers` hold this rank's tokens, and SDPA attends over all ranks' tokens; gives the sequence.
+
+    `mesh`: one with a dimension `cp` or with one dimension, whose ring is opened at its first use and stays open as
+    long as its process group; or an open ring. `buffers`: whole tensors, alike on all ranks, with as many tokens in
+    dimension `buffer_seq_dims` of each; sharded in place without a copy of the whole, and given their old memory
+    back afterwards, but for `no_restore_buffers`. Labels must be shifted before. `cu_seqlens`: documents.
+    Positions are a buffer, or `seq.positions()`. Checkpointed regions need `context_fn=recompute_context`: without it
+    torch's comparison of what was saved raises, and `use_reentrant=True` is refused. Raises `InputError` for
+    buffers that cannot be sharded, before anything has changed.
+    """
+    buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    kept = {id(one) for one in no_restore_buffers or ()}
+    _check(buffers, dims, kept)
+    ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
+    seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
+    with torch.no_grad():
+        shards = [seq.shard(one, dim) for one, dim in zip(buffers, dims, strict=True)]
+        wholes = [one.detach() for one in buffers]
+        for one, shard in zip(buffers, shards, strict=True):
+            _hold(one, shard)
+    try:
+        with ring.activate(seq), _Redirected(torch.is_grad_enabled()):
+            yield seq
+    finally:
+        with torch.no_grad():
+            for one, whole in zip(buffers, wholes, strict=True):
+                if id(one) not in kept:
+                    _hold(one, whole)
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh | Ring, buffers: Many[Tensor], seq_dims: Many[int], load_balancer: Sequence | None = None
+) -> list[Tensor]:
+    """The whole tensors of sharded ones, in order, on every rank; without gradients. A collective call.
+
+    `load_balancer`: the sequence that `context_parallel` gave. None: the active one, and outside of the `with` that of
+    as many tokens as the shards of all ranks together, without documents. Raises `InputError` for shards of another.
+    """
+    if load_balancer is not None and not isinstance(load_balancer, Sequence):
+        raise InputError(f"load_balancer must be the sequence that context_parallel gave, got {load_balancer!r}")
+    seq = load_balancer or active_sequence()
+    if seq is None:
+        ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
+        told = ring.told_by_all(str(buffers[0].shape[seq_dims[0]]))
+        seq = ring.sequence(sum(map(int, told)))
+    return [seq.gather(one, dim) for one, dim in zip(buffers, seq_dims, strict=True)]
+
+
+def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=recompute_context)` inside.
+
+    The region's second run is redirected as its first, wherever backward is called: torch calls backward passes with
+    the redirection off.
+    """
+    first, second = context.recompute_context()
+    return first, _again(second)
+
+
+@contextmanager
+def _again(over: AbstractContextManager[None]) -> Iterator[None]:
+    with over, _Redirected(with_gradients=True):
+        yield
+
+
+class _Redirected(TorchFunctionMode):
+    """Inside, this thread's scaled_dot_product_attention is `ring_sdpa`; not below another function of torch's."""
+
+    def __init__(self, with_gradients: bool) -> None:
+        super().__init__()
+        self.with_gradients = with_gradients
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ATTEND_THEMSELVES:
+            raise UnsupportedError(
+                f"{func.__name__} inside of context_parallel would attend locally; use "
+                "torch.nn.functional.scaled_dot_product_attention, or ringattn.RingMultiheadAttention"
+            )
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if self.with_gradients and not torch.is_grad_enabled():
+            # A reentrant checkpoint looks like this, and its second run, in a backward outside, would attend locally.
+            raise UnsupportedError(
+                "attention under no_grad inside of context_parallel: enter no_grad before context_parallel, or "
+                "checkpoint with use_reentrant=False and context_fn=recompute_context of this module"
+            )
+        return ring_sdpa(*args, **kwargs)
+
+
+_ATTEND_THEMSELVES = (
+    F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd
+)  # fmt: skip
+
+
+def _hold(one: Tensor, memory: Tensor) -> None:
+    one.set_(memory)  # type: ignore[call-overload]  # documented, and missing from torch's stubs
+
+
+def _ring_on(mesh: DeviceMesh) -> Ring:
+    """The ring of the mesh's dimension `cp`, or of its only one, closed when the process group is gone."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 and "cp" not in names:
+        raise InputError(f"the mesh has dimensions {names}; context parallelism needs one called cp, or mesh[name]")
+    group = mesh.get_group("cp" if "cp" in names else None)
+    ring = _rings.get(group)
+    if ring is None or not ring.is_open:
+        ring = _rings[group] = Ring(group)
+        weakref.finalize(group, ring.close)
+    return ring
+
+
+def _check(buffers: list[Tensor], dims: list[int], kept: set[int]) -> None:
+    if not buffers or len(buffers) != len(dims):
+        raise InputError(
+            f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: context_parallel needs at least one buffer, for "
+            "the length, and a dimension for each"
+        )
+    if kept - {id(one) for one in buffers}:
+        raise InputError("no_restore_buffers holds a tensor that is not in buffers")
+    for index, one in enumerate(buffers):
+        if not isinstance(one, Tensor):
+            raise UnsupportedError(f"buffer {index} is a {type(one).__name__}; buffers must be tensors")
+        if one.requires_grad:
+            raise InputError(
+                f"buffer {index} requires a gradient and cannot be sharded in place; shard it with seq.shard, which is "
+                "differentiable, inside of the with"
+            )

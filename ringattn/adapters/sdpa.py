@@ -1,0 +1,71 @@
+"""Attention over a ring with the signature of `torch.nn.functional.scaled_dot_product_attention`.
+
+Promises: what a ring does not compute is refused by name, never dropped; local attention is torch's own function.
+Does not know: hosts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.adapters.context import sequence_of
+from ringattn.adapters.tensor_parallel import local_heads
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.errors import InputError, UnsupportedError
+
+
+def ring_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As torch's: query (batch, heads, tokens, head_dim), returns (batch, heads, tokens, value_dim); differentiable.
+
+    Query, key and value are this rank's shards of the active sequence, or DTensors of them with sharded heads;
+    `is_causal` compares global positions, within documents. Where local attention is asked for (see
+    `adapters.context.sequence_of`) it is torch's function of these arguments; inside torch.compile the refusals below
+    hold then too. Raises `UnsupportedError` for a mask, dropout, other dimensions or other keys than the queries', and
+    `InputError` for numbers of heads that torch refuses too.
+    """
+    (q, k, v), whole = local_heads((query, key, value), 1)
+    seq = None
+    if not torch.compiler.is_compiling():
+        seq = sequence_of(q, -2)
+        if seq is None:
+            return whole(F.scaled_dot_product_attention(
+                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            ))  # fmt: skip
+    _refuse(q, k, v, attn_mask, dropout_p, enable_gqa)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return whole(ring_attention(q, k, v, seq, causal=is_causal, scale=scale).transpose(1, 2))
+
+
+def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
+    if attn_mask is not None:
+        raise UnsupportedError(
+            "attn_mask: a ring takes no mask tensor, which would need rows for all tokens; is_causal=True, documents "
+            "(ring.sequence(cu_seqlens=...)) and ring.attention(window=...) are computed without one"
+        )
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p={dropout_p}: a ring computes attention without dropout; set it to 0")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise UnsupportedError(
+            f"query, key and value must be (batch, heads, tokens, head_dim), got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)}; fold or add dimensions before"
+        )
+    if k.shape[2] != q.shape[2]:
+        raise UnsupportedError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys a rank: attention between two sequences is "
+            "ring.attention(..., kv_seq=...)"
+        )
+    if k.shape[1] != q.shape[1] and not enable_gqa:
+        raise InputError(f"query has {q.shape[1]} heads and key {k.shape[1]}; enable_gqa=True groups them")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise InputError(f"enable_gqa: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")

@@ -1,0 +1,256 @@
+"""SDPA over a ring by its own name, and inside of a drop-in for torch's context_parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.adapters.context_parallel import context_parallel, context_parallel_unshard, recompute_context
+from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.testing import dense_attention, run_ranks
+
+TOKENS = 13
+DOCUMENTS = [0, 5, 13]
+
+
+def whole(seed: int, heads: int = 4, tokens: int = TOKENS) -> Tensor:
+    """(batch, heads, tokens, head_dim), the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, heads, tokens, 8, dtype=torch.float64, generator=generator)
+
+
+def truth(*qkv: Tensor, **options: Any) -> Tensor:
+    return dense_attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+# --- ring_sdpa -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_causal", "scale", "kv_heads"), [(True, None, 4), (False, 0.2, 4), (True, 0.7, 2)])
+def test_sdpa_over_a_ring(is_causal: bool, scale: float | None, kv_heads: int) -> None:
+    """Out and every gradient, grouped heads and documents included."""
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq = ring.sequence(cu_seqlens=DOCUMENTS, layout="zigzag")
+        given = [whole(0).requires_grad_(), *(whole(seed, kv_heads).requires_grad_() for seed in (1, 2))]
+        with ring.activate(seq):
+            out = ring_sdpa(
+                *(seq.shard(x, 2) for x in given), is_causal=is_causal, scale=scale, enable_gqa=kv_heads != 4
+            )
+        out.sin().sum().backward()
+        grads = [x.grad for x in given if x.grad is not None]
+        ring.all_reduce(grads)
+        return [seq.gather(out.detach(), 2), *grads]
+
+    given = [whole(0).requires_grad_(), *(whole(seed, kv_heads).requires_grad_() for seed in (1, 2))]
+    expected = truth(*given, causal=is_causal, scale=scale, cu_seqlens=DOCUMENTS)
+    expected.sin().sum().backward()
+    for out, *grads in run_ranks(3, body):
+        close(out, expected.detach())
+        for one, x in zip(grads, given, strict=True):
+            assert x.grad is not None
+            close(one, x.grad)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "words"),
+    [
+        ([4, 4], {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, UnsupportedError, "attn_mask: .*cu_seqlens"),
+        ([4, 4], {"dropout_p": 0.1}, UnsupportedError, r"dropout_p=0\.1"),
+        ([4, 2], {}, InputError, "4 heads and key 2; enable_gqa"),
+        ([4, 3], {"enable_gqa": True}, InputError, "4 query heads are no multiple of 3"),
+    ],
+)
+def test_sdpa_refuses_by_name(shapes: list[int], options: Any, error: type[Exception], words: str) -> None:
+    def body(ring: Ring) -> None:
+        q, k = (whole(0, heads, 6) for heads in shapes)
+        with ring.activate(ring.sequence(12)):
+            with pytest.raises(error, match=words):
+                ring_sdpa(q, k, k, **options)
+            with pytest.raises(UnsupportedError, match=r"6 queries and 5 keys a rank: .*kv_seq"):
+                ring_sdpa(q, q[:, :, 1:], q[:, :, 1:])
+            with pytest.raises(UnsupportedError, match=r"must be \(batch, heads, tokens, head_dim\)"):
+                ring_sdpa(q[0], q[0], q[0])
+        with pytest.raises(InputError, match="no sequence is active"):
+            ring_sdpa(q, k, k, **options)
+
+    run_ranks(2, body)
+
+
+def test_local_attention_is_torchs_own() -> None:
+    def body(ring: Ring) -> None:
+        q, mask = whole(0), torch.rand(TOKENS, TOKENS) > 0.3
+        with ring.activate(None):
+            close(ring_sdpa(q, q[0], q[0], mask), F.scaled_dot_product_attention(q, q[0], q[0], mask))
+            assert ring_sdpa(q, q, q, dropout_p=0.9999).count_nonzero() < q.numel() / 2
+
+    run_ranks(2, body)
+
+
+# --- context_parallel ------------------------------------------------------------------------------------------------
+
+
+def test_context_parallel_shards_redirects_and_restores() -> None:
+    def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+        x, other, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2)
+        view, place = x[0], x.data_ptr()
+        with context_parallel(
+            ring, buffers=[x, other, left], buffer_seq_dims=[2, -1, 0], no_restore_buffers={left}, cu_seqlens=DOCUMENTS
+        ) as seq:
+            assert x.shape[2] == seq.counts[ring.rank] < TOKENS
+            assert torch.equal(other, seq.positions()) and torch.equal(left[:, 0], 2 * other)
+            q = x.clone().requires_grad_()
+            out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            out.sin().sum().backward()
+            assert q.grad is not None
+            found = context_parallel_unshard(ring, [out, q.grad], [2, 2])
+        assert torch.equal(x, whole(0)) and x.data_ptr() == place and torch.equal(view, x[0])
+        assert torch.equal(other, torch.arange(TOKENS)) and len(left) == seq.counts[ring.rank]
+        (after,) = context_parallel_unshard(ring, [out], [2], seq)
+        local = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # torch's again
+        close(local, truth(x, x, x, causal=True))
+        return found[0], found[1], after
+
+    x = whole(0).requires_grad_()
+    expected = truth(x, x, x, causal=True, cu_seqlens=DOCUMENTS)
+    expected.sin().sum().backward()
+    assert x.grad is not None
+    for out, grad, after in run_ranks(2, body):
+        close(out, expected.detach())
+        close(grad, x.grad)
+        assert torch.equal(out, after) and not out.requires_grad
+
+
+def test_unshard_outside_needs_no_sequence_without_documents() -> None:
+    def body(ring: Ring) -> Tensor:
+        x = whole(0)
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+            out = F.scaled_dot_product_attention(x, x, x)
+        with pytest.raises(InputError, match="load_balancer must be the sequence"):
+            context_parallel_unshard(ring, [out], [2], "headtail")  # type: ignore[arg-type]
+        return context_parallel_unshard(ring, [out], [2])[0]
+
+    for out in run_ranks(3, body):
+        close(out, truth(*[whole(0)] * 3))
+
+
+def test_other_threads_attend_as_before() -> None:
+    """One rank of two is inside at a time; the other's SDPA stays torch's."""
+
+    def body(ring: Ring) -> None:
+        x = whole(0)
+        if ring.rank == 0:
+            with Ring() as alone, context_parallel(alone, buffers=[x], buffer_seq_dims=[2]):
+                ring.barrier()
+                with pytest.raises(UnsupportedError, match="dropout"):
+                    F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+                ring.barrier()
+        else:
+            ring.barrier()
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            ring.barrier()
+
+    run_ranks(2, body)
+
+
+def attend(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x.sin(), x, x, is_causal=True)
+
+
+def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
+    def body(ring: Ring) -> tuple[list[Tensor], int]:
+        x, found = whole(0), []
+        for late in (False, True):
+            q = whole(0).requires_grad_()
+            with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]) as seq:
+                shard = seq.shard(q, 2)
+                told = checkpoint(attend, shard, use_reentrant=False, context_fn=recompute_context).sin().sum()
+                silent = checkpoint(attend, x.clone().requires_grad_(), use_reentrant=False).sum()
+                with pytest.raises(UnsupportedError, match="under no_grad inside of context_parallel"):
+                    checkpoint(attend, q, use_reentrant=True)
+                if not late:
+                    told.backward()
+                    with pytest.raises(CheckpointError):
+                        silent.backward()
+            if late:
+                told.backward()
+                with pytest.raises(CheckpointError):
+                    silent.backward()
+            assert q.grad is not None
+            found.append(q.grad)
+        passes = ring.counters()["passes"]
+        with torch.no_grad(), context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+            attend(x)
+        ring.all_reduce(found)
+        return found, passes
+
+    x = whole(0).requires_grad_()
+    truth(x.sin(), x, x, causal=True).sin().sum().backward()
+    assert x.grad is not None
+    for grads, passes in run_ranks(2, body):
+        for grad in grads:
+            close(grad, x.grad)
+        assert passes == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_attend_by_themselves_are_refused(training: bool) -> None:
+    """In evaluation torch has operators of its own for whole layers."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True).train(training)
+    x = torch.zeros(1, TOKENS, 8)
+    for module, arguments in ((layer, (x,)), (layer.self_attn, (x, x, x))):
+        with Ring() as ring, torch.set_grad_enabled(training), context_parallel(ring, buffers=[x], buffer_seq_dims=[1]):
+            with pytest.raises(UnsupportedError, match="would attend locally; use"):
+                module(*arguments)
+
+
+def test_compiled_code_inside_is_one_graph() -> None:
+    def body(ring: Ring) -> Tensor:
+        x, run = whole(0), torch.compile(attend, backend="aot_eager", fullgraph=True)
+        close(run(x), truth(x.sin(), x, x, causal=True))  # outside it is torch's own
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+            return context_parallel_unshard(ring, [run(x)], [2])[0]
+
+    torch._dynamo.reset()
+    x = whole(0)
+    for out in run_ranks(2, body):
+        close(out, truth(x.sin(), x, x, causal=True))
+
+
+def refusals() -> list[tuple[Callable[[], dict[str, Any]], str]]:
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    x = torch.zeros(TOKENS, 2)
+    return [
+        (lambda: {"buffers": [], "buffer_seq_dims": []}, "at least one buffer"),
+        (lambda: {"buffers": [x], "buffer_seq_dims": []}, "1 buffers and 0 buffer_seq_dims"),
+        (lambda: {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": {x.clone()}}, "not in buffers"),
+        (lambda: {"buffers": [x, x[1:].clone()], "buffer_seq_dims": [0, 0]}, "12 tokens in dimension 0"),
+        (lambda: {"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [0]}, "requires a gradient"),
+        (
+            lambda: {"buffers": [x, create_block_mask(mask, 1, 1, 8, 8, device="cpu")], "buffer_seq_dims": [0, 0]},
+            "buffer 1 is a BlockMask",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("make", "words"), refusals())
+def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str, Any]], words: str) -> None:
+    with Ring() as ring:
+        options = make()
+        with pytest.raises(InputError, match=words), context_parallel(ring, **options):
+            pass
+        assert all(len(one) == TOKENS for one in options["buffers"][:1])
