@@ -1,0 +1,190 @@
+"""The functions of ring-flash-attention, over a ring: a user of that package changes one import.
+
+    from ringattn.adapters.flash_attn import zigzag_ring_flash_attn_func
+
+Names, orders of arguments and layouts are those of `CHECKED`; `softcap`, which flash_attn has and that package has not,
+is by keyword only. Every function takes one rank's equal part: (batch, tokens, heads, head_dim), or packed (tokens,
+heads, head_dim) for varlen; `*_kvpacked_func` and `*_qkvpacked_func` take k and v, or all three, stacked before the
+heads. It returns out, and with `return_attn_probs` (out, lse, None), lse being (batch, heads, tokens) or (heads,
+tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group; see `groups.ring_of` for its ring.
+`deterministic` is met anyway.
+Promises: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
+Does not know: positions and labels, which are the caller's, as with that package.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from ringattn.adapters.groups import ring_of
+from ringattn.errors import InputError
+from ringattn.layout import Layout, make_layout
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence, check_documents
+
+CHECKED = "zhuzilin/ring-flash-attention, commit 8996282 (2025-08-04)"
+Function = Callable[..., Tensor | tuple[Tensor, Tensor, None]]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What all functions take last."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    group: Any = None
+    _: KW_ONLY
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dropout_p:
+            raise InputError(f"dropout_p={self.dropout_p}: attention over a ring has no dropout; pass 0.0")
+        if self.alibi_slopes is not None:
+            raise InputError("alibi_slopes: attention over a ring adds no biases; pass None")
+
+
+@dataclass(frozen=True)
+class KeySlice:
+    """Which keys a rank needs, (start, stop), and the documents of all ranks that this was computed from."""
+
+    start: int
+    stop: int
+    documents: tuple[int, ...]
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, KeySlice]:
+    """Of `cu_seqlens`, the documents of all ranks, what `llama3_flash_attn_varlen_func` is told of `rank`'s part.
+
+    cu_seqlens_q and cu_seqlens_k of its queries and of the keys they need, the longest of each in tokens, which keys
+    those are. Raises `InputError` unless the tokens divide by `world_size`.
+    """
+    cuts = check_documents(cu_seqlens, None)
+    count, rest = divmod(cuts[-1], world_size)
+    if rest:
+        raise InputError(f"{cuts[-1]} tokens do not divide by {world_size} ranks; pad the last document")
+    start, stop = rank * count, (rank + 1) * count
+    inner = [cut for cut in cuts if start < cut < stop]
+    first = max(cut for cut in cuts if cut <= start)
+    last = stop if causal else min(cut for cut in cuts if cut >= stop)
+    q = cu_seqlens.new_tensor([0, *(cut - start for cut in inner), count])
+    k = cu_seqlens.new_tensor([cut - first for cut in (first, *inner, last)])
+    return q, k, int(q.diff().max()), int(k.diff().max()), KeySlice(first, last, cuts)
+
+
+def _batched(layout: str) -> Callable[..., Sequence]:
+    def sequence(ring: Ring, tokens: int) -> Sequence:
+        """Attention of a batch of sequences."""
+        _check_halves(layout, [tokens])
+        return ring.sequence(tokens * ring.world_size, layout=layout)
+
+    return sequence
+
+
+def _varlen(layout: str) -> Callable[..., Sequence]:
+    def sequence(ring: Ring, tokens: int, cu_seqlens: Tensor, max_seqlen: int) -> Sequence:
+        """Attention of packed documents. `cu_seqlens`: where this rank's parts of them begin; all ranks have the same."""
+        cuts = check_documents(cu_seqlens, tokens)
+        _check_halves(layout, [stop - start for start, stop in pairwise(cuts)])
+        documents = tuple(cut * ring.world_size for cut in cuts)
+        return Sequence(ring, Layout(layout, documents[-1], ring.world_size, documents), documents)
+
+    return sequence
+
+
+def _llama3(
+    ring: Ring,
+    tokens: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: KeySlice,
+) -> Sequence:
+    """Attention of packed documents, cut into equal parts wherever that cuts them.
+
+    The six arguments come from `llama3_flash_attn_prepare_cu_seqlens`, but for heads_k_stride, which is not needed.
+    """
+    if not isinstance(local_k_slice, KeySlice):
+        raise InputError("local_k_slice must come from llama3_flash_attn_prepare_cu_seqlens of this module")
+    documents = local_k_slice.documents
+    return Sequence(ring, make_layout("contiguous", documents[-1], ring.world_size), documents)
+
+
+def _check_halves(layout: str, tokens: list[int]) -> None:
+    if layout in ("zigzag", "per_document") and any(count % 2 for count in tokens):
+        raise InputError(f"a rank's part of a zigzag sequence is two equal chunks, got parts of {tokens} tokens")
+
+
+def _family(name: str, sequence: Callable[..., Sequence]) -> list[Function]:
+    """The three functions over the sequence that `sequence` makes of a ring, local tokens and what else they take."""
+    return [
+        _function(f"{name}{form}_func", sequence, tensors)
+        for form, tensors in (("", "q k v"), ("_kvpacked", "q kv"), ("_qkvpacked", "qkv"))
+    ]
+
+
+def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Function:
+    stacks = [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in tensors.split()]
+    told = list(inspect.signature(sequence).parameters.values())[2:]
+    signature = inspect.Signature([*stacks, *told, *inspect.signature(_Options).parameters.values()])
+
+    def function(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor, None]:
+        given = signature.bind(*args, **kwargs).arguments
+        q, k, v = (x for p in stacks for x in _unstacked(given.pop(p.name), len(p.name)))
+        facts = [given.pop(p.name) for p in told]
+        o = _Options(**given)
+        ring, packed = ring_of(o.group), bool(told)
+        seq = sequence(ring, q.shape[0 if packed else 1], *facts)
+        left, right = o.window_size
+        out, lse = ring.attention(
+            *(x[None] if packed else x for x in (q, k, v)), seq, causal=o.causal, scale=o.softmax_scale,
+            # flash_attn takes a causal window to end at the query, whatever its right side is.
+            window=(left, 0 if o.causal else right), softcap=o.softcap or None, return_lse=True,
+        )  # fmt: skip
+        out, lse = (out[0], lse[0]) if packed else (out, lse)
+        return (out, lse, None) if o.return_attn_probs else out
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = sequence.__doc__
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _unstacked(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    return x.unbind(-3) if count > 1 else (x,)
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _family(
+    "ring_flash_attn", _batched("contiguous")
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _family(
+    "zigzag_ring_flash_attn", _batched("zigzag")
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _family(
+    "stripe_flash_attn", _batched("striped")
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _family(
+    "ring_flash_attn_varlen", _varlen("contiguous")
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _family("zigzag_ring_flash_attn_varlen", _varlen("per_document"))
+llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (
+    _family("llama3_flash_attn_varlen", _llama3)
+)

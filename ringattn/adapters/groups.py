@@ -1,0 +1,45 @@
+"""Rings of process groups that a host made: each opened at its first use, and kept as long as its group.
+
+Promises: one group has one ring in this process, whoever asks; nothing is kept alive by being listed here.
+Does not know: hosts, attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ringattn.ring import Ring
+
+
+class _Environment:
+    """Stands for the ranks of torchrun's environment, where no process group was made."""
+
+
+_ENVIRONMENT = _Environment()
+_rings: WeakKeyDictionary[Any, Ring] = WeakKeyDictionary()
+
+
+def ring_of(group: Any = None) -> Ring:
+    """The ring of `group`: a Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
+
+    A collective call of the group's ranks at its first use, see there for what is raised. A ring that has failed is
+    returned as it is, and says so when it is used.
+    """
+    if isinstance(group, Ring):
+        return group
+    if isinstance(group, dist.DeviceMesh):
+        group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else _ENVIRONMENT
+    if group not in _rings:
+        _rings[group] = Ring(None if group is _ENVIRONMENT else group)
+    return _rings[group]
+
+
+def close_rings() -> None:
+    """Close every ring that `ring_of` opened, before `destroy_process_group`; the next call opens new ones."""
+    while _rings:
+        _rings.popitem()[1].close()
