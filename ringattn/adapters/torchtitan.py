@@ -1,0 +1,128 @@
+"""torchtitan: an inner attention over a ring, and the sharding of its inputs.
+
+`RingAttention` takes the place of torchtitan's inner attentions in a model's config, `prepare_context_parallel_input`
+that of torchtitan's function of this name; see docs/embedding-torchtitan.md. The sequences of a batch travel as the
+model's `attention_masks`, so recomputation finds them as it finds any argument.
+Promises: packed documents (positions that restart at 0) do not see each other; lengths need not divide by anything;
+masks of FlexAttention and of torchtitan's varlen attention raise, because what they hide is not known here.
+Does not know: the loss, which torchtitan counts over the `loss` mesh, and the backends `full_dtensor` and `spmd_types`:
+there keys and values arrive gathered, which raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from ringattn.adapters.attend import lone_sequence
+from ringattn.adapters.context import sequence_of
+from ringattn.adapters.groups import ring_of
+from ringattn.adapters.hosts import require_checked
+from ringattn.errors import InputError
+from ringattn.sequence import Sequence
+
+CHECKED = ("0.3",)
+require_checked("torchtitan", *CHECKED)
+
+Rows = tuple[Sequence, ...]
+"""The sequence of each row of a batch, which may be cut into documents each in its own way."""
+
+_LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
+
+
+class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp_to_forward knows what to do with it
+    """Causal attention of (batch, tokens, heads, head_dim) shards; fewer key and value heads are taken as they are."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]  # final only where torchtitan is typed
+        """`window_size`: (left, right) tokens besides the query, as in torchtitan's varlen attention; -1 unbounded."""
+
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window_size = config.window_size
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Rows | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns (batch, tokens, heads, head_dim), or what `out_transform` makes of it and lse (batch, tokens, heads).
+
+        `attention_masks`: what `prepare_context_parallel_input` made; None: the active sequence, see `sequence_of`.
+        DTensors are taken at this rank. Raises `InputError` for any other mask and for unknown arguments.
+        """
+        if kwargs:
+            raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
+        q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLNH, k_BLNH, v_BLNH))
+        if attention_masks is None:
+            rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
+        else:
+            rows = _checked(attention_masks, len(q))
+        left, right = self.window_size
+        options: dict[str, Any] = {"causal": right == 0, "window": (left, right), "scale": scale, "return_lse": True}
+        if len(set(rows)) == 1:
+            out, lse = rows[0].ring.attention(q, k, v, rows[0], **options)
+        else:
+            each = [seq.ring.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], seq, **options)
+                    for i, seq in enumerate(rows)]  # fmt: skip
+            out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
+        return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor,
+    labels: Tensor,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: Any,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    ptrr_mask_key: str | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """This rank's tokens of `inputs` and `labels` (batch, tokens) and of `extra_kwargs["positions"]` (same shape).
+
+    Documents begin where positions are 0. `cp_mesh`: a DeviceMesh, or a Ring. `load_balancer_type`: headtail (zigzag)
+    or None (contiguous); `device` and `ptrr_mask_key` are not needed. Labels are torchtitan's, shifted already.
+    Raises `InputError` without positions, beside other attention masks, and for other load balancers.
+    """
+    if load_balancer_type not in _LAYOUTS:
+        raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring knows 'headtail' and None")
+    if extra_kwargs.get("attention_masks") is not None:
+        raise InputError("attention_masks were made already: take RingAttention.Config as the model's inner_attention")
+    if extra_kwargs.get("positions") is None:
+        raise InputError("extra_kwargs['positions'] is missing: rotary positions of shards cannot be told without it")
+    positions = extra_kwargs["positions"]
+    seq = ring_of(cp_mesh).sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
+    rows = tuple(seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs)))
+    shards = {"positions": seq.shard(positions), "attention_masks": rows}
+    return seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
+
+
+def _starts(positions: Tensor) -> list[list[int]]:
+    """Where documents begin, row by row."""
+    return [(row == 0).nonzero()[:, 0].tolist() for row in positions]
+
+
+def _checked(masks: Any, batch: int) -> Rows:
+    if not (isinstance(masks, tuple) and masks and all(isinstance(row, Sequence) for row in masks)):
+        raise InputError(
+            f"attention_masks is a {type(masks).__name__}; RingAttention takes what "
+            "ringattn.adapters.torchtitan.prepare_context_parallel_input made"
+        )
+    if len(masks) != batch:
+        raise InputError(f"attention_masks has {len(masks)} rows, the batch has {batch}")
+    return masks

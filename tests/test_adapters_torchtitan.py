@@ -1,0 +1,186 @@
+"""torchtitan over a ring: one of its models, sharded by its own functions' names, against the same model alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import InputError, Ring
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.testing import dense_attention, run_ranks
+
+pytest.importorskip("torchtitan", reason="needs torchtitan")
+pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
+
+from torch.utils.checkpoint import checkpoint
+from torchtitan.distributed import context_parallel
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+
+from ringattn.adapters import torchtitan as adapter
+
+DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
+STARTS = ((0, 7, 13), (0, 18))
+"""Where the documents of each row begin."""
+
+
+def model(inner: Any) -> nn.Module:
+    """A Llama 3 of two layers with torchtitan's own builders, float64, random weights that are alike on every rank."""
+    rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64, theta=10000, scaling="none")
+    layers = _build_llama3_layers(
+        n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, hidden_dim=48, rope=rope, fuse_qkv=False, attn_backend="flex"
+    )
+    for layer in layers:
+        layer.attention.inner_attention = inner
+    config = Llama3Model.Config(
+        dim=DIM,
+        vocab_size=VOCABULARY,
+        tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=DIM),
+        norm=RMSNorm.Config(normalized_shape=DIM),
+        lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY),
+        layers=layers,
+    )
+    built = config.build().double()
+    for _, module in built.named_modules():
+        if isinstance(module, ComplexRoPE):  # double() made its complex table real
+            module._init_self_buffers()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.1)
+    return built
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and positions, (2, tokens)."""
+    tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+    places = torch.arange(TOKENS).repeat(2, 1)
+    for row, starts in zip(places, STARTS, strict=True):
+        for start in starts:
+            row[start:] = torch.arange(TOKENS - start)
+    return tokens[:, :-1], tokens[:, 1:], places
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over tokens divided by all of the batch, as torchtitan does."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS)
+
+
+def truth() -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of one process that sees every document alone, through torchtitan's own attention."""
+    alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config()), batch()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, starts in enumerate(STARTS):
+        for start, stop in zip(starts, (*starts[1:], TOKENS), strict=True):
+            part = slice(start, stop)
+            total = total + loss_of(alone(tokens[row : row + 1, part]), labels[row : row + 1, part])
+    return total.detach(), list(torch.autograd.grad(total, list(alone.parameters())))
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, float]:
+    """One of two ranks: torchtitan's mesh and its `apply_cp_to_forward`; how far loss and gradients are from `truth`."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
+    device = torch.device("cpu")
+    errors: dict[str, float] = {}
+    expected_loss, expected = truth()
+    for balancer in ("headtail", None):
+        extra = {"positions": positions}
+        mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
+        loss = loss_of(sharded(mine, **extra), targets)
+        grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
+        for grad in grads:
+            torch.distributed.all_reduce(grad)
+        pairs = zip(grads, [*expected, expected_loss], strict=True)
+        errors[str(balancer)] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    adapter.ring_of(mesh).close()
+    torch.distributed.destroy_process_group()
+    return errors
+
+
+def test_a_model_over_two_processes_equals_one() -> None:
+    for errors in run_ranks_in_processes("tests.test_adapters_torchtitan:of_processes", {}, 2, 120, 1):
+        assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
+
+
+def test_recomputation_has_its_sequence_as_an_argument() -> None:
+    tokens, labels, positions = batch()
+    expected_loss, expected = truth()
+
+    def body(ring: Ring) -> None:
+        sharded = model(adapter.RingAttention.Config())
+        mine, targets, extra = adapter.prepare_context_parallel_input(
+            tokens, labels, {"positions": positions}, ring, ring.device
+        )
+        for name, block in sharded.layers.items():
+            sharded.layers[name].forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
+        loss = loss_of(sharded(mine, **extra), targets)
+        grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
+        ring.all_reduce(grads)
+        for found, wanted in zip(grads, [*expected, expected_loss], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+    run_ranks(3, body)
+
+
+def test_windows_and_what_is_made_of_lse() -> None:
+    q, k, v = (torch.randn(1, 13, h, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    out, lse = dense_attention(q, k, v, causal=True, window=(3, 0), scale=0.2)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(13)
+        module = adapter.RingAttention.Config(window_size=(3, 0)).build()
+        with ring.activate(seq):
+            shards = map(seq.shard, (q, k, v))
+            found = module(*shards, scale=0.2, enable_gqa=True, out_transform=lambda out, lse: out * lse[..., None])
+        torch.testing.assert_close(seq.gather(found), out * lse.transpose(1, 2)[..., None], rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+    both_ways = adapter.RingAttention.Config(window_size=(-1, -1)).build()
+    assert torch.allclose(both_ways(q, k, v), dense_attention(q, k, v)[0], atol=1e-12)
+
+
+def test_arguments_are_those_of_torchtitan() -> None:
+    theirs = inspect.signature(context_parallel.prepare_context_parallel_input).parameters
+    ours = inspect.signature(adapter.prepare_context_parallel_input).parameters
+    assert [(p.name, p.default) for p in theirs.values()] == [(p.name, p.default) for p in ours.values()]
+    known = set(inspect.signature(adapter.RingAttention.forward).parameters)
+    assert set(inspect.signature(ScaledDotProductAttention.forward).parameters) - known == {"is_causal"}
+
+
+def test_what_is_refused() -> None:
+    tokens, labels, positions = batch()
+    x = torch.zeros(2, 5, 1, 8)
+    module = adapter.RingAttention.Config().build()
+
+    def prepare(ring: Ring, extra: dict[str, Any], *rest: Any) -> Any:
+        return adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device, *rest)
+
+    with Ring() as ring:
+        with pytest.raises(InputError, match="load_balancer_type='ptrr': a ring knows 'headtail' and None"):
+            prepare(ring, {"positions": positions}, "ptrr")
+        with pytest.raises(InputError, match="attention_masks were made already"):
+            prepare(ring, {"positions": positions, "attention_masks": object()})
+        with pytest.raises(InputError, match="positions.* is missing"):
+            prepare(ring, {})
+        with pytest.raises(InputError, match="attention_masks is a dict"):
+            module(x, x, x, attention_masks={"full": None})
+        with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
+            module(x, x, x, attention_masks=(ring.sequence(5),))
+        with pytest.raises(InputError, match="RingAttention does not know score_mod"):
+            module(x, x, x, score_mod=abs)
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.adapters import hosts
+
+    monkeypatch.setattr(hosts, "version", lambda package: "0.2.9")
+    with pytest.raises(InputError, match=r"checked with torchtitan 0\.3 and 0\.2\.9 is installed"):
+        hosts.require_checked("torchtitan", *adapter.CHECKED)
