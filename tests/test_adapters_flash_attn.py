@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ WORLD = 3
 HEADS, KV_HEADS, DIM = 4, 2, 8
 TAIL = "dropout_p softmax_scale causal window_size alibi_slopes deterministic return_attn_probs group softcap".split()
 LLAMA3 = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice".split()
+VARLEN = ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
 CUTS = [0, 6, 18, 36]
 """Documents whose parts on three ranks are even."""
 
@@ -84,7 +86,7 @@ def check_on_ranks(
 # --- signatures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*LAYOUTS, "ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen"])  # fmt: skip
+@pytest.mark.parametrize("family", [*LAYOUTS, *VARLEN])
 def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
     middle = LLAMA3 if "llama3" in family else ["cu_seqlens", "max_seqlen"] if "varlen" in family else []
     for form, tensors in (("", ["q", "k", "v"]), ("_kvpacked", ["q", "kv"]), ("_qkvpacked", ["qkv"])):
@@ -125,7 +127,7 @@ def test_documents_that_are_each_cut(family: str, causal: bool) -> None:
     local = torch.tensor(CUTS) // WORLD
 
     def part(x: Tensor, rank: int) -> Tensor:
-        return torch.cat([LAYOUTS[family](x[a:b], rank) for a, b in zip(CUTS, CUTS[1:], strict=False)])
+        return torch.cat([LAYOUTS[family](x[a:b], rank) for a, b in pairwise(CUTS)])
 
     def call(rank: int, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
         return told(f"{family}_varlen_kvpacked")(q, torch.stack([k, v], 1), local, 6, 0.0, None, causal, **kwargs)
@@ -182,7 +184,7 @@ def test_what_is_refused() -> None:
     with Ring() as ring:
         with pytest.raises(InputError, match=r"dropout_p=0\.1: attention over a ring has no dropout"):
             told("ring_flash_attn")(q, q, q, 0.1, group=ring)
-        with pytest.raises(InputError, match="alibi_slopes: .* adds no biases"):
+        with pytest.raises(InputError, match=r"alibi_slopes: .* adds no biases"):
             told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1), group=ring)
         with pytest.raises(InputError, match=r"two equal chunks, got parts of \[5\] tokens"):
             told("zigzag_ring_flash_attn")(q, q, q, group=ring)

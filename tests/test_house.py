@@ -42,7 +42,8 @@ SHARED = {"observe", "partial", "testing"}  # what every room of its own floor m
 DOORS = {"cli", "__main__"}  # they open the other rooms of floor 7
 TORCH_FREE = [room for room, floor in FLOOR.items() if floor <= 3 and room != "kernels"]
 
-OPTIONAL = {"triton", "cupy", "cuda", "nvidia", "transformers", "accelerate", "torchtitan", "megatron", "lightning"}
+OPTIONAL = {"triton", "cupy", "cuda", "nvidia", "transformers", "accelerate", "torchtitan", "megatron", "lightning",
+            "diffusers"}  # fmt: skip
 MAX_LINES = 400
 
 

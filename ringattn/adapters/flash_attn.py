@@ -95,7 +95,7 @@ def _batched(layout: str) -> Callable[..., Sequence]:
 
 def _varlen(layout: str) -> Callable[..., Sequence]:
     def sequence(ring: Ring, tokens: int, cu_seqlens: Tensor, max_seqlen: int) -> Sequence:
-        """Attention of packed documents. `cu_seqlens`: where this rank's parts of them begin; all ranks have the same."""
+        """Attention of packed documents. `cu_seqlens`: where this rank's parts of them begin, alike on all ranks."""
         cuts = check_documents(cu_seqlens, tokens)
         _check_halves(layout, [stop - start for start, stop in pairwise(cuts)])
         documents = tuple(cut * ring.world_size for cut in cuts)
@@ -150,8 +150,9 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
         ring, packed = ring_of(o.group), bool(told)
         seq = sequence(ring, q.shape[0 if packed else 1], *facts)
         left, right = o.window_size
+        q, k, v = (x[None] if packed else x for x in (q, k, v))
         out, lse = ring.attention(
-            *(x[None] if packed else x for x in (q, k, v)), seq, causal=o.causal, scale=o.softmax_scale,
+            q, k, v, seq, causal=o.causal, scale=o.softmax_scale,
             # flash_attn takes a causal window to end at the query, whatever its right side is.
             window=(left, 0 if o.causal else right), softcap=o.softcap or None, return_lse=True,
         )  # fmt: skip

@@ -40,7 +40,7 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
     """Causal attention of (batch, tokens, heads, head_dim) shards; fewer key and value heads are taken as they are."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]  # final only where torchtitan is typed
+    class Config(ScaledDotProductAttention.Config):
         """`window_size`: (left, right) tokens besides the query, as in torchtitan's varlen attention; -1 unbounded."""
 
         window_size: tuple[int, int] = (-1, 0)
@@ -107,7 +107,9 @@ def prepare_context_parallel_input(
         raise InputError("extra_kwargs['positions'] is missing: rotary positions of shards cannot be told without it")
     positions = extra_kwargs["positions"]
     seq = ring_of(cp_mesh).sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
-    rows = tuple(seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs)))
+    rows = tuple(
+        seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs))
+    )
     shards = {"positions": seq.shard(positions), "attention_masks": rows}
     return seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
 

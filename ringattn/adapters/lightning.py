@@ -1,0 +1,87 @@
+"""Lightning: a mixin that gives a LightningModule its ring, its sampler, its shards and its loss.
+
+For `Trainer(strategy="ddp", use_distributed_sampler=False)` and other strategies that average gradients over all ranks;
+see docs/embedding-lightning.md. Ranks of a ring are neighbors, rings are replicas of each other.
+Promises: weights go the way that one process for each ring would make them go, which sees its batches whole; ranks of a
+ring that were given different batches raise.
+Does not know: the model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from ringattn.adapters.hosts import require_checked
+from ringattn.errors import InputError
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+
+CHECKED = ("2.6",)
+require_checked("lightning", *CHECKED)
+
+
+class RingMixin:
+    """Stands before LightningModule: `class Model(RingMixin, LightningModule)`. `ring` lives from setup to teardown."""
+
+    ring_size: int | None = None
+    """Ranks of a ring; None for all ranks of the trainer."""
+    ring: Ring
+    trainer: Any
+    _replica: tuple[int, int]
+
+    def setup(self, stage: str) -> None:
+        """Opens the ring. Raises `InputError` where the trainer's ranks do not divide into rings."""
+        super().setup(stage)  # type: ignore[misc]  # of the LightningModule that this stands before
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        size = self.ring_size or world
+        if world % size:
+            raise InputError(f"ring_size={size} does not divide the trainer's {world} ranks")
+        group = None
+        for first in range(0, world, size) if dist.is_initialized() else ():
+            one = dist.new_group(range(first, first + size))  # a call of all ranks, members or not
+            group = one if first <= rank < first + size else group
+        self.ring = Ring(group)
+        self._replica = rank // size, world // size
+
+    def teardown(self, stage: str) -> None:
+        """Closes the ring."""
+        self.ring.close()
+        super().teardown(stage)  # type: ignore[misc]  # of the LightningModule that this stands before
+
+    def ring_sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
+        """A sampler that gives all ranks of a ring the same examples; `options` are those of DistributedSampler."""
+        rank, replicas = self._replica
+        return DistributedSampler(dataset, replicas, rank, **options)
+
+    def ring_shard(
+        self, tokens: Tensor, labels: Tensor | None = None, layout: str = "auto"
+    ) -> tuple[Sequence, Tensor, Tensor]:
+        """The sequence of a batch (batch, tokens) that every rank of the ring holds, and this rank's tokens and labels.
+
+        `labels`: aligned with tokens already; None for the next tokens, shifted over the whole sequence. Raises
+        `InputError` on every rank where the ring's ranks hold different batches, as under Lightning's own sampler.
+        """
+        digest = str(zlib.crc32(tokens.detach().cpu().numpy().tobytes()))
+        if len(set(self.ring.told_by_all(digest))) > 1:
+            raise InputError(
+                f"rank {self.ring.rank}: the ranks of a ring hold different batches; give the Trainer "
+                "use_distributed_sampler=False and the DataLoader sampler=self.ring_sampler(dataset)"
+            )
+        seq = self.ring.sequence(tokens.shape[1], layout=layout)
+        return seq, seq.shard(tokens), seq.shard_labels(tokens) if labels is None else seq.shard(labels)
+
+    def ring_mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """The loss to return of `total`, the sum over this rank's targets, and `count`, how many of them there are.
+
+        Averaged over all ranks, as DDP does with its gradient and `self.log(..., sync_dist=True)` with its value, it is
+        the mean over all targets of a ring, averaged over rings. 0 where a ring has no target.
+        """
+        targets = torch.as_tensor(count, dtype=torch.float64, device=total.device).clone()
+        self.ring.all_reduce([targets])
+        return total * (self.ring.world_size / targets.clamp(min=1)).to(total.dtype)

@@ -1,0 +1,147 @@
+"""Megatron Core: the `core_attention` of a layer spec, over a ring of the context parallel group.
+
+`RingCoreAttention` stands where `TEDotProductAttention` would; batches are cut by Megatron's own
+`get_batch_on_this_cp_rank` (zigzag) or, packed, by document (zigzag in each); see docs/embedding-megatron.md.
+Promises: gradients of what a rank owns, to be reduced over the data and context parallel group as Megatron does;
+padding between packed documents is seen by no document.
+Does not know: tensor parallelism, which leaves it fewer heads; cross attention; attention masks, which raise.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from ringattn.adapters.groups import ring_of
+from ringattn.adapters.hosts import require_checked
+from ringattn.errors import InputError
+from ringattn.layout import Layout
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence, check_documents
+
+CHECKED = ("0.16",)
+require_checked("megatron-core", *CHECKED)
+
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True,
+           AttnMaskType.no_mask: False, AttnMaskType.padding: False}  # fmt: skip
+_SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all"}
+
+
+class RingCoreAttention(MegatronModule):
+    """Self-attention of (tokens, batch, heads, dim), or packed (tokens, heads, dim); see Megatron for the arguments.
+
+    `cp_comm_type`: None (auto), p2p, all_gather, a2a. The ring of `pg_collection.cp` is opened at the first forward and
+    kept, see `groups.ring_of`. Raises `InputError` for dropout, cross attention and other `cp_comm_type`s.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise InputError(f"attention_dropout={dropout}: attention over a ring has none; set attention_dropout=0.0")
+        if attention_type != "self":
+            raise InputError(f"attention_type={attention_type!r}: RingCoreAttention is for self-attention")
+        if cp_comm_type not in _SCHEDULES:
+            raise InputError(f"cp_comm_type={cp_comm_type!r} is not known; choose None, p2p, all_gather or a2a")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group, self.tp_group = groups.cp, groups.tp
+        self.attn_mask_type, self.softmax_scale = attn_mask_type, softmax_scale
+        self.schedule = _SCHEDULES[cp_comm_type]
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size: tuple[int, int] = config.window_size if windowed else (-1, -1)
+        self.softmax_offset = self._sinks(config.num_attention_heads // self.tp_group.size())
+
+    def _sinks(self, heads: int) -> Tensor | None:
+        """Logits that take weight and give no value, as the config's `softmax_type` has them, (heads,)."""
+        kind = self.config.softmax_type
+        if kind == "vanilla":
+            return None
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        sinks = torch.zeros(heads, dtype=self.config.params_dtype, device=device)
+        if kind == "off-by-one":
+            return sinks
+        if kind != "learnable":
+            raise InputError(f"softmax_type={kind!r} is not known; choose vanilla, off-by-one or learnable")
+        weight = nn.Parameter(sinks)
+        if self.config.perform_initialization:
+            self.config.init_method(weight)
+        return weight
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict  # of the same parameter
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Returns (tokens, batch, heads * dim), or packed (tokens, heads * dim). Raises `InputError` for any mask."""
+        if attention_mask is not None or attention_bias is not None:
+            raise InputError(
+                "attention_mask and attention_bias must be None: RingCoreAttention masks by attn_mask_type and by "
+                "packed_seq_params (--no-create-attention-mask-in-dataloader)"
+            )
+        mask = attn_mask_type or self.attn_mask_type
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        if mask not in _CAUSAL or (mask.name.startswith("padding") and not packed):
+            raise InputError(
+                f"attn_mask_type={mask.name}: a ring knows causal and no_mask, and padding if packed (thd)"
+            )
+        if packed:
+            assert packed_seq_params is not None
+            seq = _packed_sequence(ring_of(packed_seq_params.cp_group or self.cp_group), packed_seq_params)
+        else:
+            seq = _sequence(ring_of(self.cp_group), query.shape[0])
+        causal, (left, right) = _CAUSAL[mask], self.window_size
+        q, k, v = (x[None] if packed else x.transpose(0, 1) for x in (query, key, value))
+        out = seq.ring.attention(
+            q, k, v, seq, causal=causal,
+            # A causal window ends at the query, whatever its right side is, as in TransformerEngine.
+            window=(left, 0 if causal else right), scale=self.softmax_scale, sinks=self._offset(query),
+            schedule=self.schedule,
+        )  # fmt: skip
+        return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _offset(self, query: Tensor) -> Tensor | None:
+        return None if self.softmax_offset is None else self.softmax_offset.to(query.device)
+
+
+def _sequence(ring: Ring, tokens: int) -> Sequence:
+    if ring.world_size > 1 and tokens % 2:
+        raise InputError(f"{tokens} local tokens are not two equal chunks; pad sequences to a multiple of 2 * cp")
+    return ring.sequence(tokens * ring.world_size, layout="zigzag")
+
+
+def _packed_sequence(ring: Ring, params: PackedSeqParams) -> Sequence:
+    """The documents of the whole group, each with its padding behind it."""
+    real = check_documents(params.cu_seqlens_q, None)
+    padded = real if params.cu_seqlens_q_padded is None else check_documents(params.cu_seqlens_q_padded, None)
+    chunks = 2 * ring.world_size
+    if ring.world_size > 1 and any(cut % chunks for cut in padded):
+        raise InputError(f"packed documents {padded} must each be padded to a multiple of 2 * cp = {chunks} tokens")
+    ends = [start + stop - begin for start, (begin, stop) in zip(padded, pairwise(real), strict=False)]
+    documents = tuple(sorted({*padded, *ends}))
+    return Sequence(ring, Layout("per_document", padded[-1], ring.world_size, padded), documents)
