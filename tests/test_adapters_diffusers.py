@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +181,10 @@ def test_what_is_refused() -> None:
         attention.fused_projections = True
         with pytest.raises(InputError, match="unfuse_qkv_projections"):
             attention(x)
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "embedding-diffusers.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

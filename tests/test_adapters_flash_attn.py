@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +208,10 @@ def test_a_ring_is_opened_once_and_closed_when_told() -> None:
         ring.barrier()
     assert ring_of() is not ring
     close_rings()
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "embedding-flash-attn.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +147,10 @@ def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:
 def test_rings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="ring_size=2 does not divide the trainer's 1 ranks"):
         trainer(devices=1).fit(Model(2, "ring"))
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "embedding-lightning.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,3 +230,10 @@ def test_what_is_refused() -> None:
         for kind in (AttnMaskType.padding, AttnMaskType.arbitrary):
             with pytest.raises(InputError, match=f"attn_mask_type={kind.name}: a ring knows causal and no_mask"):
                 core(ring)(x, x, x, None, attn_mask_type=kind)
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "embedding-megatron.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

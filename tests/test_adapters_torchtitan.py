@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +187,10 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "version", lambda package: "0.2.9")
     with pytest.raises(InputError, match=r"checked with torchtitan 0\.3 and 0\.2\.9 is installed"):
         hosts.require_checked("torchtitan", *adapter.CHECKED)
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "embedding-torchtitan.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )
