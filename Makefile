@@ -47,7 +47,7 @@ gpu-check-nccl: gpu-here ## of them: the transport over real NCCL
 gpu-check-kernels: gpu-here ## of them: the kernels un-interpreted, by several processes, which share the compiling
 	@mkdir -p build; for part in $(PARTS); do \
 		$(GPU_PYTHON) -m pytest -q -m gpu --part=$$part/$(words $(PARTS)) --durations=5 --session-timeout=450 \
-			tests/test_gpu.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py \
+			tests/test_gpu.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
 			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
 	failed=0; for one in $$started; do wait $$one || failed=1; done; tail -n 25 build/gpu-part-*.log; exit $$failed
 

@@ -150,6 +150,27 @@ def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
         torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS) + truth(tokens(1)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
+def test_the_graph_keeps_a_sequence_that_nobody_else_does(kind: str) -> None:
+    """But for a reentrant checkpoint, whose first run makes none; then it is said."""
+
+    def body(ring: Ring) -> Tensor:
+        module, x = Attending(), ring.sequence(16, layout="zigzag").shard(tokens()).requires_grad_()
+        with ring.activate(ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")):
+            loss = checkpointed(kind)(module, x).sum()
+        module.seen.clear()
+        gc.collect()
+        loss.backward()
+        return summed(ring, module)
+
+    if kind == "reentrant":
+        with pytest.raises(InputError, match="none is known to fit it; keep sequences until their backward pass"):
+            run_ranks(2, body)
+        return
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
+
+
 def test_steps_with_other_documents_follow_each_other() -> None:
     """Sequences of earlier steps and of evaluations that the caller keeps do not stand in the way."""
 

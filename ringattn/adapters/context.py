@@ -32,7 +32,10 @@ _KEY = "ringattn"
 
 
 class _Life:
-    """Held by a node of a forward pass's graph, so that it ends with the graph."""
+    """Held by a node of a forward pass's graph, so that it ends with the graph; keeps the sequence as long."""
+
+    def __init__(self) -> None:
+        self.sequences: set[Sequence | None] = set()
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,9 @@ def _note(query: Tensor, seq: Sequence | None, tokens: int, owner: object) -> No
     life = None
     if query.grad_fn is not None:
         metadata: dict[str, Any] = query.grad_fn.metadata  # type: ignore[assignment]  # a property, whatever torch says
-        life = ref(metadata.setdefault(_KEY, _Life()))
+        kept = metadata.setdefault(_KEY, _Life())
+        kept.sequences.add(seq)
+        life = ref(kept)
     note = _Note(None if seq is None else ref(seq), tokens, owner is COMPILED or torch.is_grad_enabled(), life)
     with _lock:
         others = [one for one in _notes.get(owner, ()) if one.is_alive and one != note]
@@ -127,8 +132,9 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
     if len(fitting) != 1:
         found = f"{len(fitting)} sequences are" if fitting else "none is"
         raise InputError(
-            f"backward computes a region of {tokens} local tokens again and {found} known to fit it; "
-            "checkpoint with use_reentrant=False and context_fn=ringattn.adapters.context.recompute_context, or in "
-            "compiled code give ring_attention its sequence"
+            f"backward computes a region of {tokens} local tokens again and {found} known to fit it; keep sequences "
+            "until their backward pass, and where several are under way checkpoint with use_reentrant=False and "
+            "context_fn=ringattn.adapters.context.recompute_context, or in compiled code give ring_attention its "
+            "sequence"
         )
     return fitting.pop()

@@ -1,0 +1,89 @@
+"""One GPU, one rank: adapters where autograd has a thread of its own, and attention inside of compiled code.
+
+`make gpu-check` runs it. A sequence of documents over a ring of one rank attends otherwise than local attention does,
+so that a sequence which is not found shows in the gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import Ring
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import recompute_context, sequence_of
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.testing import dense_attention
+
+pytestmark = pytest.mark.gpu
+DOCUMENTS = [0, 100, 333, 517]
+
+
+class Attending(nn.Module):
+    """x (batch, tokens, dim) to the same, one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 64, dtype=torch.float64, device="cuda"))
+        self.threads: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.append(threading.get_ident())
+        h = (x * self.weight)[:, :, None]
+        return attend(sequence_of(h, 1, self), h, h, h, causal=True).flatten(2).sin()
+
+
+def tokens() -> Tensor:
+    x = torch.randn(2, 517, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return x.cuda().requires_grad_()
+
+
+def truth() -> Tensor:
+    module = Attending()
+    h = (tokens() * module.weight)[:, :, None]
+    dense_attention(h, h, h, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin().sum().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": recompute_context}],
+)
+def test_recomputation_in_autograds_own_thread(options: dict[str, Any]) -> None:
+    module = Attending()
+    with Ring() as ring:
+        seq = ring.sequence(cu_seqlens=DOCUMENTS)
+        with ring.activate(seq):
+            loss = checkpoint(module, tokens(), **options).sum()
+        loss.backward()
+    first, again = module.threads
+    assert first == threading.get_ident() != again  # else this shows nothing
+    torch.testing.assert_close(module.weight.grad, truth(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_attention_is_the_eager_one(backend: str, dtype: torch.dtype) -> None:
+    projection = nn.Linear(64, 3 * 64, device="cuda", dtype=dtype)
+    x = tokens().detach().to(dtype)
+
+    def block(x: Tensor) -> Tensor:
+        q, k, v = projection(x).unflatten(-1, (3, 4, 16)).unbind(2)
+        return ring_attention(q, k, v, causal=True).flatten(2) + x
+
+    with Ring() as ring, ring.activate(ring.sequence(cu_seqlens=DOCUMENTS)):
+        found = []
+        for function in (block, torch.compile(block, backend=backend, fullgraph=True)):
+            projection.zero_grad()
+            out = function(x)
+            out.square().sum().backward()
+            found.append((out, projection.weight.grad.clone()))
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager - compiled).norm() <= bound * eager.norm()
