@@ -16,6 +16,7 @@ import torch
 from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch import loop, train
+from ringattn.launch.batches import Part
 from ringattn.launch.mesh import agreed_ranks_of_ring
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -99,10 +100,10 @@ def test_accumulating_holds_the_activations_of_a_part() -> None:
     def peak_bytes(config: TrainConfig) -> int:
         def of_rank(ring: Ring) -> int:
             model, _ = loop.make_model(ring, config)
-            seq = ring.sequence(512)
-            loop.backward(ring, seq, model, batch, config)  # the ring's pool is made here
+            parts = [Part(ring.sequence(512), some) for some in batch.split(config.micro_batch or 8)]
+            loop.backward(ring, ring, parts, model, config)  # the ring's pool is made here
             with StorageMeter() as storages:
-                loop.backward(ring, seq, model, batch, config)
+                loop.backward(ring, ring, parts, model, config)
             return storages.peak_bytes
 
         return run_ranks(1, of_rank)[0]
