@@ -136,6 +136,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
         ({"length_tokens": 42}, "length_tokens=42: .* has 41"),
         ({"seed": 1}, "seed=1: .* has 0"),
         ({"prompt_tokens": 1}, "prompt_tokens=1: .* has 0"),
+        ({"pack_documents": True}, "pack_documents=True: .* has False"),
         ({"text": __file__}, f"text={__file__}: .* was trained on another text"),
         ({"steps": 2}, "steps=2: .*/step-00000003 has 3 steps behind it already"),
         ({"resume": "never"}, "resume=never: .*/step-00000003 is in out_dir already"),
@@ -160,7 +161,8 @@ def test_every_key_is_of_the_run_or_may_change() -> None:
     # Whoever adds a key decides: these are the model and the data.
     assert {key for key in known - MAY_CHANGE if not key.startswith("model.")} == {
         "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "length_tokens", "optimizer",
-        "prompt_tokens", "seed", "text", "weight_decay",
+        "prompt_tokens", "seed", "text", "weight_decay", "pack_documents", "separator", "curriculum_start_tokens",
+        "curriculum_steps",
     }  # fmt: skip
 
 
