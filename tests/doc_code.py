@@ -1,6 +1,7 @@
-"""The Python of a documentation page, run as its reader would run it.
+"""Runs the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
 
-Does not know: what the pages say.
+A block with a word after `python` is shown and not run. Errors name the line of the page.
+Does not know: pages.
 """
 
 from __future__ import annotations
@@ -9,24 +10,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code_of(page: str) -> str:
-    """All ```python blocks of docs/`page` in order, with the page's line numbers."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    lines = [""] * (text.count("\n") + 1)
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        first = text[: block.start(1)].count("\n")
-        for number, line in enumerate(block[1].splitlines()):
-            lines[first + number] = line
-    assert any(lines), f"docs/{page} holds no Python"
+    """The code of `docs/<page>` as one script with the page's line numbers. Raises where there is none."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for found in _BLOCK.finditer(text):
+        first = text.count("\n", 0, found.start(1))
+        block = found[1].splitlines()
+        lines[first : first + len(block)] = block
+    if not any(lines):
+        raise ValueError(f"docs/{page} has no ```python block")
     return "\n".join(lines)
 
 
-def run_page(page: str, folder: Path, ranks: int, timeout_s: float = 240.0) -> str:
-    """Run the page as one script on `ranks` processes of torchrun; returns what all of them printed."""
+def run_page(page: str, **given: Any) -> dict[str, Any]:
+    """Run the code of `docs/<page>` here, `given` these names; returns all names."""
+    names: dict[str, Any] = {"__name__": "__docs__", **given}
+    exec(compile(code_of(page), str(DOCS / page), "exec"), names)
+    return names
+
+
+def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: float = 240.0) -> str:
+    """Run the page's code as one script on `ranks` processes; returns what all of them printed."""
     script = folder / page.replace(".md", ".py")
     script.write_text(code_of(page), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
