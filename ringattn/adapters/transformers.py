@@ -1,0 +1,267 @@
+"""Ring attention for models of Hugging Face transformers, by its public hooks: attention `ringattn` and its masks.
+
+    ringattn.adapters.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="ringattn")
+    ringattn.adapters.transformers.prepare(model)
+    with ring.activate(seq):
+        loss = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None], ...).loss
+
+Promises: what one process would compute with `attn_implementation="eager"`, or an error that says what to do: masks,
+windows, softcap, sinks and documents are taken or refused, positions are compared with the sequence's. Without a
+sequence it attends locally, as `sdpa` does, where `context.sequence_of` allows that.
+Does not know: trainers, losses.
+Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.activation import active_sequence
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import sequence_of
+from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.sequence import Sequence
+
+NAME = "ringattn"
+"""What `attn_implementation` has to be."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
+"""Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
+
+_prepared: WeakSet[nn.Module] = WeakSet()
+
+
+def register() -> None:
+    """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_spec)
+
+
+def prepare(model: Any) -> Any:
+    """Let the text part of a PreTrainedModel attend through the ring, and check the inputs of its every call.
+
+    Towers for images and sound keep their attention: they are not sharded. Under an active sequence of several ranks
+    a call needs the position_ids of this rank's tokens, and shift_labels wherever it has labels; else it raises
+    `InputError`. Returns the model.
+    """
+    register()
+    text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
+    if text is model.config:
+        model.set_attn_implementation(NAME)
+    else:
+        names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
+        model.set_attn_implementation(dict.fromkeys(names, NAME))
+    if model not in _prepared:
+        model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+        _prepared.update(model.modules())
+    return model
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function for transformers' `AttentionInterface`; the mask is what `mask_spec` made.
+
+    query (batch, q_heads, tokens, d_k), key (batch, kv_heads, tokens, d_k), value (batch, kv_heads, tokens, d_v), this
+    rank's shards of the active sequence. Returns (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its.
+    """
+    if _is_tower(module, attention_mask):
+        return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+    active = active_sequence()
+    if active is not None and isinstance(attention_mask, MaskSpec):
+        attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
+    seq = sequence_of(query, 2, module)
+    if seq is None:
+        return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+    if not isinstance(attention_mask, MaskSpec):
+        raise UnsupportedError(
+            f"{type(module).__name__} got {'no mask' if attention_mask is None else 'a mask of its own'}, not one that "
+            "transformers made for the attention implementation; its meaning over ranks is not known"
+        )
+    _refuse_options(module, dropout, kwargs)
+    q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
+    options = {"causal": attention_mask.causal, "window": attention_mask.window, "scale": scaling}
+    options |= {"softcap": kwargs.get("softcap"), "sinks": _sinks(kwargs, q)}
+    out = _by_rows(_checked(attention_mask, seq, module, kwargs), q, k, v, options)
+    return out.contiguous(), None
+
+
+def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Rows with other documents are attended one after the other."""
+    if len(rows) == 1:
+        return attend(rows[0][0], q, k, v, **options)
+    parts = [attend(cut, *(x[list(mine)] for x in (q, k, v)), **options) for cut, mine in rows]
+    order = torch.tensor([row for _, mine in rows for row in mine], device=q.device)
+    return torch.cat(parts)[order.argsort()]
+
+
+def _checked(spec: MaskSpec, seq: Sequence, module: nn.Module, kwargs: dict[str, Any]) -> Rows:
+    """`spec.rows`; on its first use what one rank alone can see is checked too, and refused on all."""
+    first = seq not in spec._rows
+    rows = spec.rows(seq)
+    if first:
+        refusal = None
+        try:
+            _refuse_layers(module)
+            _check_documents(seq, kwargs)
+            if (ids := kwargs.get("position_ids")) is not None:
+                check_positions(seq, ids, spec, rows)
+            elif module not in _prepared and seq.ring.world_size > 1:
+                raise InputError(
+                    f"{type(module).__name__} does not hand its position_ids to attention, so they cannot be checked "
+                    "there: call ringattn.adapters.transformers.prepare(model) once"
+                )
+        except InputError as error:
+            refusal = error
+        seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
+    return rows
+
+
+def check_positions(seq: Sequence, ids: Tensor, spec: MaskSpec | None = None, rows: Rows = ()) -> None:
+    """Raise `InputError` unless `ids`, (batch or 1, tokens), are positions of this rank's tokens.
+
+    Global ones, or counted from the start of the token's document, or of its row's real tokens. Rotary positions with
+    more dimensions (of images) are left unchecked.
+    """
+    if ids.dim() != 2:
+        return
+    places, starts = seq.positions(), seq.positions(per_document=True)
+    if any(torch.equal(ids, one.to(ids.device).expand_as(ids)) for one in (places, starts)):
+        return
+    if spec is not None and spec.padding is not None:
+        wanted = torch.empty(spec.padding.shape, dtype=torch.int64, device=ids.device)
+        for cut, mine in rows:
+            wanted[list(mine)] = cut.positions(per_document=True).to(ids.device)
+        if torch.equal(ids.expand_as(wanted)[spec.padding], wanted[spec.padding]):
+            return
+    raise InputError(
+        f"rank {seq.ring.rank}: position_ids are {_short(ids[0])}, this rank's tokens of {seq!r} have {_short(places)}"
+        + ("" if seq.documents is None else f" or, in their documents, {_short(starts)}")
+        + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents, "
+        "which the sequence must know too: ring.sequence(cu_seqlens=...)"
+    )
+
+
+def _short(values: Tensor) -> str:
+    return ", ".join(str(value) for value in values[:6].tolist()) + (", ..." if len(values) > 6 else "")
+
+
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before forward: what only the model's own arguments show."""
+    seq = active_sequence()
+    if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
+        return
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    refusal = None
+    try:
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise InputError(
+                "labels without shift_labels would be shifted inside of each shard: pass "
+                "shift_labels=seq.shard_labels(tokens) too, and num_items_in_batch, the number of labels of all ranks"
+            )
+        if (ids := given.get("position_ids")) is None:
+            raise InputError("position_ids are missing, and the model would count from 0 on every rank: "
+                             "pass position_ids=seq.positions()[None]")  # fmt: skip
+        if given.get("attention_mask") is None:  # else attention compares them, which knows where padding ends
+            check_positions(seq, ids)
+    except InputError as error:
+        refusal = error
+    seq.ring.agree(f"inputs of {type(model).__name__}", refusal)
+
+
+def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` unless the cu_seq_lens given to the model, if any, are the documents of the sequence."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (given := kwargs.get(name)) is not None:
+            cuts = tuple(sorted(set(given.flatten().tolist())))
+            if cuts != tuple(sorted(set(seq.documents or (0, seq.length)))):
+                raise InputError(
+                    f"rank {seq.ring.rank}: {name} cuts at {cuts[:8]}, the active sequence at {seq.documents}; make "
+                    f"the sequence with ring.sequence(cu_seqlens={name}) of the whole batch"
+                )
+
+
+def _refuse_layers(module: nn.Module) -> None:
+    config = getattr(module, "config", None)
+    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    others |= {name for name in ("mamba_d_state", "mamba_d_conv", "ssm_state_size") if hasattr(config, name)}
+    if others:
+        raise UnsupportedError(
+            f"{type(config).__name__} has layers that carry a state from token to token or choose tokens "
+            f"({', '.join(sorted(others))}); only softmax attention can be shared by a ring"
+        )
+
+
+def _refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(f"attention dropout is {dropout}: set it to 0, ring attention has none")
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
+
+
+def _is_tower(module: nn.Module, mask: object) -> bool:
+    """Whether it attends over an image or sound, of which every rank has the whole."""
+    if getattr(module, "is_causal", False) or (isinstance(mask, MaskSpec) and mask.causal):
+        return False
+    config: Any = getattr(module, "config", None)
+    kind = str(getattr(config, "model_type", ""))
+    seen = any(hasattr(config, name) for name in ("patch_size", "image_size", "num_mel_bins"))
+    return seen or any(word in kind for word in ("vision", "audio", "siglip", "clip_vision"))
+
+
+def _locally(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention of this process alone, (batch, tokens, heads, dim): `sdpa`, or by the definition where it cannot."""
+    from transformers import AttentionInterface
+
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = softcap is None and sinks is None
+    if isinstance(mask, MaskSpec):
+        kwargs = {**kwargs, "is_causal": mask.causal}
+        mask = mask.local(may_be_none=plain)
+    if plain:
+        sdpa = cast(Any, AttentionInterface()["sdpa"])
+        return sdpa(module, q, k, v, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+    assert isinstance(mask, Tensor)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[..., : k.shape[2]], torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = nn.functional.dropout(scores.softmax(-1), dropout)[..., : k.shape[2]]
+    return (weights @ v).transpose(1, 2).contiguous()
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As autocast would cast the inputs of scaled_dot_product_attention."""
+    kind = x.device.type
+    fits = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if fits else x
+
+
+def _sinks(kwargs: dict[str, Any], q: Tensor) -> Tensor | None:
+    sinks = kwargs.get("s_aux")
+    return None if sinks is None else sinks.to(q.dtype)

@@ -1,0 +1,68 @@
+"""Tiny configurations of language models from transformers, one for each architecture that the adapter is tested with.
+
+Windows are shorter than a shard of the tests and longer than one token, heads are grouped, and whatever marks an
+architecture is on: softcap, sinks, values of another size, experts, layers without rotary positions.
+Does not know: rings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW_TOKENS = 5
+
+_SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
+}  # fmt: skip
+_HYBRID = {"sliding_window": WINDOW_TOKENS, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+_LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 2, "head_dim": 4,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, **_HYBRID}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW_TOKENS}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, **_HYBRID}),
+    "gemma3_text": ("gemma3_text", {"query_pre_attn_scalar": 8, **_HYBRID}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, **_EXPERTS, **_HYBRID}),
+    "phi3": ("phi3", {"sliding_window": WINDOW_TOKENS}),
+    "olmo3": ("olmo3", _HYBRID),
+    "cohere2": ("cohere2", _HYBRID),
+    "granite": ("granite", {"attention_multiplier": 0.3}),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "starcoder2": ("starcoder2", {"sliding_window": WINDOW_TOKENS, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "glm": ("glm", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+}
+"""By name: the model type and what differs from the small one."""
+
+
+def tiny_model(name: str, attention: str, seed: int = 0) -> Any:
+    """A causal language model with the same random float64 weights for every `attention`, in training mode.
+
+    Weights are drawn wide, so that attention is far from uniform and every parameter matters.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, differs = MODELS[name]
+    config = AutoConfig.for_model(kind, **{**_SMALL, **differs})
+    model = AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation=attention,
+        experts_implementation="eager",  # the grouped one takes no float64
+    )
+    model = model.double().train()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise)
+    return model
