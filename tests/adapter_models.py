@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
+from transformers.modeling_outputs import CausalLMOutput
+
 WINDOW_TOKENS = 5
 
 _SMALL = {
@@ -43,26 +48,62 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the model type and what differs from the small one."""
 
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4_text": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {"layer_types": ["full_attention", "linear_attention"], "num_experts": 2, "num_experts_per_tok": 1},
+    ),
+}  # fmt: skip
+"""Models that are refused as they stand."""
 
-def tiny_model(name: str, attention: str, seed: int = 0) -> Any:
+
+def tiny_model(name: str, attention: str, **other: Any) -> Any:
     """A causal language model with the same random float64 weights for every `attention`, in training mode.
 
     Weights are drawn wide, so that attention is far from uniform and every parameter matters.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind, differs = MODELS[name]
-    config = AutoConfig.for_model(kind, **{**_SMALL, **differs})
+    kind, differs = (MODELS | REFUSED)[name]
+    config = AutoConfig.for_model(kind, **{**_SMALL, **differs, **other})
     model = AutoModelForCausalLM.from_config(
         config,
         attn_implementation=attention,
         experts_implementation="eager",  # the grouped one takes no float64
     )
+    return filled(model)
+
+
+def filled(model: Any) -> Any:
+    """The model with random float64 weights that depend on nothing but their shapes and order."""
     model = model.double().train()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.3 * noise)
+            parameter.copy_(0.3 * noise + (parameter.dim() == 1))  # norms, biases and sinks around one
     return model
+
+
+class Encoder(torch.nn.Module):
+    """An encoder with a loss, in the form of a language model."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.bert = filled(BertModel(config, add_pooling_layer=False))
+        self.bert.set_attn_implementation(attention)
+        self.config = self.bert.config
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, **labels: Any) -> Any:
+        hidden = self.bert(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)[0]
+        real = hidden * attention_mask[..., None]
+        return CausalLMOutput(loss=real.sin().sum() / 100, logits=hidden)

@@ -1,7 +1,7 @@
 """Language models of transformers over ranks that are processes, against eager attention in one process.
 
-`python -m tests.adapter_ranks FOLDER` imports transformers once and forks: one process for the truth, then 2 ranks, then
-4. Everything is computed in float64, also where a model rounds to float32 on the way (norms, rotary positions, eager's
+`python -m tests.adapter_ranks FOLDER` imports transformers once and forks: one process for the truth, 2 ranks, then 4.
+Everything is computed in float64, also where a model rounds to float32 on the way (norms, rotary positions, eager's
 softmax, routers, the loss), on both sides alike: rounding would hide errors below 1e-7.
 Does not know: what error is small enough.
 """
@@ -12,6 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import create_masks_for_generate
 
 from ringattn import Ring, Sequence
 from ringattn.adapters.transformers import prepare, register
@@ -72,15 +75,18 @@ def batches() -> dict[str, Batch]:
 
 def restarting(documents: list[int]) -> Tensor:
     """Positions that count from 0 in every document, (1, tokens)."""
-    pairs = zip(documents, documents[1:], strict=False)
-    return torch.cat([torch.arange(stop - start) for start, stop in pairs])[None]
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(documents)])[None]
 
 
 def one_process(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits and loss of the whole batch."""
+    places = None if batch.documents is None else restarting(batch.documents)
+    mask: Any = batch.mask
+    if places is not None and model.config.model_type == "gpt_oss":  # alone it makes its masks without the positions
+        mask = create_masks_for_generate(model.config, batch.tokens[..., None].double(), None, None, places)
     out = model(
-        input_ids=batch.tokens, labels=batch.labels, attention_mask=batch.mask, num_items_in_batch=batch.labels_count,
-        position_ids=None if batch.documents is None else restarting(batch.documents),
+        input_ids=batch.tokens, labels=batch.labels, attention_mask=mask, num_items_in_batch=batch.labels_count,
+        position_ids=places,
     )  # fmt: skip
     return out.logits, out.loss
 
@@ -95,6 +101,19 @@ def over_ranks(model: Any, batch: Batch, seq: Sequence) -> tuple[Tensor, Tensor]
             labels=shifted, shift_labels=shifted, num_items_in_batch=batch.labels_count,
         )  # fmt: skip
     return seq.gather(out.logits.detach()), out.loss
+
+
+def forward(seq: Sequence, model: Any, **inputs: Any) -> Any:
+    """One row over ranks, with other inputs where they are given."""
+    tokens = batches()["plain"].tokens[:1]
+    given = {"input_ids": seq.shard(tokens), "position_ids": seq.positions()[None], **inputs}
+    with seq.ring.activate(seq):
+        return model(**given)
+
+
+def llama(**other: Any) -> Any:
+    """A small model that attends through the ring, its inputs not checked."""
+    return tiny_model("llama", "ringattn", **other)
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -122,20 +141,20 @@ def errors(ring: Ring, folder: Path) -> Iterator[tuple[str, float]]:
     true = torch.load(folder / "truth.pt")
     for name in MODELS:
         model = prepare(tiny_model(name, "ringattn"))
-        for kind, batch in batches().items():
-            for layout in LAYOUTS:
-                seq = ring.sequence(TOKENS, cu_seqlens=batch.documents, layout=layout)
-                logits, loss = over_ranks(model, batch, seq)
-                grads = gradients(model, loss)
-                total = loss.detach().clone()
-                ring.all_reduce([total, *grads.values()])
-                true_logits, true_loss, true_grads = true[name, kind]
-                real = slice(None) if batch.mask is None else batch.mask.bool()
-                pairs = {"logits": (logits[real], true_logits[real]), "loss": (total, true_loss)}
-                pairs |= {of: (grads[of], true_grads[of]) for of in true_grads}
-                for of, (mine, theirs) in pairs.items():
-                    error = (mine - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
-                    yield f"{name} {kind} {layout} {of}", error.item()
+        for number, (kind, batch) in enumerate(batches().items()):
+            layout = LAYOUTS[(number + ring.world_size // 2) % 2]  # the two world sizes take turns
+            seq = ring.sequence(TOKENS, cu_seqlens=batch.documents, layout=layout)
+            logits, loss = over_ranks(model, batch, seq)
+            grads = gradients(model, loss)
+            total = loss.detach().clone()
+            ring.all_reduce([total, *grads.values()])
+            true_logits, true_loss, true_grads = true[name, kind]
+            real = slice(None) if batch.mask is None else batch.mask.bool()
+            pairs = {"logits": (logits[real], true_logits[real]), "loss": (total, true_loss)}
+            pairs |= {of: (grads[of], true_grads[of]) for of in true_grads}
+            for of, (mine, theirs) in pairs.items():
+                error = (mine - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
+                yield f"{name} {kind} {layout} {of}", error.item()
 
 
 def rank(folder: Path, number: int, world_size: int) -> None:
@@ -171,12 +190,12 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     for name in MODELS:
         tiny_model(name, "eager")  # imported here, so that no process that is forked has to
-    forked(lambda: truth(folder))
+    forked(partial(truth, folder))
     for world_size in WORLDS:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        forked(*(lambda n=number: rank(folder, n, world_size) for number in range(world_size)))  # type: ignore[misc]
+        forked(*(partial(rank, folder, number, world_size) for number in range(world_size)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Checked with transformers 5.23.
 from __future__ import annotations
 
 import inspect
+from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -36,6 +37,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"
 """Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
 
 _prepared: WeakSet[nn.Module] = WeakSet()
+_positions: ContextVar[Tensor | None] = ContextVar("ringattn_positions", default=None)
 
 
 def register() -> None:
@@ -61,8 +63,9 @@ def prepare(model: Any) -> Any:
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
         model.set_attn_implementation(dict.fromkeys(names, NAME))
     if model not in _prepared:
-        model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
-        _prepared.update(model.modules())
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_forward, always_call=True)
+        _prepared.add(model)
     return model
 
 
@@ -96,10 +99,11 @@ def attention_forward(
         )
     _refuse_options(module, dropout, kwargs)
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
-    options = {"causal": attention_mask.causal, "window": attention_mask.window, "scale": scaling}
-    options |= {"softcap": kwargs.get("softcap"), "sinks": _sinks(kwargs, q)}
-    out = _by_rows(_checked(attention_mask, seq, module, kwargs), q, k, v, options)
-    return out.contiguous(), None
+    spec, sinks = attention_mask, kwargs.get("s_aux")
+    options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
+               "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
+    rows = spec.rows(seq, lambda found: _refuse_inputs(spec, found, seq, module, kwargs))
+    return _by_rows(rows, q, k, v, options).contiguous(), None
 
 
 def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -111,29 +115,26 @@ def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     return torch.cat(parts)[order.argsort()]
 
 
-def _checked(spec: MaskSpec, seq: Sequence, module: nn.Module, kwargs: dict[str, Any]) -> Rows:
-    """`spec.rows`; on its first use what one rank alone can see is checked too, and refused on all."""
-    first = seq not in spec._rows
-    rows = spec.rows(seq)
-    if first:
-        refusal = None
-        try:
-            _refuse_layers(module)
-            _check_documents(seq, kwargs)
-            if (ids := kwargs.get("position_ids")) is not None:
-                check_positions(seq, ids, spec, rows)
-            elif module not in _prepared and seq.ring.world_size > 1:
-                raise InputError(
-                    f"{type(module).__name__} does not hand its position_ids to attention, so they cannot be checked "
-                    "there: call ringattn.adapters.transformers.prepare(model) once"
-                )
-        except InputError as error:
-            refusal = error
-        seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
-    return rows
+def _refuse_inputs(spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """What may be wrong on one rank alone, once for each mask; all ranks raise."""
+    refusal = None
+    try:
+        _refuse_layers(module)
+        _check_documents(seq, kwargs)
+        ids = kwargs.get("position_ids", _positions.get())
+        if ids is not None:
+            _check_positions(ids, spec, rows, seq)
+        elif seq.ring.world_size > 1:
+            raise InputError(
+                f"{type(module).__name__} does not hand its position_ids to attention, so they cannot be checked "
+                "there: call ringattn.adapters.transformers.prepare(model) once"
+            )
+    except InputError as error:
+        refusal = error
+    seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
 
 
-def check_positions(seq: Sequence, ids: Tensor, spec: MaskSpec | None = None, rows: Rows = ()) -> None:
+def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> None:
     """Raise `InputError` unless `ids`, (batch or 1, tokens), are positions of this rank's tokens.
 
     Global ones, or counted from the start of the token's document, or of its row's real tokens. Rotary positions with
@@ -141,13 +142,13 @@ def check_positions(seq: Sequence, ids: Tensor, spec: MaskSpec | None = None, ro
     """
     if ids.dim() != 2:
         return
-    places, starts = seq.positions(), seq.positions(per_document=True)
-    if any(torch.equal(ids, one.to(ids.device).expand_as(ids)) for one in (places, starts)):
+    places, starts = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
+    if any(torch.equal(ids, one.expand_as(ids)) for one in (places, starts)):
         return
-    if spec is not None and spec.padding is not None:
-        wanted = torch.empty(spec.padding.shape, dtype=torch.int64, device=ids.device)
+    if spec.padding is not None:
+        wanted = torch.empty_like(spec.padding, dtype=torch.int64)
         for cut, mine in rows:
-            wanted[list(mine)] = cut.positions(per_document=True).to(ids.device)
+            wanted[list(mine)] = cut.positions(per_document=True).to(wanted.device)
         if torch.equal(ids.expand_as(wanted)[spec.padding], wanted[spec.padding]):
             return
     raise InputError(
@@ -162,28 +163,27 @@ def _short(values: Tensor) -> str:
     return ", ".join(str(value) for value in values[:6].tolist()) + (", ..." if len(values) > 6 else "")
 
 
-def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before forward: what only the model's own arguments show."""
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook: checks what only the model's own arguments show, and keeps the positions for attention to check."""
     seq = active_sequence()
     if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
         return
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    given = {**given, **given.get("kwargs", {})}
-    refusal = None
-    try:
-        if given.get("labels") is not None and given.get("shift_labels") is None:
-            raise InputError(
-                "labels without shift_labels would be shifted inside of each shard: pass "
-                "shift_labels=seq.shard_labels(tokens) too, and num_items_in_batch, the number of labels of all ranks"
-            )
-        if (ids := given.get("position_ids")) is None:
-            raise InputError("position_ids are missing, and the model would count from 0 on every rank: "
-                             "pass position_ids=seq.positions()[None]")  # fmt: skip
-        if given.get("attention_mask") is None:  # else attention compares them, which knows where padding ends
-            check_positions(seq, ids)
-    except InputError as error:
-        refusal = error
-    seq.ring.agree(f"inputs of {type(model).__name__}", refusal)
+    given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise InputError(
+            "labels without shift_labels would be shifted inside of each shard: pass shift_labels="
+            "seq.shard_labels(tokens) too, and num_items_in_batch, the number of labels of all ranks"
+        )
+    if given.get("position_ids") is None:
+        raise InputError(
+            "position_ids are missing, and the model would count from 0 on every rank: pass "
+            "position_ids=seq.positions()[None]"
+        )
+    _positions.set(given["position_ids"])
+
+
+def _after_forward(model: nn.Module, args: object, out: object) -> None:
+    _positions.set(None)
 
 
 def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
@@ -206,6 +206,11 @@ def _refuse_layers(module: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(config).__name__} has layers that carry a state from token to token or choose tokens "
             f"({', '.join(sorted(others))}); only softmax attention can be shared by a ring"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedError(
+            f"{type(config).__name__} scales queries by places that it counts from 0 on every rank; set "
+            "config.attn_temperature_tuning=False before the model is made"
         )
 
 
@@ -260,8 +265,3 @@ def _autocast(x: Tensor) -> Tensor:
     kind = x.device.type
     fits = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if fits else x
-
-
-def _sinks(kwargs: dict[str, Any], q: Tensor) -> Tensor | None:
-    sinks = kwargs.get("s_aux")
-    return None if sinks is None else sinks.to(q.dtype)

@@ -47,10 +47,11 @@ class MaskSpec:
     arguments: Mapping[str, Any]
     _rows: dict[Sequence, Rows] = field(default_factory=dict, repr=False)
 
-    def rows(self, seq: Sequence) -> Rows:
+    def rows(self, seq: Sequence, check: Callable[[Rows], None]) -> Rows:
         """Which rows of the batch attend over which documents of `seq`: those of `seq`, padding apart, chunks apart.
 
-        A collective call where there is padding, once for this mask. Raises `InputError` alike on every rank.
+        At the first use of this mask a collective call where there is padding, then `check` of what was found. Raises
+        `InputError` alike on every rank, as `check` has to.
         """
         if seq not in self._rows:
             self.refuse()
@@ -59,7 +60,9 @@ class MaskSpec:
             by_cuts: dict[tuple[int, ...] | None, list[int]] = {}
             for row, real in enumerate(starts_stops * (batch if self.padding is None else 1)):
                 by_cuts.setdefault(self._cuts(seq, real), []).append(row)
-            self._rows[seq] = tuple((seq.with_documents(cuts), tuple(rows)) for cuts, rows in by_cuts.items())
+            found = tuple((seq.with_documents(cuts), tuple(rows)) for cuts, rows in by_cuts.items())
+            check(found)
+            self._rows[seq] = found
         return self._rows[seq]
 
     def refuse(self) -> None:

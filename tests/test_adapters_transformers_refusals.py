@@ -1,0 +1,191 @@
+"""What models of transformers may ask of a ring, what is refused on all ranks, and what a mask of theirs means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import masking_utils
+
+from ringattn import DisagreementError, InputError, Ring, Sequence
+from ringattn.adapters import transformers as adapter
+from ringattn.adapters.transformers_mask import mask_spec
+from ringattn.errors import UnsupportedError
+from ringattn.testing import run_ranks
+from tests.adapter_models import Encoder, tiny_model
+from tests.adapter_ranks import TOKENS, batches, forward, llama
+
+adapter.register()
+
+
+def refused(call: Callable[[Ring, Sequence], Any], match: str, kind: type[Exception] = InputError) -> None:
+    """`call` raises this on both of two ranks."""
+
+    def body(ring: Ring) -> None:
+        with pytest.raises(kind, match=match):
+            call(ring, ring.sequence(TOKENS, layout="contiguous"))
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_positions_that_look_local() -> None:
+    local = torch.arange(14)[None]
+    wrong = r"position_ids are 0, 1, 2, 3, 4, 5, ..., this rank's tokens .* have 14, .*seq\.positions\(\)"
+    refused(lambda ring, seq: forward(seq, llama(), position_ids=None), wrong)
+    refused(lambda ring, seq: forward(seq, adapter.prepare(llama()), position_ids=None), "position_ids are missing")
+    refused(lambda ring, seq: forward(seq, adapter.prepare(llama()), position_ids=local[:, : seq.counts[ring.rank]]),
+            wrong)  # fmt: skip
+
+
+def test_positions_of_a_padded_row() -> None:
+    """Counted from the first real token they are right, one further they are not."""
+
+    def call(seq: Sequence, shift: int) -> None:
+        mask = torch.ones(1, TOKENS, dtype=torch.int64)
+        mask[:, :3] = 0
+        places = (mask.cumsum(1) - 1).clamp(min=0) + shift
+        forward(seq, llama(), attention_mask=seq.shard(mask), position_ids=seq.shard(places))
+
+    run_ranks(2, lambda ring: call(ring.sequence(TOKENS), 0))
+    refused(lambda ring, seq: call(seq, 1), "position_ids are")
+
+
+def test_positions_that_attention_does_not_get() -> None:
+    def call(ring: Ring, seq: Sequence) -> None:
+        mask = seq.shard(torch.ones(1, TOKENS, dtype=torch.int64))
+        with ring.activate(seq):
+            Encoder("ringattn").bert(input_ids=seq.shard(torch.ones(1, TOKENS, dtype=torch.int64)), attention_mask=mask)
+
+    refused(call, r"does not hand its position_ids to attention.*prepare\(model\)")
+
+
+def test_documents_that_the_sequence_does_not_know() -> None:
+    def packed(seq: Sequence, **others: Any) -> None:
+        places = torch.cat([torch.arange(10), torch.arange(17)])[None]
+        forward(seq, llama(), position_ids=seq.shard(places), **others)
+
+    refused(lambda ring, seq: packed(seq), r"position_ids are .*ring\.sequence\(cu_seqlens=")
+    cuts = torch.tensor([0, 10, 27])
+    refused(lambda ring, seq: forward(seq, llama(), cu_seq_lens_q=cuts), r"cu_seq_lens_q cuts at \(0, 10, 27\)")
+    run_ranks(2, lambda ring: packed(ring.sequence(cu_seqlens=cuts, layout="zigzag"), cu_seq_lens_q=cuts))
+
+
+def test_labels_that_would_be_shifted_in_the_shard() -> None:
+    def call(ring: Ring, seq: Sequence) -> None:
+        forward(seq, adapter.prepare(llama()), labels=seq.shard(batches()["plain"].tokens[:1]))
+
+    refused(call, r"labels without shift_labels.*seq\.shard_labels")
+
+
+def test_masks_that_have_no_form_here() -> None:
+    holes, whole = torch.ones(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS, dtype=torch.int64)
+    holes[:, 5] = 0
+    refused(lambda ring, seq: forward(seq, llama(), attention_mask=seq.shard(holes)), "row 0 has holes")
+    refused(lambda ring, seq: forward(seq, llama(), attention_mask=whole), "14 queries meet 27 keys|13 queries meet 27")
+    four = torch.zeros(1, 1, 14, 14)
+    refused(lambda ring, seq: forward(seq, llama(), attention_mask=four), "a mask of its own")
+
+    def one_alone(ring: Ring, seq: Sequence) -> None:
+        mask = seq.shard(whole) if ring.rank == 0 else None
+        forward(seq, llama(), attention_mask=mask)
+
+    refused(one_alone, "the ranks do not ask for the same", DisagreementError)
+
+
+def test_functions_of_a_mask_that_are_not_known() -> None:
+    def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return k < 3
+
+    spec = masking_utils.create_causal_mask(
+        llama().config, torch.zeros(1, 9, 4), None, None, or_mask_function=prefix
+    )
+    assert any("prefix" in name for name in spec.unknown)
+    with Ring() as ring, pytest.raises(UnsupportedError, match=r"made with .*prefix, .*or_mask, which is neither"):
+        spec.rows(ring.sequence(9), lambda rows: None)
+    blocks = masking_utils.create_causal_mask(
+        llama().config, torch.zeros(1, 9, 4), None, None, block_sequence_ids=torch.zeros(1, 9, dtype=torch.int64)
+    )
+    assert any("blockwise_overlay" in name for name in blocks.unknown)
+
+
+def test_options_that_attention_over_ranks_has_not() -> None:
+    refused(lambda ring, seq: forward(seq, llama(attention_dropout=0.1)), "attention dropout is 0.1", UnsupportedError)
+    refused(lambda ring, seq: forward(seq, llama(), output_attentions=True), "output_attentions", UnsupportedError)
+
+
+def test_layers_that_carry_a_state() -> None:
+    refused(lambda ring, seq: forward(seq, tiny_model("qwen3_next", "ringattn")), "linear_attention", UnsupportedError)
+    refused(lambda ring, seq: forward(seq, adapter.prepare(tiny_model("llama4_text", "ringattn"))),
+            "attn_temperature_tuning=False", UnsupportedError)  # fmt: skip
+
+
+def test_nothing_active_while_ranks_share() -> None:
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match="no sequence is active"):
+            llama()(input_ids=batches()["plain"].tokens)
+
+    run_ranks(2, body)
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_takes_no_table() -> None:
+    tokens = 1 << 40
+    for function in (
+        masking_utils.causal_mask_function,
+        masking_utils.sliding_window_causal_mask_function(4096),
+        masking_utils.bidirectional_mask_function,
+    ):
+        spec = mask_spec(q_length=tokens, kv_length=tokens, mask_function=function, local_size=4096, batch_size=1)
+        assert not spec.unknown
+
+
+def dense(spec: Any, seq: Sequence) -> Tensor:
+    """(batch, queries, keys) bool: who meets whom after `spec.rows`, from the definition."""
+    ahead = torch.arange(seq.length)[None] - torch.arange(seq.length)[:, None]
+    band = ahead <= 0 if spec.causal else torch.ones_like(ahead, dtype=torch.bool)
+    if spec.window is not None:
+        band &= (ahead >= -spec.window[0]) & (ahead <= spec.window[1] if not spec.causal else ahead <= 0)
+    met = torch.zeros(spec.arguments["batch_size"], *ahead.shape, dtype=torch.bool)
+    for cut, rows in spec.rows(seq, lambda rows: None):
+        ends = torch.tensor((cut.documents or (0, seq.length))[1:])
+        place = torch.searchsorted(ends, torch.arange(seq.length), right=True)
+        met[list(rows)] = band & (place[:, None] == place[None])
+    return met
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "full", "both ways", "chunks"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_real_tokens_meet_whom_the_host_lets_them_meet(kind: str, padded: bool) -> None:
+    """Against the table that transformers itself makes for sdpa."""
+    tokens, batch = 19, 4
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    if padded:
+        mask[0, :4], mask[1, -5:], mask[2, :2], mask[2, -1:] = False, False, False, False
+    left = (~mask).int().cumprod(1).sum(1)
+    function, size = {
+        "causal": (masking_utils.causal_mask_function, None),
+        "window": (masking_utils.sliding_window_causal_mask_function(4), 4),
+        "full": (masking_utils.bidirectional_mask_function, None),
+        "both ways": (masking_utils.sliding_window_bidirectional_mask_function(4), 4),
+        "chunks": (masking_utils.chunked_causal_mask_function(5, left), 5),
+    }[kind]
+    spec = mask_spec(
+        batch_size=batch, q_length=tokens, kv_length=tokens, mask_function=function, local_size=size,
+        attention_mask=mask if padded else None,
+    )  # fmt: skip
+    with Ring() as ring:
+        mine = dense(spec, ring.sequence(tokens))
+    theirs = spec.local(may_be_none=False)
+    assert theirs is not None
+    assert torch.equal(mine[mask], theirs[:, 0][mask])
