@@ -25,6 +25,7 @@ from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapter_models import MODELS, Encoder, filled, tiny_model
 from tests.adapter_ranks import TOKENS, Batch, InDouble, batches, forward, gradients, llama, one_process, over_ranks
+from tests.doc_code import run_page
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-9
@@ -70,6 +71,21 @@ def test_fifteen_architectures_over_processes(tmp_path: Path) -> None:
         errors = json.loads((tmp_path / f"errors-{world_size}.json").read_text())
         assert {tuple(of.split()[:2]) for of in errors} == {(name, kind) for name in MODELS for kind in batches()}
         assert not {of: error for of, error in errors.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.slow
+def test_trainer_over_two_processes(tmp_path: Path) -> None:
+    """Packed texts, accumulated and clipped gradients, an evaluation: weights and losses of Trainer in one process."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adapter_trainer", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "trainer.json").read_text())
+    assert found["weights"] and not {of: error for of, error in found["weights"].items() if not error <= TOLERANCE}
+    mine, true = found["losses"]
+    assert len(mine) == 4 and mine == pytest.approx(true, rel=1e-6)  # Trainer adds its losses up in float32
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -215,6 +231,10 @@ def test_autocast_casts_like_sdpa() -> None:
         assert (shared - alone).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * scale
 
     run_ranks(2, body)
+
+
+def test_the_page_of_the_docs_runs() -> None:
+    run_page("embedding-transformers.md")
 
 
 # --- attention of one process alone ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import transformers
 from transformers import masking_utils
+from transformers.utils import is_accelerate_available
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_mask import mask_spec
+from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer, shard_batch
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapter_models import Encoder, tiny_model
@@ -61,9 +65,11 @@ def test_positions_of_a_padded_row() -> None:
 
 def test_positions_that_attention_does_not_get() -> None:
     def call(ring: Ring, seq: Sequence) -> None:
-        mask = seq.shard(torch.ones(1, TOKENS, dtype=torch.int64))
+        ones = seq.shard(torch.ones(1, TOKENS, dtype=torch.int64))
+        model = Encoder("ringattn").bert
         with ring.activate(seq):
-            Encoder("ringattn").bert(input_ids=seq.shard(torch.ones(1, TOKENS, dtype=torch.int64)), attention_mask=mask)
+            adapter.prepare(Encoder("ringattn").bert)(input_ids=ones, position_ids=seq.positions()[None])
+            model(input_ids=ones, attention_mask=ones)
 
     refused(call, r"does not hand its position_ids to attention.*prepare\(model\)")
 
@@ -120,6 +126,8 @@ def test_functions_of_a_mask_that_are_not_known() -> None:
 def test_options_that_attention_over_ranks_has_not() -> None:
     refused(lambda ring, seq: forward(seq, llama(attention_dropout=0.1)), "attention dropout is 0.1", UnsupportedError)
     refused(lambda ring, seq: forward(seq, llama(), output_attentions=True), "output_attentions", UnsupportedError)
+    bias = torch.zeros(1, 4, 14, 14)
+    refused(lambda ring, seq: forward(seq, llama(), position_bias=bias), "adds a bias", UnsupportedError)
 
 
 def test_layers_that_carry_a_state() -> None:
@@ -134,6 +142,56 @@ def test_nothing_active_while_ranks_share() -> None:
             llama()(input_ids=batches()["plain"].tokens)
 
     run_ranks(2, body)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_sharded_with_its_documents_and_labels() -> None:
+    tokens, cuts = torch.arange(1, 13)[None], [0, 5, 12]
+    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    whole = {"input_ids": tokens, "position_ids": places, "labels": tokens.clone(), "max_length_q": 7}
+
+    def body(ring: Ring) -> None:
+        seq, mine = shard_batch(ring, whole, layout="zigzag")
+        assert seq.documents == tuple(cuts) and mine["max_length_q"] == 7
+        assert torch.equal(mine["position_ids"], seq.shard(places))
+        following = torch.tensor([[2, 3, 4, 5, -100, 7, 8, 9, 10, 11, 12, -100]])
+        assert torch.equal(seq.gather(mine["shift_labels"]), following)
+        assert mine["labels"] is mine["shift_labels"]
+        cu_seq_lens = shard_batch(ring, {"input_ids": tokens, "cu_seq_lens_q": torch.tensor(cuts)})[0]
+        assert cu_seq_lens.documents == tuple(cuts)
+        rows = {"input_ids": tokens.repeat(2, 1), "position_ids": torch.arange(12).repeat(2, 1)}
+        assert shard_batch(ring, rows)[0].documents is None
+
+    run_ranks(2, body)
+
+
+def test_batches_that_cannot_be_sharded() -> None:
+    tokens = torch.arange(12)[None]
+    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    both = {"input_ids": tokens.repeat(2, 1), "position_ids": places.repeat(2, 1)}
+    refused(lambda ring, seq: shard_batch(ring, both), "neither those of whole rows nor of documents")
+    refused(lambda ring, seq: shard_batch(ring, {"input_ids": tokens, "pixels": tokens}), "how pixels lies over ranks")
+    differ = "do not ask for the same:\n.*batch"
+    refused(lambda ring, seq: shard_batch(ring, {"input_ids": tokens + ring.rank}), differ, DisagreementError)
+
+
+def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Ours(RingTrainerMixin, transformers.Trainer):
+        pass
+
+    check_trainer(Ours)
+    with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
+        check_trainer(RingTrainerMixin)
+    monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
+    with Ring() as ring, pytest.raises(UnsupportedError, match=r"in another way than that of 5\.23.*shard_batch"):
+        Ours(ring=ring)
+    monkeypatch.undo()
+    if is_accelerate_available():
+        args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+        with Ring() as ring, pytest.raises(UnsupportedError, match="compute_metrics needs logits of whole texts"):
+            Ours(model=llama(), args=args, ring=ring, compute_metrics=lambda found: {})
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
