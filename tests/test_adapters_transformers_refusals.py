@@ -136,6 +136,13 @@ def test_layers_that_carry_a_state() -> None:
             "attn_temperature_tuning=False", UnsupportedError)  # fmt: skip
 
 
+def test_a_model_whose_attention_cannot_be_set() -> None:
+    model = tiny_model("llama", "eager")
+    model.set_attn_implementation = lambda *_: None  # what it does, beside a warning, for such a model
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM did not let its attention be set"):
+        adapter.prepare(model)
+
+
 def test_nothing_active_while_ranks_share() -> None:
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match="no sequence is active"):

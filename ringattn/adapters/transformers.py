@@ -53,7 +53,7 @@ def prepare(model: Any) -> Any:
 
     Towers for images and sound keep their attention: they are not sharded. Under an active sequence of several ranks
     a call needs the position_ids of this rank's tokens, and shift_labels wherever it has labels; else it raises
-    `InputError`. Returns the model.
+    `InputError`. Returns the model. Raises `UnsupportedError` for a model whose attention cannot be set.
     """
     register()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
@@ -62,6 +62,11 @@ def prepare(model: Any) -> Any:
     else:
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
         model.set_attn_implementation(dict.fromkeys(names, NAME))
+    if text._attn_implementation != NAME:
+        raise UnsupportedError(
+            f"{type(model).__name__} did not let its attention be set to {NAME!r}; only models whose attention goes "
+            "through transformers' AttentionInterface can attend through a ring"
+        )
     if model not in _prepared:
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward, always_call=True)
