@@ -64,14 +64,16 @@ def test_positions_of_a_padded_row() -> None:
 
 
 def test_positions_that_attention_does_not_get() -> None:
-    def call(ring: Ring, seq: Sequence) -> None:
-        ones = seq.shard(torch.ones(1, TOKENS, dtype=torch.int64))
-        model = Encoder("ringattn").bert
-        with ring.activate(seq):
-            adapter.prepare(Encoder("ringattn").bert)(input_ids=ones, position_ids=seq.positions()[None])
-            model(input_ids=ones, attention_mask=ones)
+    """Llama 4 hands none on; `prepare` does, for one model and one call."""
 
-    refused(call, r"does not hand its position_ids to attention.*prepare\(model\)")
+    def make() -> Any:
+        return tiny_model("llama4_text", "ringattn", attn_temperature_tuning=False)
+
+    def call(ring: Ring, seq: Sequence) -> None:
+        forward(seq, adapter.prepare(make()))
+        forward(seq, make())
+
+    refused(call, r"no position_ids came to Llama4TextAttention.*prepare\(model\)")
 
 
 def test_documents_that_the_sequence_does_not_know() -> None:
@@ -85,11 +87,19 @@ def test_documents_that_the_sequence_does_not_know() -> None:
     run_ranks(2, lambda ring: packed(ring.sequence(cu_seqlens=cuts, layout="zigzag"), cu_seq_lens_q=cuts))
 
 
-def test_labels_that_would_be_shifted_in_the_shard() -> None:
-    def call(ring: Ring, seq: Sequence) -> None:
-        forward(seq, adapter.prepare(llama()), labels=seq.shard(batches()["plain"].tokens[:1]))
+def test_labels_of_which_the_model_would_make_another_loss() -> None:
+    def call(seq: Sequence, make: Callable[[], Any] = llama, **others: Any) -> None:
+        forward(seq, adapter.prepare(make()), labels=seq.shard_labels(batches()["plain"].tokens[:1]), **others)
 
-    refused(call, r"labels without shift_labels.*seq\.shard_labels")
+    def masked() -> Any:
+        return transformers.BertForMaskedLM(Encoder("eager").config)
+
+    def shifted(seq: Sequence) -> Tensor:
+        return seq.shard_labels(batches()["plain"].tokens[:1])
+
+    refused(lambda ring, seq: call(seq), r"labels without shift_labels.*seq\.shard_labels")
+    refused(lambda ring, seq: call(seq, shift_labels=shifted(seq)), "labels without num_items_in_batch make a mean")
+    refused(lambda ring, seq: call(seq, masked), "BertForMaskedLM would make its loss of this rank's tokens alone")
 
 
 def test_masks_that_have_no_form_here() -> None:

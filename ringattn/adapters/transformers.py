@@ -16,6 +16,7 @@ Checked with transformers 5.23.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakSet
@@ -52,8 +53,8 @@ def prepare(model: Any) -> Any:
     """Let the text part of a PreTrainedModel attend through the ring, and check the inputs of its every call.
 
     Towers for images and sound keep their attention: they are not sharded. Under an active sequence of several ranks
-    a call needs the position_ids of this rank's tokens, and shift_labels wherever it has labels; else it raises
-    `InputError`. Returns the model. Raises `UnsupportedError` for a model whose attention cannot be set.
+    a call needs the position_ids of this rank's tokens, and beside labels shift_labels and num_items_in_batch; else
+    it raises `InputError`. Returns the model. Raises `UnsupportedError` for a model whose attention cannot be set.
     """
     register()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
@@ -131,8 +132,8 @@ def _refuse_inputs(spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module,
             _check_positions(ids, spec, rows, seq)
         elif seq.ring.world_size > 1:
             raise InputError(
-                f"{type(module).__name__} does not hand its position_ids to attention, so they cannot be checked "
-                "there: call ringattn.adapters.transformers.prepare(model) once"
+                f"no position_ids came to {type(module).__name__}: pass position_ids=seq.positions()[None], and if the "
+                "model does not hand them to attention, call ringattn.adapters.transformers.prepare(model) once"
             )
     except InputError as error:
         refusal = error
@@ -174,17 +175,33 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
         return
     given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-    if given.get("labels") is not None and given.get("shift_labels") is None:
-        raise InputError(
-            "labels without shift_labels would be shifted inside of each shard: pass shift_labels="
-            "seq.shard_labels(tokens) too, and num_items_in_batch, the number of labels of all ranks"
-        )
+    if given.get("labels") is not None:
+        _check_loss(model, given)
     if given.get("position_ids") is None:
         raise InputError(
             "position_ids are missing, and the model would count from 0 on every rank: pass "
             "position_ids=seq.positions()[None]"
         )
     _positions.set(given["position_ids"])
+
+
+def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` where the model's own loss would not be this rank's part of the whole batch's."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        raise UnsupportedError(
+            f"{type(model).__name__} would make its loss of this rank's tokens alone: leave labels out and make the "
+            "loss of its logits, added over ranks and divided by the number of labels of all"
+        )
+    if given.get("shift_labels") is None:
+        raise InputError(
+            "labels without shift_labels would be shifted inside of each shard: pass "
+            "shift_labels=seq.shard_labels(tokens) too"
+        )
+    if given.get("num_items_in_batch") is None:
+        raise InputError(
+            "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "
+            "all ranks, and add the losses"
+        )
 
 
 def _after_forward(model: nn.Module, args: object, out: object) -> None:
