@@ -116,6 +116,7 @@ def test_a_joint_sequence_deals_out_both_streams() -> None:
         return joint.shard_text(text, 0).tolist(), mine[0].long().tolist()
 
     texts, images = zip(*run_ranks(3, body), strict=True)
+    assert sorted(map(len, texts)) == [1, 2, 2] and [*map(len, images)] == [2, 2, 2]
     assert [*chain(*texts)] == [0, 1, 2, 3, 4] and [*chain(*images)] == [0, 1, 2, 3, 4, 5]
 
 

@@ -31,7 +31,7 @@ require_checked("diffusers", *CHECKED)
 class JointSequence(Sequence):
     """Text tokens and image tokens as one sequence, of which every rank has a part of both, its text first.
 
-    To be activated for models with joint attention. Parts of any two lengths differ by one token at the most.
+    To be activated for models with joint attention. Ranks' parts of a stream differ by one token at the most.
     """
 
     def __init__(self, ring: Ring, text_tokens: int, image_tokens: int) -> None:
