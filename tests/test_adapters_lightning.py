@@ -120,6 +120,7 @@ def alone(replicas: int) -> tuple[list[Tensor], float]:
     return list(net.parameters()), float(loss.detach())
 
 
+@pytest.mark.slow
 def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
     expected = {"one ring": alone(1), "two rings": alone(2)}
     for answers in run_ranks_in_processes("tests.test_adapters_lightning:of_processes", {}, 2, 120, 1):

@@ -122,6 +122,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_model_over_two_processes_equals_one() -> None:
     for errors in run_ranks_in_processes("tests.test_adapters_megatron:of_processes", {}, 2, 120, 1):
         assert len(errors) == 5 and max(errors.values()) < 1e-10, errors

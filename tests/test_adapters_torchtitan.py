@@ -107,6 +107,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_model_over_two_processes_equals_one() -> None:
     for errors in run_ranks_in_processes("tests.test_adapters_torchtitan:of_processes", {}, 2, 120, 1):
         assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
@@ -179,14 +180,6 @@ def test_what_is_refused() -> None:
             module(x, x, x, attention_masks=(ring.sequence(5),))
         with pytest.raises(InputError, match="RingAttention does not know score_mod"):
             module(x, x, x, score_mod=abs)
-
-
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn.adapters import hosts
-
-    monkeypatch.setattr(hosts, "version", lambda package: "0.2.9")
-    with pytest.raises(InputError, match=r"checked with torchtitan 0\.3 and 0\.2\.9 is installed"):
-        hosts.require_checked("torchtitan", *adapter.CHECKED)
 
 
 def test_the_page_runs() -> None:
