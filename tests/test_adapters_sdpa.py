@@ -133,17 +133,24 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
         assert torch.equal(out, after) and not out.requires_grad
 
 
-def test_unshard_outside_needs_no_sequence_without_documents() -> None:
+def test_unshard_outside_takes_the_last_sequence() -> None:
+    """Also one that is laid otherwise, with as many tokens a rank."""
+
     def body(ring: Ring) -> Tensor:
         x = whole(0)
-        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+        with pytest.raises(InputError, match="nothing was sharded on this mesh yet"):
+            context_parallel_unshard(ring, [x], [2])
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]) as zigzag:
+            pass
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2], cu_seqlens=DOCUMENTS) as seq:
+            assert seq.counts == zigzag.counts and not torch.equal(seq.positions(), zigzag.positions())
             out = F.scaled_dot_product_attention(x, x, x)
         with pytest.raises(InputError, match="load_balancer must be the sequence"):
             context_parallel_unshard(ring, [out], [2], "headtail")  # type: ignore[arg-type]
         return context_parallel_unshard(ring, [out], [2])[0]
 
     for out in run_ranks(3, body):
-        close(out, truth(*[whole(0)] * 3))
+        close(out, truth(*[whole(0)] * 3, cu_seqlens=DOCUMENTS))
 
 
 def test_other_threads_attend_as_before() -> None:

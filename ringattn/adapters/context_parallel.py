@@ -24,10 +24,13 @@ from ringattn.activation import active_sequence
 from ringattn.adapters import context
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.layout import Layout
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
 _rings: WeakKeyDictionary[ProcessGroup, Ring] = WeakKeyDictionary()
+_last: WeakKeyDictionary[Ring, tuple[Layout, tuple[int, ...] | None]] = WeakKeyDictionary()
+"""Layout and documents of the last sequence; without the sequence, which would keep its ring."""
 
 
 @contextmanager
@@ -54,6 +57,7 @@ def context_parallel(
     _check(buffers, dims, kept)
     ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
     seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
+    _last[ring] = seq.layout, seq.documents
     with torch.no_grad():
         shards = [seq.shard(one, dim) for one, dim in zip(buffers, dims, strict=True)]
         wholes = [one.detach() for one in buffers]
@@ -76,15 +80,17 @@ def context_parallel_unshard(
     """The whole tensors of sharded ones, in order, on every rank; without gradients. A collective call.
 
     `load_balancer`: the sequence that `context_parallel` gave. None: the active one, and outside of the `with` that of
-    as many tokens as the shards of all ranks together, without documents. Raises `InputError` for shards of another.
+    the last `context_parallel` on this mesh or ring. Raises `InputError` where there was none, and for shards of other
+    lengths; shards of another sequence with as many tokens a rank cannot be told, so name theirs.
     """
     if load_balancer is not None and not isinstance(load_balancer, Sequence):
         raise InputError(f"load_balancer must be the sequence that context_parallel gave, got {load_balancer!r}")
     seq = load_balancer or active_sequence()
     if seq is None:
         ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
-        told = ring.told_by_all(str(buffers[0].shape[seq_dims[0]]))
-        seq = ring.sequence(sum(map(int, told)))
+        if ring not in _last:
+            raise InputError("nothing was sharded on this mesh yet; give the sequence of the shards as load_balancer")
+        seq = Sequence(ring, *_last[ring])
     return [seq.gather(one, dim) for one, dim in zip(buffers, seq_dims, strict=True)]
 
 
