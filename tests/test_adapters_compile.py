@@ -201,6 +201,24 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
             torch.library.opcheck(attention_backward, given)
 
 
+def test_what_the_ring_would_keep_for_backward_is_sent_again() -> None:
+    """Few rows come to a window: `Ring.attention` keeps them, the operator does not, and the gradients are the same."""
+
+    def body(ring: Ring) -> tuple[Tensor, Tensor, int]:
+        seq = ring.sequence(64, layout="contiguous")
+        x = torch.linspace(-1, 1, len(seq.positions()) * 8, dtype=torch.float64).view(1, -1, 1, 8).requires_grad_()
+        options: dict[str, Any] = {"causal": True, "window": (2, None), "schedule": "all_gather"}
+        (expected,) = torch.autograd.grad(ring.attention(x, x, x, seq, **options).sin().sum(), x)
+        kept_bytes = ring.memory_info()["kept_bytes"]
+        (found,) = torch.autograd.grad(ring_attention(x, x, x, seq, **options).sin().sum(), x)
+        return found, expected, kept_bytes
+
+    results = run_ranks(2, body, poison=True)
+    assert max(kept_bytes for *_, kept_bytes in results) > 0
+    for found, expected, _ in results:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_every_option_and_gradient_is_that_of_the_ring() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(cu_seqlens=DOCUMENTS, layout="striped")
