@@ -41,6 +41,8 @@ from ringattn.transport.nccl.options import NcclOptions
 from ringattn.watch import watch_of
 
 _open: WeakSet[Ring] = WeakSet()
+KEPT_PLANS = 256
+"""Plans that a ring keeps ready, those used last; with other documents in each step there is no end to them."""
 
 
 class Ring(RankGroup):
@@ -264,11 +266,14 @@ class Ring(RankGroup):
         """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use."""
         self.check_open()
         key = call.problem, call.route, call.softmax, call.engine, backward
-        if key not in self._executors:
+        executor = self._executors.pop(key, None)
+        if executor is None:
             with self.guarded():
-                plan = plan_of(call.problem, call.route, self.rank, backward)
-                self._executors[key] = Executor(plan, call.engine, call.softmax)
-        return self._executors[key]
+                executor = Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
+        self._executors[key] = executor  # the last one now
+        if len(self._executors) > KEPT_PLANS:
+            del self._executors[next(iter(self._executors))]
+        return executor
 
     def begin(self, executor: Executor, make: Callable[[KV | None], Home]) -> Home:
         """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringattn import ClosedError, InputError, Ring, Sequence
+from ringattn.adapters import torch_ops
 from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, ring_attention
 from ringattn.sequence import sequence_with
 from ringattn.testing import dense_attention, run_ranks
@@ -275,3 +276,16 @@ def test_what_cannot_be_known_is_refused() -> None:
     gc.collect()
     with pytest.raises(ClosedError, match="keep it open until backward is done"):
         out.sum().backward()
+
+
+def test_calls_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "KEPT_CALLS", 2)
+    with Ring() as ring:
+        x = torch.zeros(1, 8, 1, 4, requires_grad=True)
+        seqs = [ring.sequence(cu_seqlens=[0, first, 8]) for first in (1, 2, 3)]
+        first, *others = (ring_attention(x, x, x, seq) for seq in seqs)
+        assert len(torch_ops._kept_of[ring]) == 2
+        for out in others:
+            out.sum().backward()
+        with pytest.raises(ClosedError, match="fewer than 2 calls over other sequences in between"):
+            first.sum().backward()

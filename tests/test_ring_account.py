@@ -13,7 +13,7 @@ import torch
 
 import ringattn
 from ringattn import InputError, Ring, Sequence
-from ringattn.testing import run_ranks
+from ringattn.testing import dense_attention, run_ranks
 from tests.face import RANKS, TOKENS, X, errors
 from tests.strategies import Case, simple
 
@@ -171,3 +171,27 @@ def test_sums_and_copies() -> None:
         assert isinstance(error, InputError) and "broadcast: there is no rank 3" in str(error)
     for error in errors(lambda ring: ring.all_reduce([torch.zeros(1 + ring.rank)])):
         assert isinstance(error, ringattn.DisagreementError) and "rank 2: call 1: all_reduce of (3,)" in str(error)
+
+
+def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ones used last are kept; one that is not is made again when its backward pass comes."""
+    monkeypatch.setattr("ringattn.ring.KEPT_PLANS", 3)
+
+    def body(ring: Ring) -> None:
+        x = torch.randn(1, 16, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        cuts, outs, inputs = [[0, first, 16] for first in range(1, 8)], [], []
+        for cut in cuts:
+            seq = ring.sequence(cu_seqlens=cut, layout="contiguous")
+            inputs.append(seq.shard(x).requires_grad_())
+            outs.append(ring.attention(*[inputs[-1]] * 3, seq, causal=True))
+            assert ring.memory_info() and len(ring._executors) <= 3
+        for cut, out, mine in zip(cuts, outs, inputs, strict=True):
+            out.sum().backward()
+            whole = x.clone().requires_grad_()
+            dense_attention(whole, whole, whole, causal=True, cu_seqlens=cut)[0].sum().backward()
+            assert whole.grad is not None
+            shard = ring.sequence(16, layout="contiguous").shard(whole.grad)
+            torch.testing.assert_close(mine.grad, shard, rtol=1e-12, atol=1e-12)
+        assert len(ring._executors) == 3
+
+    run_ranks(2, body)

@@ -7,7 +7,6 @@ Does not know: how attention is computed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, contextmanager
@@ -17,18 +16,18 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ringattn.activation import active_sequence
 from ringattn.adapters import context
+from ringattn.adapters.groups import ring_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.layout import Layout
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
-_rings: WeakKeyDictionary[ProcessGroup, Ring] = WeakKeyDictionary()
 _last: WeakKeyDictionary[Ring, tuple[Layout, tuple[int, ...] | None]] = WeakKeyDictionary()
 """Layout and documents of the last sequence; without the sequence, which would keep its ring."""
 
@@ -55,7 +54,7 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = {id(one) for one in no_restore_buffers or ()}
     _check(buffers, dims, kept)
-    ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
+    ring = ring_of(mesh)
     seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
     _last[ring] = seq.layout, seq.documents
     with torch.no_grad():
@@ -87,7 +86,7 @@ def context_parallel_unshard(
         raise InputError(f"load_balancer must be the sequence that context_parallel gave, got {load_balancer!r}")
     seq = load_balancer or active_sequence()
     if seq is None:
-        ring = mesh if isinstance(mesh, Ring) else _ring_on(mesh)
+        ring = ring_of(mesh)
         if ring not in _last:
             raise InputError("nothing was sharded on this mesh yet; give the sequence of the shards as load_balancer")
         seq = Sequence(ring, *_last[ring])
@@ -144,19 +143,6 @@ _ATTEND_THEMSELVES = (
 
 def _hold(one: Tensor, memory: Tensor) -> None:
     one.set_(memory)  # type: ignore[call-overload]  # documented, and missing from torch's stubs
-
-
-def _ring_on(mesh: DeviceMesh) -> Ring:
-    """The ring of the mesh's dimension `cp`, or of its only one, closed when the process group is gone."""
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim != 1 and "cp" not in names:
-        raise InputError(f"the mesh has dimensions {names}; context parallelism needs one called cp, or mesh[name]")
-    group = mesh.get_group("cp" if "cp" in names else None)
-    ring = _rings.get(group)
-    if ring is None or not ring.is_open:
-        ring = _rings[group] = Ring(group)
-        weakref.finalize(group, ring.close)
-    return ring
 
 
 def _check(buffers: list[Tensor], dims: list[int], kept: set[int]) -> None:

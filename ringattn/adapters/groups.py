@@ -1,16 +1,17 @@
-"""Rings of process groups that a host made: each opened at its first use, and kept as long as its group.
+"""Rings of process groups that a host made: each opened at its first use, and closed when its group is gone.
 
-Promises: one group has one ring in this process, whoever asks; nothing is kept alive by being listed here.
+Promises: one group has one ring in this process, whoever asks; no group is kept alive by being listed here.
 Does not know: hosts, attention.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 
+from ringattn.errors import InputError
 from ringattn.ring import Ring
 
 
@@ -26,16 +27,20 @@ def ring_of(group: Any = None) -> Ring:
     """The ring of `group`: a Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
 
     A collective call of the group's ranks at its first use, see there for what is raised. A ring that has failed is
-    returned as it is, and says so when it is used.
+    returned as it is, and says so when it is used. Raises `InputError` for a mesh of several dimensions without `cp`.
     """
     if isinstance(group, Ring):
         return group
     if isinstance(group, dist.DeviceMesh):
-        group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
+        names = group.mesh_dim_names or ()
+        if group.ndim != 1 and "cp" not in names:
+            raise InputError(f"the mesh has dimensions {names}; context parallelism needs one called cp, or mesh[name]")
+        group = group.get_group("cp" if "cp" in names else None)
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else _ENVIRONMENT
     if group not in _rings:
-        _rings[group] = Ring(None if group is _ENVIRONMENT else group)
+        ring = _rings[group] = Ring(None if group is _ENVIRONMENT else group)
+        finalize(group, ring.close)
     return _rings[group]
 
 

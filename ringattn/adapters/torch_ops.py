@@ -40,6 +40,8 @@ class _Kept:
     call: api.Call
 
 
+KEPT_CALLS = 1024
+"""Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
 _kept_of: WeakKeyDictionary[Ring, dict[api.Call, _Kept]] = WeakKeyDictionary()
@@ -126,17 +128,24 @@ def attention_backward(
     kept = _kept.get(int(ticket.item()))
     ring = None if kept is None else kept.ring()
     if kept is None or ring is None:
-        raise ClosedError("the ring of this forward pass is gone; keep it open until backward is done")
+        raise ClosedError(
+            "the ring of this forward pass is gone; keep it open until backward is done, with fewer than "
+            f"{KEPT_CALLS} calls over other sequences in between"
+        )
     dq, dk, dv, dsinks = api.backward_pass(ring, kept.call, q, k, v, sinks, out, lse, None, dout, dlse)
     return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
 
 
 def _ticket(ring: Ring, call: api.Call) -> int:
     calls = _kept_of.setdefault(ring, {})
-    if call not in calls:
+    kept = calls.pop(call, None)
+    if kept is None:
         kept = _Kept(next(_tickets), ref(ring), call)
-        calls[call] = _kept[kept.ticket] = kept
-    return calls[call].ticket
+        _kept[kept.ticket] = kept
+    calls[call] = kept  # the last one now
+    if len(calls) > KEPT_CALLS:
+        del calls[next(iter(calls))]
+    return kept.ticket
 
 
 def _row_first(x: Tensor) -> Tensor:
