@@ -137,7 +137,8 @@ class _Redirected(TorchFunctionMode):
 
 
 _ATTEND_THEMSELVES = (
-    F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd
+    F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd,
+    torch.ops.higher_order.flex_attention,
 )  # fmt: skip
 
 
