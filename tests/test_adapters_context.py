@@ -86,12 +86,17 @@ def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
     assert sequence_of(x, 1) is None  # those rings are closed
 
 
-def test_a_full_tensor_is_not_a_shard() -> None:
-    def body(ring: Ring) -> None:
-        with ring.activate(ring.sequence(16)), pytest.raises(InputError, match=r"16 tokens came in, .* owns 8 of"):
-            sequence_of(torch.zeros(1, 16, 1, 8), 1)
+def test_a_wrong_shard_of_one_rank_is_refused_on_all_at_once() -> None:
+    """13 tokens, and both ranks padded to 7: one of them rightly."""
 
-    run_ranks(2, body)
+    def body(ring: Ring) -> str:
+        x = torch.zeros(1, 7, 1, 8)
+        with ring.activate(ring.sequence(13)), pytest.raises(InputError) as raised:
+            attend(sequence_of(x, 1), x, x, x)
+        return str(raised.value)
+
+    for told in run_ranks(2, body, timeout_s=20.0):
+        assert "q has 7 tokens, this rank owns 6 of 13" in told
 
 
 def test_activate_refuses_a_sequence_of_another_ring() -> None:
@@ -164,11 +169,71 @@ def test_the_graph_keeps_a_sequence_that_nobody_else_does(kind: str) -> None:
         return summed(ring, module)
 
     if kind == "reentrant":
-        with pytest.raises(InputError, match="none is known to fit it; keep sequences until their backward pass"):
+        with pytest.raises(
+            InputError, match="the sequence that fits it is gone; keep sequences until their backward pass"
+        ):
             run_ranks(2, body)
         return
     for grad in run_ranks(2, body):
         torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_sequence_that_is_gone_is_no_reason_to_take_another(frozen: bool) -> None:
+    """Two forward passes, one variable: the first sequence is gone when its backward pass comes.
+
+    By a reentrant checkpoint, and by one whose queries need no gradient: neither has a graph that tells it apart.
+    """
+
+    class Frozen(Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x[:, :, None].detach()
+            return attend(sequence_of(h, 1, self), h, h, h * self.weight, causal=True).flatten(2).sin()
+
+    def body(ring: Ring) -> None:
+        module, losses = (Frozen() if frozen else Attending()), []
+        for documents in (DOCUMENTS, [0, 8, 16]):
+            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
+            with ring.activate(seq):
+                x = seq.shard(tokens()).requires_grad_()
+                losses.append(checkpointed("other" if frozen else "reentrant")(module, x).sum())
+            module.seen.clear()
+        gc.collect()
+        losses[0].backward()
+
+    with pytest.raises(InputError, match="2 sequences are known to fit it"):
+        run_ranks(2, body)
+
+
+def test_ranks_that_share_a_function_do_not_stand_in_each_others_way() -> None:
+    def attends(x: Tensor) -> Tensor:
+        return attend(sequence_of(x, 1), x, x, x, causal=True).sin()
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        x = seq.shard(tokens())[:, :, None].requires_grad_()
+        with ring.activate(seq):
+            loss = checkpoint(attends, x, use_reentrant=False).sum()
+        loss.backward()
+        assert x.grad is not None
+        return seq.gather(x.grad)
+
+    x = tokens()[:, :, None].requires_grad_()
+    dense_attention(x, x, x, causal=True, cu_seqlens=DOCUMENTS)[0].sin().sum().backward()
+    for _ in range(2):  # threads of the second world may have the numbers of the first's
+        for grad in run_ranks(2, body):
+            torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_notes_without_a_graph_do_not_pile_up() -> None:
+    from ringattn.adapters.context import _notes
+
+    with Ring() as ring, torch.no_grad():
+        module = Attending()
+        for first in range(1, 15):
+            with ring.activate(ring.sequence(16, cu_seqlens=[0, first, 16])):
+                module(tokens())
+        assert len(_notes[module]) == 2
 
 
 def test_steps_with_other_documents_follow_each_other() -> None:

@@ -4,7 +4,8 @@ In a forward pass it is the one of the innermost `Ring.activate`. Without one th
 no ring of several ranks is open: a sharded model must never attend to its own shard by accident.
 A checkpointed region runs a second time inside backward, by then outside of the `with`, on a GPU in another thread. So
 each forward call is noted, by the module that made it and with the life of its graph, and the second run takes what the
-first had. Where the notes leave a choice it raises, and `recompute_context` decides.
+first had. A call without a graph (of a reentrant checkpoint, of compiled code, of queries that need no gradient) has no
+end that could be seen: its note stays. Where the notes leave a choice it raises, and `recompute_context` decides.
 Does not know: attention, hosts.
 """
 
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from ringattn.activation import Activation, activation
 from ringattn.errors import InputError
-from ringattn.ring import shared_ring_is_open
+from ringattn.layout import Layout
+from ringattn.ring import Ring, shared_ring_is_open
 from ringattn.sequence import Sequence
 
 _recomputed: ContextVar[Activation | None] = ContextVar("ringattn_recomputed", default=None)
@@ -38,18 +40,31 @@ class _Life:
         self.sequences: set[Sequence | None] = set()
 
 
+_Value = tuple[ref[Ring], Layout, tuple[int, ...] | None] | None
+"""What makes two sequences the same; None: local."""
+
+
 @dataclass(frozen=True)
 class _Note:
-    """A forward call: over which sequence (None: local), of how many tokens, whether a graph was made, its life."""
+    """A forward call: over which sequence, of how many tokens, in which thread, with a graph or not, and its life."""
 
-    seq: ref[Sequence] | None
+    value: _Value
     tokens: int
+    thread: int
     graph: bool
     life: ref[_Life] | None
+    seq: ref[Sequence] | None = field(compare=False)
 
     @property
     def is_alive(self) -> bool:
-        return (self.seq is None or self.seq() is not None) and (self.life is None or self.life() is not None)
+        ring = None if self.value is None else self.value[0]()
+        can_attend = self.value is None or (ring is not None and ring.is_open)
+        return can_attend and (self.life is None or self.life() is not None)
+
+    def may_be(self, other: _Note) -> bool:
+        """Whether the two differ in their sequence only, and have no life that would tell them apart."""
+        mine, theirs = (replace(one, value=None) for one in (self, other))
+        return self.life is None and mine == theirs
 
 
 class _Anyone:
@@ -66,9 +81,9 @@ def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | N
     """The sequence whose shard `query` is, along dimension `dim`; None: attend locally.
 
     `owner`: the module that attends, or whatever tells its calls from those of others and can be referred to weakly.
-    Raises `InputError` where nothing is active and a ring of several ranks is open, where `query` has not as many
-    tokens as this rank has of the active sequence, and in backward where it cannot be told which forward pass is
-    computed again.
+    Raises `InputError` where nothing is active and a ring of several ranks is open, and in backward where it cannot be
+    told which forward pass is computed again. Whether these are as many tokens as this rank owns is for
+    `Ring.attention` to see, which tells the other ranks.
     """
     tokens = query.shape[dim]
     if torch._C._current_graph_task_id() != -1:  # inside backward
@@ -81,11 +96,6 @@ def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | N
             "`with ring.activate(seq):`, or inside `with ring.activate(None):` for local attention"
         )
     seq = None if active is None else active[0]
-    if seq is not None and tokens != seq.counts[seq.ring.rank]:
-        raise InputError(
-            f"rank {seq.ring.rank}: {tokens} tokens came in, this rank owns {seq.counts[seq.ring.rank]} of the active "
-            f"{seq!r}; shard inputs with seq.shard"
-        )
     _note(query, seq, tokens, owner)
     return seq
 
@@ -114,10 +124,14 @@ def _note(query: Tensor, seq: Sequence | None, tokens: int, owner: object) -> No
         kept = metadata.setdefault(_KEY, _Life())
         kept.sequences.add(seq)
         life = ref(kept)
-    note = _Note(None if seq is None else ref(seq), tokens, owner is COMPILED or torch.is_grad_enabled(), life)
+    graph = owner is COMPILED or torch.is_grad_enabled()
+    value = None if seq is None else (ref(seq.ring), seq.layout, seq.documents)
+    note = _Note(value, tokens, threading.get_ident(), graph, life, None if seq is None else ref(seq))
     with _lock:
         others = [one for one in _notes.get(owner, ()) if one.is_alive and one != note]
-        _notes[owner] = [*others, note]
+        if sum(note.may_be(one) for one in others) < 2:  # two leave a choice already, and there may be no end to them
+            others.append(note)
+        _notes[owner] = others
 
 
 def _noted(tokens: int, owner: object) -> Sequence | None:
@@ -127,14 +141,17 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
     graph = owner is COMPILED or node is None or "Checkpoint" not in node.name()
     with _lock:
         notes = [note for note in _notes.get(owner, ()) if note.is_alive]
-    fits = [note for note in notes if (note.tokens, note.graph) == (tokens, graph)]
-    fitting = {None if note.seq is None else note.seq() for note in fits}
-    if len(fitting) != 1:
-        found = f"{len(fitting)} sequences are" if fitting else "none is"
-        raise InputError(
-            f"backward computes a region of {tokens} local tokens again and {found} known to fit it; keep sequences "
-            "until their backward pass, and where several are under way checkpoint with use_reentrant=False and "
-            "context_fn=ringattn.adapters.context.recompute_context, or in compiled code give ring_attention its "
-            "sequence"
-        )
-    return fitting.pop()
+    # Ranks that are threads share modules, and functions; a thread of autograd's has no notes of its own.
+    here = [note for note in notes if note.thread == threading.get_ident()] or notes
+    fits = {note.value: note for note in here if (note.tokens, note.graph) == (tokens, graph)}
+    if len(fits) == 1:
+        (note,) = fits.values()
+        seq = None if note.seq is None else note.seq()
+        if note.value is None or seq is not None:
+            return seq
+    found = "the sequence that fits it is gone" if len(fits) == 1 else f"{len(fits)} sequences are known to fit it"
+    raise InputError(
+        f"backward computes a region of {tokens} local tokens again and {found}; keep sequences until their backward "
+        "pass, and where a module attends over several checkpoint with use_reentrant=False and "
+        "context_fn=ringattn.adapters.context.recompute_context, or in compiled code give ring_attention its sequence"
+    )
