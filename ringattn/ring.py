@@ -91,6 +91,7 @@ class Ring(RankGroup):
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._captured: list[Executor] = []
         self._recording: Recording | None = None
         _open.add(self)
 
@@ -246,6 +247,7 @@ class Ring(RankGroup):
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
         self._executors.clear()
+        self._captured.clear()
         self.pool.release_arena()  # before the transport ends, which gives the memory back
         super().close()
 
@@ -271,6 +273,8 @@ class Ring(RankGroup):
             with self.guarded():
                 executor = Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
         self._executors[key] = executor  # the last one now
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured.append(executor)  # a graph has the addresses of its row lists
         if len(self._executors) > KEPT_PLANS:
             del self._executors[next(iter(self._executors))]
         return executor

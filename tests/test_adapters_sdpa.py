@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -107,10 +108,12 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
     def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
         x, other, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2)
         view, place = x[0], x.data_ptr()
+        memory = weakref.ref(left.untyped_storage())
         with context_parallel(
             ring, buffers=[x, other, left], buffer_seq_dims=[2, -1, 0], no_restore_buffers={left}, cu_seqlens=DOCUMENTS
         ) as seq:
             assert x.shape[2] == seq.counts[ring.rank] < TOKENS
+            assert memory() is None  # of a buffer that is not restored
             assert torch.equal(other, seq.positions()) and torch.equal(left[:, 0], 2 * other)
             q = x.clone().requires_grad_()
             out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -228,9 +231,7 @@ def test_flex_attention_is_refused() -> None:
     """By the compiler that it brings along, with our words."""
     x = whole(0)
     with Ring() as ring, context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
-        with pytest.raises(
-            torch._dynamo.exc.Unsupported, match="flex_attention inside of context_parallel"
-        ):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="flex_attention inside of context_parallel"):
             flex_attention(x, x, x)
 
 

@@ -195,3 +195,22 @@ def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPa
         assert len(ring._executors) == 3
 
     run_ranks(2, body)
+
+
+def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph has the addresses of what belongs to it; here the capture is only said to be one."""
+    monkeypatch.setattr("ringattn.ring.KEPT_PLANS", 1)
+    with Ring() as ring:
+
+        def call(first: int) -> None:
+            x = torch.zeros(1, 8, 1, 8)
+            ring.attention(x, x, x, ring.sequence(cu_seqlens=[0, first, 8]))
+
+        call(1)
+        (captured,) = ring._executors.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            call(1)
+        call(2)
+        assert captured not in ring._executors.values() and ring._captured == [captured]

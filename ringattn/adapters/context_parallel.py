@@ -59,7 +59,7 @@ def context_parallel(
     _last[ring] = seq.layout, seq.documents
     with torch.no_grad():
         shards = [seq.shard(one, dim) for one, dim in zip(buffers, dims, strict=True)]
-        wholes = [one.detach() for one in buffers]
+        wholes = [None if id(one) in kept else one.detach() for one in buffers]
         for one, shard in zip(buffers, shards, strict=True):
             _hold(one, shard)
     try:
@@ -68,7 +68,7 @@ def context_parallel(
     finally:
         with torch.no_grad():
             for one, whole in zip(buffers, wholes, strict=True):
-                if id(one) not in kept:
+                if whole is not None:
                     _hold(one, whole)
 
 
