@@ -106,7 +106,7 @@ def test_local_attention_is_torchs_own() -> None:
 
 def test_context_parallel_shards_redirects_and_restores() -> None:
     def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
-        x, other, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2)
+        x, other, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2).clone()
         view, place = x[0], x.data_ptr()
         memory = weakref.ref(left.untyped_storage())
         with context_parallel(
