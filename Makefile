@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes that share the test files; most tests wait for each other's ranks, and each rank has one thread.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint demo bench gpu-here gpu-check gpu-check-nccl gpu-check-kernels gpu-check-speed gpu-tune clean
@@ -20,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint ## ruff, mypy and the tests on CPU
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
