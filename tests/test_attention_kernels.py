@@ -18,14 +18,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
     failed = {name: why for name, why in outcomes.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("prefix", "cases"),
     [("test_one_launch_is_right", 12), ("test_carried_steps_equal_one_launch", 18), ("test_gradients_are_right", 12)],

@@ -109,7 +109,7 @@ def golden() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TESTED)
 def test_an_entry(name: str, entries: dict[str, Finding], golden: dict[str, Any]) -> None:
     finding = entries[name]

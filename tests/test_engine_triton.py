@@ -29,7 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
     failed = {name: why for name, why in outcomes.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
@@ -38,7 +38,7 @@ def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_carried_steps_equal_one_launch_bitwise(outcomes: dict[str, str]) -> None:
     """Two, four and eight steps in float32, float16 and bfloat16, each case by its name in the interpreted suite."""
     cases = {name: why for name, why in outcomes.items() if "::test_carried_steps_equal_one_launch" in name}

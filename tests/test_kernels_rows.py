@@ -12,7 +12,7 @@ FEWEST = 60  # tests; fewer have not been collected
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_in_the_interpreter(tmp_path: Path) -> None:
     outcomes = outcomes_of("tests/interpreter_rows", tmp_path, ("test_qkv", "not test_qkv"))
     failed = {name: why for name, why in outcomes.items() if why}
