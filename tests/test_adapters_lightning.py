@@ -145,6 +145,17 @@ def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:
     assert sum(some for some, _ in found) / 3 == pytest.approx(9 / 6) and {none for _, none in found} == {0.0}
 
 
+def test_given_labels_are_compared_too() -> None:
+    def body(ring: Ring) -> None:
+        mixin, tokens = RingMixin(), torch.arange(8)[None]
+        mixin.ring = ring
+        with pytest.raises(InputError, match=r"different batches, labels differ; .*use_distributed_sampler=False"):
+            mixin.ring_shard(tokens, tokens + ring.rank)
+        mixin.ring_shard(tokens, tokens)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
 def test_rings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="ring_size=2 does not divide the trainer's 1 ranks"):
         trainer(devices=1).fit(Model(2, "ring"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ringattn.adapters.transformers_mask import mask_spec
 from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer, shard_batch
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapter_models import Encoder, tiny_model
+from tests.adapter_models import Encoder, filled, tiny_model
 from tests.adapter_ranks import TOKENS, batches, forward, llama
 
 adapter.register()
@@ -99,7 +100,86 @@ def test_labels_of_which_the_model_would_make_another_loss() -> None:
 
     refused(lambda ring, seq: call(seq), r"labels without shift_labels.*seq\.shard_labels")
     refused(lambda ring, seq: call(seq, shift_labels=shifted(seq)), "labels without num_items_in_batch make a mean")
+
+    def routed(seq: Sequence, given: bool) -> Any:
+        options = {"shift_labels": shifted(seq), "num_items_in_batch": 26}
+        if given:
+            return call(seq, lambda: experts(False), output_router_logits=True, **options)
+        return call(seq, lambda: experts(True), **options)
+
+    for given in (False, True):
+        refused(lambda ring, seq, given=given: routed(seq, given), "output_router_logits beside labels: Mixtral")
     refused(lambda ring, seq: call(seq, masked), "BertForMaskedLM would make its loss of this rank's tokens alone")
+
+
+def experts(routed: bool) -> Any:
+    small = tiny_model("llama", "eager").config
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=routed, pad_token_id=small.pad_token_id,
+        experts_implementation="eager",
+    )  # fmt: skip
+    return filled(transformers.MixtralForCausalLM(config))
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+
+    def prepared(ring: Ring, seq: Sequence) -> None:
+        forward(seq, adapter.prepare(llama()), **({"position_ids": None} if ring.rank else {}))
+
+    def masked(ring: Ring, seq: Sequence) -> None:
+        tokens = seq.counts[ring.rank]
+        forward(seq, llama(), attention_mask=torch.zeros(1, 1, tokens, tokens) if ring.rank else None)
+
+    def dropped(ring: Ring, seq: Sequence) -> None:
+        forward(seq, llama(attention_dropout=0.1 if ring.rank else 0.0))
+
+    refused(prepared, "position_ids are missing")
+    refused(masked, "a mask of its own")
+    refused(dropped, r"attention dropout is 0\.1")
+
+
+# --- text or tower ---------------------------------------------------------------------------------------------------
+
+
+def text_of_siglip(attention: str) -> Any:
+    config = transformers.SiglipTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, projection_size=32,
+    )  # fmt: skip
+    model = filled(transformers.SiglipTextModel(config))
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("prepared", ["text", "copied"])
+def test_text_whose_name_is_that_of_a_tower_goes_through_the_ring(prepared: str) -> None:
+    tokens, places = batches()["plain"].tokens[:1], torch.arange(TOKENS)[None]
+    true = text_of_siglip("eager")(input_ids=tokens, position_ids=places).last_hidden_state
+
+    def body(ring: Ring) -> float:
+        model, seq = adapter.prepare(text_of_siglip("ringattn")), ring.sequence(TOKENS)
+        model = deepcopy(model) if prepared == "copied" else model
+        out = forward(seq, model)
+        return (seq.gather(out.last_hidden_state.detach()) - true).abs().max().item()
+
+    assert max(run_ranks(2, body)) < 1e-5  # rounded to float32 in eager attention
+
+
+def test_what_may_be_text_is_refused_where_it_was_not_prepared() -> None:
+    refused(lambda ring, seq: forward(seq, text_of_siglip("ringattn")), r"may be a tower .*prepare\(model\) once")
+    lone = torch.tensor([[3, 4, 5]])
+
+    def whole(ring: Ring) -> None:
+        model, seq, places = text_of_siglip("ringattn"), ring.sequence(TOKENS), torch.arange(3)[None]
+        out = forward(seq, model, input_ids=lone, position_ids=places).last_hidden_state
+        alone = text_of_siglip("sdpa")(input_ids=lone, position_ids=places).last_hidden_state
+        torch.testing.assert_close(out, alone)
+        with pytest.raises(InputError, match="no sequence is active"):
+            model(input_ids=lone)
+
+    run_ranks(2, whole, timeout_s=10.0)
 
 
 def test_masks_that_have_no_form_here() -> None:
@@ -121,9 +201,7 @@ def test_functions_of_a_mask_that_are_not_known() -> None:
     def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return k < 3
 
-    spec = masking_utils.create_causal_mask(
-        llama().config, torch.zeros(1, 9, 4), None, None, or_mask_function=prefix
-    )
+    spec = masking_utils.create_causal_mask(llama().config, torch.zeros(1, 9, 4), None, None, or_mask_function=prefix)
     assert any("prefix" in name for name in spec.unknown)
     with Ring() as ring, pytest.raises(UnsupportedError, match=r"made with .*prefix, .*or_mask, which is neither"):
         spec.rows(ring.sequence(9), lambda rows: None)
@@ -190,8 +268,44 @@ def test_batches_that_cannot_be_sharded() -> None:
     both = {"input_ids": tokens.repeat(2, 1), "position_ids": places.repeat(2, 1)}
     refused(lambda ring, seq: shard_batch(ring, both), "neither those of whole rows nor of documents")
     refused(lambda ring, seq: shard_batch(ring, {"input_ids": tokens, "pixels": tokens}), "how pixels lies over ranks")
-    differ = "do not ask for the same:\n.*batch"
-    refused(lambda ring, seq: shard_batch(ring, {"input_ids": tokens + ring.rank}), differ, DisagreementError)
+    for name in ("input_ids", "labels", "attention_mask", "pixels"):
+
+        def call(ring: Ring, seq: Sequence, name: str = name) -> Any:
+            return shard_batch(ring, {"input_ids": tokens, name: (tokens + ring.rank).bfloat16()})
+
+        refused(call, f"different batches, {name} differ; every rank", DisagreementError)
+    more = {"input_ids": tokens, "pixels": tokens}
+    differ = "different batches, pixels differ"
+    refused(lambda ring, seq: shard_batch(ring, more if ring.rank else {"input_ids": tokens}), differ)
+
+
+def test_what_tells_of_documents_agrees() -> None:
+    tokens = torch.arange(1, 13)[None]
+    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    marks = torch.tensor([[0] * 5 + [1] * 7])
+    ones, padded = torch.ones_like(tokens), torch.ones_like(tokens)
+    padded[:, -3:] = 0
+
+    def call(ring: Ring, **more: Tensor) -> tuple[Sequence, Any]:
+        return shard_batch(ring, {"input_ids": tokens, **more})
+
+    def body(ring: Ring) -> None:
+        for given in ({"position_ids": places, "attention_mask": ones}, {"seq_idx": marks},
+                      {"position_ids": places, "seq_idx": marks}):  # fmt: skip
+            seq, mine = call(ring, **given)
+            assert seq.documents == (0, 5, 12) and torch.equal(mine["position_ids"], seq.shard(places))
+        counted = torch.arange(12)[None] - 2
+        left = ones.clone()
+        left[:, :2] = 0
+        seq, mine = call(ring, position_ids=counted, attention_mask=left)
+        assert seq.documents is None and torch.equal(mine["position_ids"], seq.shard(counted))
+
+    run_ranks(2, body)
+    refused(lambda ring, seq: call(ring, position_ids=places, attention_mask=padded), "beside an attention_mask with")
+    refused(lambda ring, seq: call(ring, position_ids=places, seq_idx=ones.cumsum(1) // 4), "several ways to cut it")
+    refused(lambda ring, seq: call(ring, position_ids=places, cu_seq_lens_q=torch.tensor([0, 12])), "several ways")
+    refused(lambda ring, seq: call(ring, seq_idx=torch.zeros_like(tokens), position_ids=places), "several ways to cut")
+    refused(lambda ring, seq: call(ring, position_ids=places[None]), "are not \\(rows, tokens\\)")
 
 
 def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

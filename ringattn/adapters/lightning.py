@@ -9,7 +9,6 @@ Does not know: the model.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from ringattn.adapters.alike import check_alike
 from ringattn.adapters.hosts import require_checked
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -67,12 +67,11 @@ class RingMixin:
         `labels`: aligned with tokens already; None for the next tokens, shifted over the whole sequence. Raises
         `InputError` on every rank where the ring's ranks hold different batches, as under Lightning's own sampler.
         """
-        digest = str(zlib.crc32(tokens.detach().cpu().numpy().tobytes()))
-        if len(set(self.ring.told_by_all(digest))) > 1:
-            raise InputError(
-                f"rank {self.ring.rank}: the ranks of a ring hold different batches; give the Trainer "
-                "use_distributed_sampler=False and the DataLoader sampler=self.ring_sampler(dataset)"
-            )
+        batch = {"tokens": tokens} if labels is None else {"tokens": tokens, "labels": labels}
+        check_alike(
+            self.ring, batch,
+            "give the Trainer use_distributed_sampler=False and the DataLoader sampler=self.ring_sampler(dataset)",
+        )  # fmt: skip
         seq = self.ring.sequence(tokens.shape[1], layout=layout)
         return seq, seq.shard(tokens), seq.shard_labels(tokens) if labels is None else seq.shard(labels)
 

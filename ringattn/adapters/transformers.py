@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
@@ -36,6 +37,9 @@ NAME = "ringattn"
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
 """Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
+
+PART = "ringattn_part"
+"""The attribute by which `prepare` marks modules as "text" or "tower"; copies of a model keep it."""
 
 _prepared: WeakSet[nn.Module] = WeakSet()
 _positions: ContextVar[Tensor | None] = ContextVar("ringattn_positions", default=None)
@@ -52,9 +56,10 @@ def register() -> None:
 def prepare(model: Any) -> Any:
     """Let the text part of a PreTrainedModel attend through the ring, and check the inputs of its every call.
 
-    Towers for images and sound keep their attention: they are not sharded. Under an active sequence of several ranks
-    a call needs the position_ids of this rank's tokens, and beside labels shift_labels and num_items_in_batch; else
-    it raises `InputError`. Returns the model. Raises `UnsupportedError` for a model whose attention cannot be set.
+    Towers for images and sound, which have configurations of their own, keep their attention: they are not sharded.
+    Under an active sequence of several ranks a call needs the position_ids of this rank's tokens, and beside labels
+    shift_labels and num_items_in_batch, and no loss of routers; else it raises `InputError`. Returns the model. Raises
+    `UnsupportedError` for a model whose attention cannot be set.
     """
     register()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
@@ -68,11 +73,27 @@ def prepare(model: Any) -> Any:
             f"{type(model).__name__} did not let its attention be set to {NAME!r}; only models whose attention goes "
             "through transformers' AttentionInterface can attend through a ring"
         )
+    _mark_parts(model, text)
     if model not in _prepared:
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward, always_call=True)
         _prepared.add(model)
     return model
+
+
+def _mark_parts(model: nn.Module, text: Any) -> None:
+    """Modules of the text's configuration are text, modules of another sub-model's are a tower's."""
+    towers = _parts_of(model.config) - _parts_of(text)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is text or id(config) in towers:
+            setattr(module, PART, "text" if config is text else "tower")
+
+
+def _parts_of(config: Any) -> set[int]:
+    """The configurations of all sub-models, by identity."""
+    subs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return {id(config)}.union(*(_parts_of(sub) for sub in subs if sub is not None))
 
 
 def attention_forward(
@@ -90,26 +111,33 @@ def attention_forward(
     query (batch, q_heads, tokens, d_k), key (batch, kv_heads, tokens, d_k), value (batch, kv_heads, tokens, d_v), this
     rank's shards of the active sequence. Returns (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its.
     """
-    if _is_tower(module, attention_mask):
+    if _is_tower(module, query, attention_mask):
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
     if active is not None and isinstance(attention_mask, MaskSpec):
-        attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
+        with refused_by_all(active.ring):
+            attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
     seq = sequence_of(query, 2, module)
     if seq is None:
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
-    if not isinstance(attention_mask, MaskSpec):
-        raise UnsupportedError(
-            f"{type(module).__name__} got {'no mask' if attention_mask is None else 'a mask of its own'}, not one that "
-            "transformers made for the attention implementation; its meaning over ranks is not known"
-        )
-    _refuse_options(module, dropout, kwargs)
+    with refused_by_all(seq.ring):
+        spec = _known_mask(module, attention_mask)
+        _refuse_options(module, dropout, kwargs)
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
-    spec, sinks = attention_mask, kwargs.get("s_aux")
+    sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
     rows = spec.rows(seq, lambda found: _refuse_inputs(spec, found, seq, module, kwargs))
     return _by_rows(rows, q, k, v, options).contiguous(), None
+
+
+def _known_mask(module: nn.Module, mask: object) -> MaskSpec:
+    if not isinstance(mask, MaskSpec):
+        raise UnsupportedError(
+            f"{type(module).__name__} got {'no mask' if mask is None else 'a mask of its own'}, not one that "
+            "transformers made for the attention implementation; its meaning over ranks is not known"
+        )
+    return mask
 
 
 def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -175,13 +203,14 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
         return
     given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-    if given.get("labels") is not None:
-        _check_loss(model, given)
-    if given.get("position_ids") is None:
-        raise InputError(
-            "position_ids are missing, and the model would count from 0 on every rank: pass "
-            "position_ids=seq.positions()[None]"
-        )
+    with refused_by_all(seq.ring):
+        if given.get("labels") is not None:
+            _check_loss(model, given)
+        if given.get("position_ids") is None:
+            raise InputError(
+                "position_ids are missing, and the model would count from 0 on every rank: pass "
+                "position_ids=seq.positions()[None]"
+            )
     _positions.set(given["position_ids"])
 
 
@@ -191,6 +220,11 @@ def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} would make its loss of this rank's tokens alone: leave labels out and make the "
             "loss of its logits, added over ranks and divided by the number of labels of all"
+        )
+    if _adds_router_loss(model, given):
+        raise UnsupportedError(
+            f"output_router_logits beside labels: {type(model).__name__} would add the whole routers' loss of this "
+            "rank's tokens on every rank; set it to False, or leave labels out and make both losses"
         )
     if given.get("shift_labels") is None:
         raise InputError(
@@ -202,6 +236,15 @@ def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
             "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "
             "all ranks, and add the losses"
         )
+
+
+def _adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether this call makes a loss of its routers, which the argument says, or else any configuration of the text."""
+    asked = given.get("output_router_logits")
+    if asked is not None:
+        return bool(asked)
+    configs = model.config, model.config.get_text_config(decoder=True)
+    return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
 def _after_forward(model: nn.Module, args: object, out: object) -> None:
@@ -245,8 +288,32 @@ def _refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -
         raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
 
 
-def _is_tower(module: nn.Module, mask: object) -> bool:
-    """Whether it attends over an image or sound, of which every rank has the whole."""
+def _is_tower(module: nn.Module, query: Tensor, mask: object) -> bool:
+    """Whether it attends over an image or sound, of which every rank has the whole.
+
+    Known of modules that `prepare` has marked. Of others only what looks like a tower and gets other numbers of tokens
+    than a shard has is one: raises `InputError` on all ranks where it gets as many.
+    """
+    if (part := getattr(module, PART, None)) is not None:
+        return bool(part == "tower")
+    if not _looks_like_tower(module, mask):
+        return False
+    if torch._C._current_graph_task_id() != -1:  # inside backward, of a forward pass that was checked
+        return True
+    seq = active_sequence()
+    if seq is None:
+        return False  # attention is local where `sequence_of` allows that
+    if seq.ring.world_size > 1 and query.shape[2] == seq.counts[seq.ring.rank]:
+        with refused_by_all(seq.ring):
+            raise InputError(
+                f"rank {seq.ring.rank}: {type(module).__name__} may be a tower that sees a whole image, or text of "
+                f"which the {query.shape[2]} tokens are this rank's: call ringattn.adapters.transformers.prepare("
+                "model) once, which tells them apart, or call a tower inside `with ring.activate(None):`"
+            )
+    return True
+
+
+def _looks_like_tower(module: nn.Module, mask: object) -> bool:
     if getattr(module, "is_causal", False) or (isinstance(mask, MaskSpec) and mask.causal):
         return False
     config: Any = getattr(module, "config", None)
