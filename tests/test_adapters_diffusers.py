@@ -169,7 +169,7 @@ def test_what_is_refused() -> None:
                 model.attn2(x, encoder_hidden_states=words)
             with pytest.raises(InputError, match="attention_mask: attention over a ring takes no mask"):
                 model.attn1(x, attention_mask=torch.zeros(1, 1, 4))
-            with pytest.raises(InputError, match="attention_mask: joint attention over a ring takes no mask"):
+            with pytest.raises(InputError, match="attention_mask: joint attention takes no mask here"):
                 RingFluxAttnProcessor()(None, x, attention_mask=torch.ones(1))
 
     run_ranks(2, body)
@@ -182,6 +182,38 @@ def test_what_is_refused() -> None:
         attention.fused_projections = True
         with pytest.raises(InputError, match="unfuse_qkv_projections"):
             attention(x)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+    x, mask = randn(1, 4, DIM), torch.zeros(1, 1, 4)
+
+    def body(ring: Ring) -> None:
+        model, image, wrong = block(), flux(), mask if ring.rank else None
+        model.attn1.set_processor(RingAttnProcessor())
+        image.set_attn_processor(RingFluxAttnProcessor())
+        joint, attention = JointSequence(ring, 4, 4), image.single_transformer_blocks[0].attn
+        with ring.activate(ring.sequence(8)), pytest.raises(InputError, match="attention_mask"):
+            model.attn1(x, attention_mask=wrong)
+        with ring.activate(joint), pytest.raises(InputError, match="attention_mask"):
+            attention(x, attention_mask=wrong)
+        with pytest.raises(InputError, match="tokens"):
+            joint.gather_image(torch.zeros(1, 2 + ring.rank, 4))
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_a_norm_over_tokens_is_refused_beside_whole_text() -> None:
+    x, words = randn(1, 4, DIM), randn(1, 6, 12)
+
+    def body(ring: Ring) -> None:
+        model = block()
+        model.attn2.set_processor(RingAttnProcessor())
+        model.attn2.group_norm = nn.GroupNorm(2, DIM)
+        with ring.activate(ring.sequence(8)), pytest.raises(InputError, match="group_norm and spatial_norm go over"):
+            model.attn2(x, encoder_hidden_states=words, kv_seq="whole")
+
+    run_ranks(2, body, timeout_s=10.0)
 
 
 def test_the_page_runs() -> None:

@@ -9,6 +9,7 @@ Does not know: embeddings of patches and positions; a caller shards tokens and t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
+from ringattn.activation import active_sequence
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.hosts import require_checked
@@ -48,8 +51,8 @@ class JointSequence(Sequence):
         return self._part(x, dim, self.text_tokens, self.length)
 
     def gather_image(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All image tokens of the ranks' parts, in order; a collective call, differentiable like `Sequence.gather`."""
-        text = self.counts[self.ring.rank] - x.shape[dim]
+        """All image tokens of the ranks' parts, in order; with errors, and differentiable, as `Sequence.gather` is."""
+        text = int((self.positions() < self.text_tokens).sum())
         whole = self.gather(torch.cat([x.new_zeros(*x.shape[:dim], text, *x.shape[dim + 1 :]), x], dim), dim)
         return whole.narrow(dim, self.text_tokens, self.image_tokens)
 
@@ -75,10 +78,11 @@ class RingFluxAttnProcessor:
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Shapes are those of diffusers, of this rank's tokens. Raises `InputError` for a mask, fused projections."""
-        if attention_mask is not None:
-            raise InputError("attention_mask: joint attention over a ring takes no mask; leave padding out of the text")
-        if getattr(attn, "fused_projections", False):
-            raise InputError("fused projections are not known here; call unfuse_qkv_projections() on the model")
+        with _refused_by_all():
+            if attention_mask is not None:
+                raise InputError("attention_mask: joint attention takes no mask here; leave padding out of the text")
+            if getattr(attn, "fused_projections", False):
+                raise InputError("fused projections are not known here; call unfuse_qkv_projections() on the model")
         q, k, v = (to(hidden_states).unflatten(-1, (-1, attn.head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v))
         q, k = attn.norm_q(q), attn.norm_k(k)
         text = 0
@@ -115,25 +119,38 @@ class RingAttnProcessor(AttnProcessor2_0):
     ) -> Tensor:
         """(batch, tokens, dim) of this rank. Raises `InputError` for masks over a ring, and for norms over tokens."""
         seq = sequence_of(hidden_states, 1, attn)
-        if seq is None or (encoder_hidden_states is not None and kv_seq == "whole"):
+        is_cross = encoder_hidden_states is not None
+        is_whole = is_cross and isinstance(kv_seq, str) and kv_seq == "whole"
+        if seq is not None:
+            with refused_by_all(seq.ring):
+                _refuse(attn, attention_mask, kv_seq if is_cross else seq, is_whole)
+        if seq is None or is_whole:
             alone: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return alone
-        if attention_mask is not None:
-            raise InputError("attention_mask: attention over a ring takes no mask; leave padding out of the text")
-        if attn.spatial_norm is not None or attn.group_norm is not None:
-            raise InputError("group_norm and spatial_norm go over all tokens, of which this rank has a part")
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        if encoder_hidden_states is None:
-            kv_seq = seq
-        elif attn.norm_cross:
+        if is_cross and attn.norm_cross:
             source = attn.norm_encoder_hidden_states(source)
-        if not isinstance(kv_seq, Sequence):
-            raise InputError(
-                'cross attention over a ring needs cross_attention_kwargs={"kv_seq": its Sequence or "whole"}'
-            )
+        other = kv_seq if isinstance(kv_seq, Sequence) and is_cross else seq
         q, k, v = attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
-        out = attn.to_out[1](attn.to_out[0](attend(seq, q, k, v, kv_seq=kv_seq).flatten(2)))
+        out = attn.to_out[1](attn.to_out[0](attend(seq, q, k, v, kv_seq=other).flatten(2)))
         return (out + hidden_states if attn.residual_connection else out) / attn.rescale_output_factor
+
+
+def _refused_by_all() -> AbstractContextManager[None]:
+    """For what a processor refuses before it has asked for its sequence."""
+    seq = active_sequence()
+    return refused_by_all(None if seq is None else seq.ring)
+
+
+def _refuse(attn: Any, mask: Tensor | None, kv_seq: object, is_whole: bool) -> None:
+    if attn.spatial_norm is not None or attn.group_norm is not None:
+        raise InputError("group_norm and spatial_norm go over all tokens, of which this rank has a part")
+    if is_whole:
+        return
+    if mask is not None:
+        raise InputError("attention_mask: attention over a ring takes no mask; leave padding out of the text")
+    if not isinstance(kv_seq, Sequence):
+        raise InputError('cross attention over a ring needs cross_attention_kwargs={"kv_seq": its Sequence or "whole"}')
