@@ -233,6 +233,24 @@ def test_what_is_refused() -> None:
                 core(ring)(x, x, x, None, attn_mask_type=kind)
 
 
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+
+    def body(ring: Ring) -> None:
+        x, mask = torch.zeros(4 - ring.rank, 1, 4, 8, dtype=torch.float64), torch.ones(4, 4, dtype=torch.bool)
+        with pytest.raises(InputError, match="3 local tokens are not two equal chunks"):
+            core(ring)(x, x[:, :, :2], x[:, :, :2], None)
+        x = torch.zeros(4, 1, 4, 8, dtype=torch.float64)
+        with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
+            core(ring)(x, x[:, :, :2], x[:, :, :2], mask if ring.rank else None)
+        real = torch.tensor([0, 8])
+        uneven = PackedSeqParams("thd", torch.tensor([0, 3, 8]) if ring.rank else real, real)
+        with pytest.raises(InputError, match="must each be padded to a multiple"):
+            core(ring)(x[:, 0], x[:, 0, :2], x[:, 0, :2], None, packed_seq_params=uneven)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
 def test_the_page_runs() -> None:
     page = Path(__file__).resolve().parent.parent / "docs" / "embedding-megatron.md"
     exec(

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ringattn import InputError, Ring
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -180,6 +183,47 @@ def test_what_is_refused() -> None:
             module(x, x, x, attention_masks=(ring.sequence(5),))
         with pytest.raises(InputError, match="RingAttention does not know score_mod"):
             module(x, x, x, score_mod=abs)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+    tokens, labels, positions = batch()
+    module = adapter.RingAttention.Config().build()
+
+    def body(ring: Ring) -> None:
+        extra = {} if ring.rank else {"positions": positions}
+
+        def step() -> None:
+            adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device)
+            ring.barrier()  # the next call of the others
+
+        with pytest.raises(InputError, match=r"positions.* is missing"):
+            step()
+        x = torch.zeros(2, 5, 1, 8)
+        with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
+            module(x, x, x, attention_masks=(ring.sequence(10),) * (2 - ring.rank))
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_heads_over_ranks_of_tensor_parallelism() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module = adapter.RingAttention.Config().build()
+        heads = [DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v)]
+        out = module(*heads, out_transform=lambda out, lse: out * lse[..., None])
+        assert isinstance(out, DTensor) and out.placements == (Shard(2),)
+        truth, lse = dense_attention(q, k, v, causal=True)
+        expected = truth * lse.transpose(1, 2)[..., None]
+        torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
+        with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over the ranks"):
+            module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_page_runs() -> None:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.errors import InputError
@@ -99,22 +100,21 @@ class RingCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Returns (tokens, batch, heads * dim), or packed (tokens, heads * dim). Raises `InputError` for any mask."""
-        if attention_mask is not None or attention_bias is not None:
-            raise InputError(
-                "attention_mask and attention_bias must be None: RingCoreAttention masks by attn_mask_type and by "
-                "packed_seq_params (--no-create-attention-mask-in-dataloader)"
-            )
         mask = attn_mask_type or self.attn_mask_type
-        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        if mask not in _CAUSAL or (mask.name.startswith("padding") and not packed):
-            raise InputError(
-                f"attn_mask_type={mask.name}: a ring knows causal and no_mask, and padding if packed (thd)"
-            )
-        if packed:
-            assert packed_seq_params is not None
-            seq = _packed_sequence(ring_of(packed_seq_params.cp_group or self.cp_group), packed_seq_params)
-        else:
-            seq = _sequence(ring_of(self.cp_group), query.shape[0])
+        params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
+        packed = params is not None
+        ring = ring_of((params and params.cp_group) or self.cp_group)
+        with refused_by_all(ring):
+            if attention_mask is not None or attention_bias is not None:
+                raise InputError(
+                    "attention_mask and attention_bias must be None: RingCoreAttention masks by attn_mask_type and by "
+                    "packed_seq_params (--no-create-attention-mask-in-dataloader)"
+                )
+            if mask not in _CAUSAL or (mask.name.startswith("padding") and not packed):
+                raise InputError(
+                    f"attn_mask_type={mask.name}: a ring knows causal and no_mask, and padding if packed (thd)"
+                )
+            seq = _sequence(ring, query.shape[0]) if params is None else _packed_sequence(ring, params)
         causal, (left, right) = _CAUSAL[mask], self.window_size
         q, k, v = (x[None] if packed else x.transpose(0, 1) for x in (query, key, value))
         out = seq.ring.attention(

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.tensor_parallel import local_heads
 from ringattn.errors import InputError
 from ringattn.sequence import Sequence
 
@@ -64,11 +65,12 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
         """Returns (batch, tokens, heads, head_dim), or what `out_transform` makes of it and lse (batch, tokens, heads).
 
         `attention_masks`: what `prepare_context_parallel_input` made; None: the active sequence, see `sequence_of`.
-        DTensors are taken at this rank. Raises `InputError` for any other mask and for unknown arguments.
+        DTensors with sharded heads are taken at this rank, and results are DTensors too, see `local_heads` for other
+        ones. Raises `InputError` for any other mask and for unknown arguments.
         """
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
-        q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLNH, k_BLNH, v_BLNH))
+        (q, k, v), whole = local_heads((q_BLNH, k_BLNH, v_BLNH), 2)
         if attention_masks is None:
             rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
         else:
@@ -81,7 +83,8 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
             each = [seq.ring.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], seq, **options)
                     for i, seq in enumerate(rows)]  # fmt: skip
             out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
-        return out if out_transform is None else out_transform(out, lse.transpose(1, 2))
+        out, lse = whole(out), whole(lse.transpose(1, 2))
+        return out if out_transform is None else out_transform(out, lse)
 
 
 def prepare_context_parallel_input(
@@ -99,19 +102,21 @@ def prepare_context_parallel_input(
     or None (contiguous); `device` and `ptrr_mask_key` are not needed. Labels are torchtitan's, shifted already.
     Raises `InputError` without positions, beside other attention masks, and for other load balancers.
     """
-    if load_balancer_type not in _LAYOUTS:
-        raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring knows 'headtail' and None")
-    if extra_kwargs.get("attention_masks") is not None:
-        raise InputError("attention_masks were made already: take RingAttention.Config as the model's inner_attention")
-    if extra_kwargs.get("positions") is None:
-        raise InputError("extra_kwargs['positions'] is missing: rotary positions of shards cannot be told without it")
-    positions = extra_kwargs["positions"]
-    seq = ring_of(cp_mesh).sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
-    rows = tuple(
-        seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs))
-    )
-    shards = {"positions": seq.shard(positions), "attention_masks": rows}
-    return seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
+    ring = ring_of(cp_mesh)
+    with refused_by_all(ring):
+        if load_balancer_type not in _LAYOUTS:
+            raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring knows 'headtail' and None")
+        if extra_kwargs.get("attention_masks") is not None:
+            raise InputError("attention_masks were made already: take RingAttention.Config as inner_attention")
+        if extra_kwargs.get("positions") is None:
+            raise InputError("extra_kwargs['positions'] is missing: rotary positions of shards are not known without")
+        positions = extra_kwargs["positions"]
+        seq = ring.sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
+        rows = tuple(
+            seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs))
+        )
+        shards = {"positions": seq.shard(positions), "attention_masks": rows}
+        return seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
 
 
 def _starts(positions: Tensor) -> list[list[int]]:
@@ -126,5 +131,6 @@ def _checked(masks: Any, batch: int) -> Rows:
             "ringattn.adapters.torchtitan.prepare_context_parallel_input made"
         )
     if len(masks) != batch:
-        raise InputError(f"attention_masks has {len(masks)} rows, the batch has {batch}")
+        with refused_by_all(masks[0].ring):
+            raise InputError(f"attention_masks has {len(masks)} rows, the batch has {batch}")
     return masks
