@@ -198,6 +198,50 @@ def test_what_is_refused() -> None:
             told("llama3_flash_attn_varlen")(flat, flat, flat, None, None, 5, 5, 1, slice(0, 5), group=ring)
 
 
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+
+    def body(ring: Ring) -> None:
+        cuts = torch.tensor([0, 2, 6 if ring.rank else 5])
+        flat, batch = torch.zeros(6, 1, 8), torch.zeros(1, 5 + ring.rank, 1, 8)
+        with pytest.raises(InputError, match="cu_seqlens ends at 5"):
+            told("ring_flash_attn_varlen")(flat, flat, flat, cuts, 4, group=ring)
+        with pytest.raises(InputError, match="two equal chunks"):
+            told("zigzag_ring_flash_attn")(batch, batch, batch, group=ring)
+        with pytest.raises(InputError, match="dropout_p"):
+            told("ring_flash_attn")(flat[None], flat[None], flat[None], 0.1 * ring.rank, group=ring)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_llama3_cuts_that_are_not_those_of_the_slice() -> None:
+    flat = torch.zeros(6, 1, 8)
+
+    def body(ring: Ring) -> None:
+        prepare = flash_attn.llama3_flash_attn_prepare_cu_seqlens
+        q, k, *longest, keys = prepare(torch.tensor([0, 4, 12]), True, ring.rank, 2)
+        others = prepare(torch.tensor([0, 4, 12]), True, 1 - ring.rank, 2)[-1]
+        for wrong in ((torch.tensor([0, 6]), torch.tensor([0, 6]), keys), (q, k, others), (q, None, keys)):
+            with pytest.raises(InputError, match="are not those of this rank's part of documents"):
+                told("llama3_flash_attn_varlen")(
+                    flat, flat, flat, *wrong[:2], *longest, 1, wrong[2], causal=True, group=ring
+                )
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_no_group_inside_of_a_ring_of_threads() -> None:
+    q = torch.ones(1, 4, 1, 8)
+
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match=r"group=None is this process alone here.*pass that ring as group"):
+            told("ring_flash_attn")(q, q, q)
+        ring.barrier()  # open until all have asked
+
+    run_ranks(2, body, timeout_s=10.0)
+    close_rings()
+
+
 def test_a_ring_is_opened_once_and_closed_when_told() -> None:
     q = torch.ones(1, 4, 1, 8)
     told("ring_flash_attn")(q, q, q)

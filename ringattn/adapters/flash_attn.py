@@ -7,7 +7,8 @@ is by keyword only. Every function takes one rank's equal part: (batch, tokens, 
 heads, head_dim) for varlen; `*_kvpacked_func` and `*_qkvpacked_func` take k and v, or all three, stacked before the
 heads. It returns out, and with `return_attn_probs` (out, lse, None), lse being (batch, heads, tokens) or (heads,
 tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group; see `groups.ring_of` for its ring.
-`deterministic` is met anyway.
+`deterministic` asks for nothing more: what a ring adds repeats its bits, and so do its own kernels; in backward on
+CUDA, torch's and flash-attn's (engines `aten`, `flash`) do only under `torch.use_deterministic_algorithms(True)`.
 Promises: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
 Does not know: positions and labels, which are the caller's, as with that package.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.groups import ring_of
 from ringattn.errors import InputError
 from ringattn.layout import Layout, make_layout
@@ -72,16 +74,24 @@ def llama3_flash_attn_prepare_cu_seqlens(
     those are. Raises `InputError` unless the tokens divide by `world_size`.
     """
     cuts = check_documents(cu_seqlens, None)
-    count, rest = divmod(cuts[-1], world_size)
-    if rest:
+    if cuts[-1] % world_size:
         raise InputError(f"{cuts[-1]} tokens do not divide by {world_size} ranks; pad the last document")
+    *both, first, last = _local_cuts(cuts, causal, rank, world_size)
+    q, k = (cu_seqlens.new_tensor(one) for one in both)
+    return q, k, int(q.diff().max()), int(k.diff().max()), KeySlice(first, last, cuts)
+
+
+def _local_cuts(
+    cuts: tuple[int, ...], causal: bool, rank: int, world_size: int
+) -> tuple[list[int], list[int], int, int]:
+    """Cuts of a rank's queries and of the keys that they need, both from 0, and which keys those are, (start, stop)."""
+    count = cuts[-1] // world_size
     start, stop = rank * count, (rank + 1) * count
     inner = [cut for cut in cuts if start < cut < stop]
     first = max(cut for cut in cuts if cut <= start)
     last = stop if causal else min(cut for cut in cuts if cut >= stop)
-    q = cu_seqlens.new_tensor([0, *(cut - start for cut in inner), count])
-    k = cu_seqlens.new_tensor([cut - first for cut in (first, *inner, last)])
-    return q, k, int(q.diff().max()), int(k.diff().max()), KeySlice(first, last, cuts)
+    q, k = [0, *(cut - start for cut in inner), count], [cut - first for cut in (first, *inner, last)]
+    return q, k, first, last
 
 
 def _batched(layout: str) -> Callable[..., Sequence]:
@@ -121,7 +131,18 @@ def _llama3(
     if not isinstance(local_k_slice, KeySlice):
         raise InputError("local_k_slice must come from llama3_flash_attn_prepare_cu_seqlens of this module")
     documents = local_k_slice.documents
+    given = (_numbers(cu_seqlens_q), _numbers(cu_seqlens_k), local_k_slice.start, local_k_slice.stop)
+    if all(given != _local_cuts(documents, causal, ring.rank, ring.world_size) for causal in (False, True)):
+        raise InputError(
+            f"rank {ring.rank}: cu_seqlens_q {given[0]}, cu_seqlens_k {given[1]} and keys {given[2]} to {given[3]} are "
+            f"not those of this rank's part of documents {documents}; pass what llama3_flash_attn_prepare_cu_seqlens "
+            "gave for this rank, and cut documents there"
+        )
     return Sequence(ring, make_layout("contiguous", documents[-1], ring.world_size), documents)
+
+
+def _numbers(cuts: object) -> object:
+    return cuts.tolist() if isinstance(cuts, Tensor) else cuts
 
 
 def _check_halves(layout: str, tokens: list[int]) -> None:
@@ -146,9 +167,10 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
         given = signature.bind(*args, **kwargs).arguments
         q, k, v = (x for p in stacks for x in _unstacked(given.pop(p.name), len(p.name)))
         facts = [given.pop(p.name) for p in told]
-        o = _Options(**given)
-        ring, packed = ring_of(o.group), bool(told)
-        seq = sequence(ring, q.shape[0 if packed else 1], *facts)
+        ring, packed = ring_of(given.get("group")), bool(told)
+        with refused_by_all(ring):
+            o = _Options(**given)
+            seq = sequence(ring, q.shape[0 if packed else 1], *facts)
         left, right = o.window_size
         q, k, v = (x[None] if packed else x for x in (q, k, v))
         out, lse = ring.attention(

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 
 from ringattn.errors import InputError
-from ringattn.ring import Ring
+from ringattn.ring import Ring, shared_ring_is_open
 
 
 class _Environment:
@@ -27,7 +27,8 @@ def ring_of(group: Any = None) -> Ring:
     """The ring of `group`: a Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
 
     A collective call of the group's ranks at its first use, see there for what is raised. A ring that has failed is
-    returned as it is, and says so when it is used. Raises `InputError` for a mesh of several dimensions without `cp`.
+    returned as it is, and says so when it is used. Raises `InputError` for a mesh of several dimensions without `cp`,
+    and for None where that is one rank while a ring of several is open: its parts would each attend to themselves.
     """
     if isinstance(group, Ring):
         return group
@@ -36,11 +37,17 @@ def ring_of(group: Any = None) -> Ring:
         if group.ndim != 1 and "cp" not in names:
             raise InputError(f"the mesh has dimensions {names}; context parallelism needs one called cp, or mesh[name]")
         group = group.get_group("cp" if "cp" in names else None)
+    asked = group
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else _ENVIRONMENT
     if group not in _rings:
         ring = _rings[group] = Ring(None if group is _ENVIRONMENT else group)
         finalize(group, ring.close)
+    if asked is None and _rings[group].world_size == 1 and shared_ring_is_open():
+        raise InputError(
+            "group=None is this process alone here, and a ring of several ranks is open, of which the tensors may be "
+            "parts: pass that ring as group"
+        )
     return _rings[group]
 
 
