@@ -32,6 +32,8 @@ class Part(NamedTuple):
 def load(config: TrainConfig) -> Documents:
     """The text that the configuration names. Raises `InputError`, with the key first, also if it is too short."""
     text = load_documents(config.text, config.separator, config.tokenizer)
+    if not len(text.tokens):
+        raise InputError(f"tokenizer={config.tokenizer}: makes no token of the text; choose another, or another text")
     if not config.pack_documents and len(text.tokens) < config.length_tokens:
         raise InputError(
             f"length_tokens={config.length_tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "

@@ -9,7 +9,6 @@ Does not know: how a step is trained.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -22,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from ringattn.errors import InputError
+from ringattn.launch.documents import Documents
 from ringattn.launch.mesh import join_process_group
 from ringattn.launch.model import Transformer
 from ringattn.launch.options import leaves
+from ringattn.launch.ranks import is_restarted, torchrun_job
 from ringattn.launch.train_config import TrainConfig
 from ringattn.rank_group import RankGroup
 
@@ -51,17 +51,27 @@ class Curve:
     grad_norms: list[float] = field(default_factory=list)
 
 
-def checkpoints_of(everyone: RankGroup, config: TrainConfig, text: Tensor) -> Checkpoints | None:
-    """The checkpoints of a run, None if it neither saves nor loads any. `text`: the tokens it learns, (tokens,)."""
+def checkpoints_of(everyone: RankGroup, config: TrainConfig, text: Documents) -> Checkpoints | None:
+    """The checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
-    return None if idle else Checkpoints(everyone, config, text)
+    seen = everyone.told_by_all(str(latest(Path(config.out_dir)) or ""))  # by one machine alone, where it is not shared
+    return None if idle and not any(seen) else Checkpoints(everyone, config, text)
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in the `out_dir` of a run, or None."""
-    found = (folder / "checkpoints").glob("step-*")
-    complete = [path for path in found if re.fullmatch(r"step-\d+", path.name) and (path / RUN).exists()]
-    return max(complete, key=_step_of, default=None)
+    complete = _complete(folder / "checkpoints")
+    return complete[-1] if complete else None
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder of them, the newest last."""
+    return sorted((path for path in _named(folder) if (path / RUN).exists()), key=_step_of)
+
+
+def _named(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint there."""
+    return [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
 
 
 def _step_of(path: Path) -> int:
@@ -71,15 +81,16 @@ def _step_of(path: Path) -> int:
 class Checkpoints:
     """The checkpoints of one run. All ranks call its methods together."""
 
-    def __init__(self, everyone: RankGroup, config: TrainConfig, text: Tensor) -> None:
-        """`text` is the tokens that the run learns, (tokens,). Raises `InputError` for ranks that are threads."""
+    def __init__(self, everyone: RankGroup, config: TrainConfig, text: Documents) -> None:
+        """`text` is what the run learns. Raises `InputError` for ranks that are threads."""
         if everyone.world_size > 1:
-            join_process_group(everyone, "checkpoint_every_steps")
+            saves = config.checkpoint_every_steps is not None
+            join_process_group(everyone, "checkpoint_every_steps" if saves else f"resume={config.resume}")
         self.everyone, self.config = everyone, config
         self.folder = Path(config.out_dir) / "checkpoints"
         # The same text may lie elsewhere, and another under the same name.
         facts = {key: value for key, value, _ in leaves(config) if key not in MAY_CHANGE}
-        self.facts = {**facts, "text": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
+        self.facts = {**facts, "text": text.digest()}
 
     def save_if_due(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
         """Save every `checkpoint_every_steps` and after the last step."""
@@ -99,18 +110,21 @@ class Checkpoints:
             dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if self.everyone.rank == 0:
             with (partial / RUN).open("w", encoding="utf-8") as run:
-                json.dump({"facts": self.facts, **asdict(curve)}, run)
+                json.dump({"facts": self.facts, "job": torchrun_job(), **asdict(curve)}, run)
                 run.flush()
                 os.fsync(run.fileno())
+            if path.exists():  # incomplete, or the run would have gone on from it or from a later one
+                shutil.rmtree(path)
             partial.rename(path)
-            for old in sorted(self.folder.glob("step-*[0-9]"), key=_step_of)[:-KEPT]:
+            for old in set(_named(self.folder)).difference(_complete(self.folder)[-KEPT:]):
                 shutil.rmtree(old)
 
     def resume(self, model: Transformer, optimizer: Optimizer) -> Curve:
         """Load what `resume` says into the model and its optimizer; the curve so far, empty for a run that begins.
 
         Raises `InputError`, with the key first, for a checkpoint that is not there, is of another run or of a later
-        step than the last, and where `resume` is not auto and the folder has checkpoints of its own.
+        step than the last, and where `resume` is not auto and the folder has checkpoints of its own, unless this is a
+        restart of the torchrun that saved them.
         """
         path = self._chosen()
         if path is None:
@@ -129,13 +143,14 @@ class Checkpoints:
     def _chosen(self) -> Path | None:
         """The checkpoint to go on from, the same on all ranks."""
         resume, own = self.config.resume, latest(Path(self.config.out_dir))
-        seen = self.everyone.told_by_all(str(own))
+        told = [json.loads(one) for one in self.everyone.told_by_all(json.dumps([str(own), _is_of_this_job(own)]))]
+        seen = [path for path, _ in told]
         if len(set(seen)) > 1:
             raise InputError(
                 f"out_dir={self.config.out_dir}: rank 0 sees the checkpoint {seen[0]} and rank {self.everyone.rank} "
                 f"{own}; all machines must share this folder"
             )
-        if resume == "auto":
+        if resume == "auto" or told[0][1]:  # rank 0 has saved it
             return own
         if own is not None:
             raise InputError(
@@ -153,6 +168,14 @@ class Checkpoints:
             theirs = f"has {found.get(key)}" if key != "text" else "was trained on another text"
             mine = self.config.text if key == "text" else self.facts.get(key)
             raise InputError(f"{key}={mine}: the checkpoint {path} {theirs}; choose another out_dir to begin anew")
+
+
+def _is_of_this_job(path: Path | None) -> bool:
+    """Whether this process is a restart and an earlier life of the same torchrun saved the checkpoint at `path`."""
+    if path is None or not is_restarted():
+        return False
+    job = json.loads((path / RUN).read_text(encoding="utf-8")).get("job")
+    return job is not None and job == torchrun_job()
 
 
 @contextmanager

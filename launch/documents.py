@@ -8,6 +8,7 @@ Does not know: ranks, shards, models.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +33,11 @@ class Documents:
     """0, then the end of each document; none is empty."""
     vocabulary: int
     """Number of different tokens."""
+
+    def digest(self) -> str:
+        """Of all that a run draws from, in hex: the same tokens in other documents are another text."""
+        facts = (torch.tensor([self.vocabulary, *self.cuts]), self.tokens.contiguous())
+        return hashlib.sha256(b"".join(hashlib.sha256(fact.numpy().tobytes()).digest() for fact in facts)).hexdigest()
 
 
 def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "") -> Documents:

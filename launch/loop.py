@@ -27,12 +27,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
-from ringattn.errors import InputError
-from ringattn.launch.batches import Part, drawn, load
+from ringattn.launch.alike import load_alike
+from ringattn.launch.batches import Part, drawn
 from ringattn.launch.checkpoints import Curve, checkpoints_of
 from ringattn.launch.documents import Documents
 from ringattn.launch.memory import PeakMemory
-from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import opened_mesh, replica_of
 from ringattn.launch.model import Attend, ModelConfig, Transformer
 from ringattn.launch.optimizers import local_bytes, make_optimizer, set_learning_rate, state_bytes
@@ -73,18 +72,16 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     in whatever process; `first_step` of this process, `step_s` from there, and `tokens_per_s` (median, without the
     first step; 0 if none was left), `replicated_bytes` (weights, gradients and optimizer state that every rank has; its
     own part under sharding), `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny
-    warm-up), `memory_method` and `counters`.
+    warm-up), `memory_method` and `counters`. Raises `InputError`, with the key first, on all ranks: also where they
+    have other configurations or texts than each other.
     """
     everyone = everyone or ring
-    check_switches(config, ring.device.type)
-    if everyone.world_size != config.replicas * ring.world_size:
-        raise InputError(f"replicas={config.replicas}: {everyone.world_size} ranks train in rings of {ring.world_size}")
-    text, replica = load(config), replica_of(everyone, ring)
+    text, replica = load_alike(everyone, ring, config), replica_of(everyone, ring)
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
     model, optimizer = make_model(everyone, config, text.vocabulary)
-    checkpoints = checkpoints_of(everyone, config, text.tokens)
+    checkpoints = checkpoints_of(everyone, config, text)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
     tokens = config.batch * config.length_tokens

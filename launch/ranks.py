@@ -60,6 +60,27 @@ def place_in_torchrun() -> Place | None:
     return None
 
 
+def is_restarted() -> bool:
+    """Whether torchrun has started this process in place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def torchrun_job() -> str | None:
+    """The torchrun that started this process, by a name that its restarts share and no other has; None without one.
+
+    torchrun's own run id is "none" for many jobs, and a process id is taken again.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    agent = os.getppid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        started = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {boot} {agent} {started}"
+
+
 def agreed_ranks(asked: int | None, key: str = "ranks") -> int:
     """How many ranks there will be: torchrun's world size, else `asked`, else 1.
 

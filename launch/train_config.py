@@ -104,6 +104,12 @@ def _check_data(config: TrainConfig) -> None:
         doublings(start, config.length_tokens)
         if config.ranks is not None and config.ranks > start:
             raise InputError(f"ranks={config.ranks}: more ranks than tokens (curriculum_start_tokens={start})")
+    shortest, key = (config.length_tokens, "length_tokens") if start is None else (start, "curriculum_start_tokens")
+    if config.prompt_tokens >= shortest:
+        raise InputError(
+            f"prompt_tokens={config.prompt_tokens}: leaves nothing to learn of a sequence of {key}={shortest}; read "
+            "fewer tokens"
+        )
     if config.pack_documents and config.micro_batch not in (None, 1):
         raise InputError(
             f"micro_batch={config.micro_batch}: sequences of packed documents pass one by one, each has its own "

@@ -71,6 +71,18 @@ def test_documents_of_a_file_keep_every_byte(tmp_path: Path) -> None:
         load_documents(str(file), separator="")
 
 
+def test_a_digest_tells_tokens_and_documents_apart() -> None:
+    documents = marked([3, 4])
+    assert documents.digest() == marked([3, 4]).digest()
+    others = [
+        marked([4, 3]),
+        marked([7]),
+        Documents(documents.tokens.flip(0), documents.cuts, documents.vocabulary),
+        Documents(documents.tokens, documents.cuts, 256),
+    ]
+    assert len({one.digest() for one in (documents, *others)}) == 5
+
+
 def test_the_language_reference_has_documents() -> None:
     documents = load_documents()
     assert len(documents.cuts) > 1000 and torch.equal(documents.tokens, load_text())

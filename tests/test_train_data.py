@@ -105,6 +105,11 @@ def test_a_tokenizer_gives_the_model_its_vocabulary(tmp_path: Path) -> None:
         ),
         (["curriculum_start_tokens=2", "curriculum_steps=5", "ranks=4"], "ranks=4: more ranks than tokens"),
         (["pack_documents=true", "micro_batch=2"], "micro_batch=2: sequences of packed documents pass one by one"),
+        (["prompt_tokens=2048"], "prompt_tokens=2048: leaves nothing to learn of a sequence of length_tokens=2048"),
+        (
+            ["prompt_tokens=256", "curriculum_start_tokens=256", "curriculum_steps=5"],
+            "prompt_tokens=256: leaves nothing to learn of a sequence of curriculum_start_tokens=256",
+        ),
         (["layout=per_document"], "layout=per_document: there are no documents"),
     ],
 )
@@ -119,3 +124,21 @@ def test_a_short_text_is_refused_unless_it_is_packed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^length_tokens=2048: the text has only 5 tokens"):
         load(config)
     assert load(replace(config, pack_documents=True)).cuts == (0, 5)
+
+
+def test_all_but_one_token_may_be_a_prompt() -> None:
+    load_train(["prompt_tokens=2047"])
+    load_train(["prompt_tokens=255", "curriculum_start_tokens=256", "curriculum_steps=5"])
+
+
+def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text(" \n\n ")
+    config = TrainConfig(text=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True)
+    with pytest.raises(InputError, match=r"^tokenizer=.*tokenizer\.json: makes no token of the text"):
+        load(config)
+    with pytest.raises(InputError, match=r"^tokenizer=.*tokenizer\.json: makes no token of the text"):
+        load(replace(config, pack_documents=False))

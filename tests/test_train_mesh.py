@@ -34,9 +34,9 @@ DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "
 
 
 def alone(config: TrainConfig) -> dict[str, Any]:
-    """The result of the same run in one process."""
+    """The result of the same run in one process, from its first step."""
     one = replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
-                  resume="never")  # fmt: skip
+                  resume="never", out_dir=TINY.out_dir)  # fmt: skip
     return run_ranks(1, lambda ring: loop.train(ring, one))[0]
 
 

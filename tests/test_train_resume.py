@@ -6,6 +6,7 @@ One process, bit by bit; other numbers of processes are in `test_train_mesh.py`.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 
 from ringattn import Ring
 from ringattn.errors import InputError
-from ringattn.launch import checkpoints, loop, train
+from ringattn.launch import checkpoints, loop, ranks, train
+from ringattn.launch.batches import load
 from ringattn.launch.checkpoints import MAY_CHANGE, Checkpoints, latest
 from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import leaves
-from ringattn.launch.text import load_text
 from ringattn.launch.train_config import TrainConfig
 from ringattn.testing import run_ranks
 
@@ -119,6 +120,23 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000010"
 
 
+def test_a_run_that_saves_nothing_goes_on_too(saved: TrainConfig) -> None:
+    again = run(replace(saved, steps=5, checkpoint_every_steps=None))
+    assert again["first_step"] == 3 and len(again["losses"]) == 5
+    assert names(Path(saved.out_dir)) == ["step-00000003"]
+
+
+def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
+    config = replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=2)
+    for name in ("step-00000004", "step-00000077", "step-00000078"):  # as a deletion that was stopped leaves them
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "remains").touch()
+    (tmp_path / "checkpoints" / "step-by-step-1").mkdir()
+    assert run(config)["first_step"] == 0
+    assert names(tmp_path) == ["step-00000004", "step-00000006", "step-by-step-1"]
+    assert run(config)["first_step"] == 6
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +159,8 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
         ({"steps": 2}, "steps=2: .*/step-00000003 has 3 steps behind it already"),
         ({"resume": "never"}, "resume=never: .*/step-00000003 is in out_dir already"),
         ({"resume": "elsewhere"}, "resume=elsewhere: .*/step-00000003 is in out_dir already"),
+        ({"resume": "never", "checkpoint_every_steps": None}, "resume=never: .*/step-00000003 is in out_dir already"),
+        ({"model_dim": 32, "checkpoint_every_steps": None}, "model.dim=32: the checkpoint .*/step-00000003 has 16"),
         ({"out_dir": "elsewhere", "resume": "/nowhere"}, "resume=/nowhere: no complete checkpoint is there"),
     ],
     ids=str,
@@ -183,11 +203,90 @@ def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monk
     def of_rank(ring: Ring) -> str:
         config = saved if ring.rank == 0 else replace(saved, out_dir=f"{saved.out_dir}-of-another-machine")
         with pytest.raises(InputError) as raised:
-            Checkpoints(ring, config, load_text()).resume(*loop.make_model(ring, config))
+            Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
         return str(raised.value)
 
     for told in run_ranks(2, of_rank):
         assert "rank 0 sees the checkpoint" in told and told.endswith("all machines must share this folder")
+
+
+def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
+    def of_rank(ring: Ring) -> None:
+        text = load(saved)
+        Checkpoints(ring, saved, text).resume(*loop.make_model(ring, saved))
+        text = replace(text, cuts=(0, *text.cuts[2:]))
+        with pytest.raises(InputError, match=r"^text=: .* was trained on another text"):
+            Checkpoints(ring, saved, text).resume(*loop.make_model(ring, saved))
+
+    run_ranks(1, of_rank)
+
+
+def test_a_folder_that_one_machine_alone_sees_is_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+    latest_here = checkpoints.latest
+
+    def of_rank(ring: Ring) -> str:
+        config = replace(saved, checkpoint_every_steps=None)
+        if ring.rank == 1:
+            config = replace(config, out_dir=f"{saved.out_dir}-of-another-machine")
+        found = checkpoints.checkpoints_of(ring, config, load(config))
+        assert found is not None and (latest_here(Path(config.out_dir)) is None) == (ring.rank == 1)
+        with pytest.raises(InputError) as raised:
+            found.resume(*loop.make_model(ring, config))
+        return str(raised.value)
+
+    assert all(told.endswith("all machines must share this folder") for told in run_ranks(2, of_rank))
+
+
+def test_threads_do_not_pass_over_checkpoints(saved: TrainConfig) -> None:
+    config = replace(saved, checkpoint_every_steps=None)
+    with pytest.raises(InputError, match=r"^resume=auto: the ranks are threads"):
+        run_ranks(2, lambda ring: loop.train(ring, config))
+
+
+# --- restarts of torchrun --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a process that torchrun has started, here by the parent of this one."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("resume", ["never", "of another run"])
+def test_a_restart_of_torchrun_goes_on_with_its_own(
+    tmp_path: Path, saved: TrainConfig, job: pytest.MonkeyPatch, resume: str
+) -> None:
+    begins_from = str(latest(Path(saved.out_dir))) if resume != "never" else resume
+    config = replace(saved, out_dir=str(tmp_path / "own"), resume=begins_from)
+    assert run(replace(config, steps=4, checkpoint_every_steps=4))["first_step"] == (0 if resume == "never" else 3)
+    with pytest.raises(InputError, match=r"^resume=.*/own/checkpoints/step-00000004 is in out_dir already"):
+        run(config)  # no restart
+    job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(replace(config, steps=5))["first_step"] == 4
+
+
+@pytest.mark.parametrize("earlier", ["by hand", "by another torchrun"])
+def test_a_restart_of_torchrun_goes_on_with_no_others(tmp_path: Path, job: pytest.MonkeyPatch, earlier: str) -> None:
+    config = replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=3, resume="never")
+    with job.context() as before:
+        before.setattr(checkpoints, "torchrun_job", lambda: None if earlier == "by hand" else "none of this boot 7 9")
+        run(replace(config, steps=3))
+    # torchrun starts ranks again whatever they ended of, so also those that were refused.
+    job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match=r"^resume=never: .*/step-00000003 is in out_dir already"):
+        run(config)
+
+
+def test_a_torchrun_is_known_by_its_process(job: pytest.MonkeyPatch) -> None:
+    mine = ranks.torchrun_job()
+    assert mine is not None and mine == ranks.torchrun_job()
+    job.setattr(ranks.os, "getppid", lambda: os.getpid())
+    assert ranks.torchrun_job() not in (None, mine)
+    job.delenv("TORCHELASTIC_RUN_ID")
+    assert ranks.torchrun_job() is None
 
 
 def test_threads_keep_no_checkpoints(tmp_path: Path) -> None:

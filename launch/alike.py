@@ -1,0 +1,59 @@
+"""Whether all ranks train the same run: their keys and what they read, compared before the first step.
+
+Promises: what differs is refused on every rank, by its key; what one rank alone cannot load is refused on all.
+Does not know: how a step is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ringattn.errors import DisagreementError, InputError
+from ringattn.launch.batches import load
+from ringattn.launch.documents import Documents
+from ringattn.launch.memory_switches import check_switches
+from ringattn.launch.options import leaves
+from ringattn.launch.train_config import TrainConfig
+from ringattn.rank_group import RankGroup
+
+OF_A_PROCESS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s"})
+"""Keys in which ranks may differ: machines keep files where they like, and what these say is compared instead."""
+
+
+def load_alike(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Documents:
+    """The text, once all ranks of `everyone` have the same, and the same configuration; all call it together.
+
+    `ring`: the ranks that share this rank's sequences. Raises `InputError` with the key first, `DisagreementError` for
+    a key that differs.
+    """
+    text, refusal = None, None
+    try:
+        check_switches(config, ring.device.type)
+        if everyone.world_size != config.replicas * ring.world_size:
+            rings = f"{everyone.world_size} ranks train in rings of {ring.world_size}"
+            raise InputError(f"replicas={config.replicas}: {rings}")
+        text = load(config)
+    except InputError as error:
+        refusal = error
+    everyone.agree("what to train", refusal, always=True)
+    assert text is not None
+    facts = {key: value for key, value, _ in leaves(config) if key not in OF_A_PROCESS}
+    told = [json.loads(words) for words in everyone.told_by_all(json.dumps({**facts, "text": text.digest()}))]
+    for rank, theirs in enumerate(told):
+        _compare(config, rank, theirs, told[0])
+    return text
+
+
+def _compare(config: TrainConfig, rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:
+    """Raise `DisagreementError` for the first key in which `rank` differs from rank 0."""
+    key = next((key for key in theirs if theirs[key] != first.get(key)), None)
+    if key == "text":
+        raise DisagreementError(
+            f"text={config.text}: rank {rank} reads other tokens or documents than rank 0; give every machine the same "
+            "text and tokenizer"
+        )
+    if key is not None:
+        raise DisagreementError(
+            f"{key}: rank {rank} has {theirs[key]} and rank 0 {first.get(key)}; start all ranks with the same words"
+        )
