@@ -55,7 +55,7 @@ def test_the_launcher_starts_killed_ranks_again(
 def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
-        [*command, "-m", "tests.train_entries", *WORDS, f"out_dir={tmp_path}", "resume=never"],
+        [*command, "-m", "tests.train_entries", *WORDS, f"out_dir={tmp_path}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

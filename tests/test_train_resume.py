@@ -128,7 +128,12 @@ def test_a_run_that_saves_nothing_goes_on_too(saved: TrainConfig) -> None:
 
 def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
     config = replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=2)
-    for name in ("step-00000004", "step-00000077", "step-00000078"):  # as a deletion that was stopped leaves them
+    for name in (
+        "step-00000002",
+        "step-00000004",
+        "step-00000077",
+        "step-00000078",
+    ):  # as a deletion that was stopped leaves them
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "remains").touch()
     (tmp_path / "checkpoints" / "step-by-step-1").mkdir()
