@@ -60,6 +60,8 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
         ids = [one.ids for one in encoder.encode_batch([part.decode() for part in parts], add_special_tokens=False)]
     except UnicodeDecodeError as error:
         raise InputError(f"text={path}: a tokenizer needs UTF-8, {error}") from error
+    except Exception as error:  # the library raises bare Exceptions
+        raise InputError(f"tokenizer={tokenizer}: cannot encode the text, {error}") from error
     ids = [one for one in ids if one]
     tokens = torch.tensor([token for one in ids for token in one], dtype=torch.int32)
     return Documents(tokens, tuple(accumulate(map(len, ids), initial=0)), encoder.get_vocab_size())

@@ -98,6 +98,10 @@ def test_a_tokenizer_is_used_and_its_faults_are_named(tmp_path: Path) -> None:
     documents = load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
     assert documents.tokens.tolist() == [1, 0, 0, 2, 1] and documents.tokens.dtype == torch.int32
     assert documents.cuts == (0, 2, 5) and documents.vocabulary == 3
+    lacking = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="?"))
+    lacking.save(str(tmp_path / "lacking.json"))
+    with pytest.raises(InputError, match=r"tokenizer=.*lacking\.json: cannot encode the text, "):
+        load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "lacking.json"))
     with pytest.raises(InputError, match=r"tokenizer=nowhere\.json: there is no such file"):
         load_documents(tokenizer="nowhere.json")
     (tmp_path / "bad.json").write_text(json.dumps({}))
