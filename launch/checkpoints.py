@@ -29,7 +29,7 @@ from ringattn.launch.documents import Documents
 from ringattn.launch.mesh import join_process_group
 from ringattn.launch.model import Transformer
 from ringattn.launch.options import leaves
-from ringattn.launch.ranks import is_restarted, torchrun_job
+from ringattn.launch.ranks import restarts_of_torchrun, torchrun_job
 from ringattn.launch.train_config import TrainConfig
 from ringattn.rank_group import RankGroup
 
@@ -172,7 +172,7 @@ class Checkpoints:
 
 def _is_of_this_job(path: Path | None) -> bool:
     """Whether this process is a restart and an earlier life of the same torchrun saved the checkpoint at `path`."""
-    if path is None or not is_restarted():
+    if path is None or not restarts_of_torchrun():
         return False
     job = json.loads((path / RUN).read_text(encoding="utf-8")).get("job")
     return job is not None and job == torchrun_job()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Ring
 from ringattn.errors import InputError
-from ringattn.launch.ranks import place_in_torchrun
+from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
 from ringattn.launch.train_config import TrainConfig
 from ringattn.rank_group import RankGroup
 from ringattn.transport.local import LocalTransport
@@ -100,12 +100,13 @@ def _open_process_group(kind: str, rank: int = -1, world_size: int = -1, wait_s:
     """Open it on every process alike; rank and world size are torchrun's where they are not given."""
     if dist.is_initialized():
         return
-    alone = dist.HashStore() if world_size == 1 else None
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        store=alone,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=wait_s),
-    )
+    timeout = timedelta(seconds=wait_s)
+    if world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        # torchrun's agent hosts one store for all its restarts, and torch would find the addresses of ranks that died.
+        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store = dist.PrefixStore(f"ringattn-train/restart-{restarts_of_torchrun()}", store)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(dist.destroy_process_group)

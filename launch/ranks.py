@@ -60,9 +60,9 @@ def place_in_torchrun() -> Place | None:
     return None
 
 
-def is_restarted() -> bool:
-    """Whether torchrun has started this process in place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restarts_of_torchrun() -> int:
+    """How often torchrun has started these ranks again; 0 without it."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def torchrun_job() -> str | None:
