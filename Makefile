@@ -22,7 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint ## ruff, mypy and the tests on CPU
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+	$(BIN)/python -m pytest -q -m "not alone" -n $(WORKERS) --dist loadfile --durations=10
+	$(BIN)/python -m pytest -q -m alone --durations=5
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ import torch
 from ringattn.kernels.configs import configs_for
 from tests.interpreted import outcomes_of
 
+pytestmark = pytest.mark.alone
+
 CASES = "tests/interpreter/kernel_cases.py"
 
 

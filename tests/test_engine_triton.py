@@ -18,6 +18,8 @@ from ringattn.kernels.launch_call import Config
 from tests.contract.engine_scenarios import SCENARIOS
 from tests.interpreted import outcomes_of
 
+pytestmark = pytest.mark.alone
+
 CASES = "tests/interpreter/engine_cases.py"
 HOST = torch.device("cpu")
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.interpreted import outcomes_of
 
+pytestmark = pytest.mark.alone
+
 FEWEST = 60  # tests; fewer have not been collected
 
 

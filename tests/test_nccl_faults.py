@@ -22,6 +22,8 @@ from tests.nccl_rings import Outcome, on_rings
 from tests.simulated.faults import Answer, Die, Died, Fault, Stall
 from tests.simulated.world import SimWorld
 
+pytestmark = pytest.mark.alone
+
 DEADLINE_S = 1.0
 GRACE_S = 2.0
 TOKENS = 24

@@ -17,6 +17,8 @@ from ringattn.bench.faults import Options, Outcome, judged, named, run_job, run_
 from ringattn.errors import RingError
 from tests.fault_entries import POISON
 
+pytestmark = pytest.mark.alone
+
 DEADLINE_S = 4.0
 
 
