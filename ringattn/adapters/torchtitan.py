@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from ringattn.adapters.alike import refused_by_all
@@ -65,12 +66,13 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
         """Returns (batch, tokens, heads, head_dim), or what `out_transform` makes of it and lse (batch, tokens, heads).
 
         `attention_masks`: what `prepare_context_parallel_input` made; None: the active sequence, see `sequence_of`.
-        DTensors with sharded heads are taken at this rank, and results are DTensors too, see `local_heads` for other
-        ones. Raises `InputError` for any other mask and for unknown arguments.
+        DTensors over `cp` that hold this rank's tokens, as torchtitan declares them, are taken at this rank. Those with
+        sharded heads too, and results are DTensors then; see `local_heads` for other ones. Raises `InputError` for any
+        other mask and for unknown arguments.
         """
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
-        (q, k, v), whole = local_heads((q_BLNH, k_BLNH, v_BLNH), 2)
+        (q, k, v), whole = local_heads((_own_tokens(q_BLNH), _own_tokens(k_BLNH), _own_tokens(v_BLNH)), 2)
         if attention_masks is None:
             rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
         else:
@@ -85,6 +87,13 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
             out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
         out, lse = whole(out), whole(lse.transpose(1, 2))
         return out if out_transform is None else out_transform(out, lse)
+
+
+def _own_tokens(x: Tensor) -> Tensor:
+    """The tokens of this rank, where torchtitan has declared that the mesh `cp` shards them."""
+    if isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("cp",) and x.placements == (Shard(1),):
+        return x.to_local()
+    return x
 
 
 def prepare_context_parallel_input(
