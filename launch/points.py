@@ -3,7 +3,7 @@
 `points.jsonl` has a line a point, appended at once and whole; of several with one `hash` the last counts.
 `environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder.
 Promises: a process killed at any moment leaves every line but perhaps the last readable, and that one is passed over;
-one sweep at a time writes; points of another sweep or of another version of the code are never added.
+one sweep at a time writes, and no record twice; points of another sweep or of other code are never added.
 Does not know: how points are measured.
 """
 
@@ -86,7 +86,10 @@ class Folder:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a point's line, and its environment if that is new."""
+        """Add a point's line, and its environment if that is new.
+
+        A record that is there already is not added again: whoever left it may have been killed before taking it away.
+        """
         environment = record["environment"]
         name = None if environment is None else _digest(environment)
         if name is not None:
@@ -94,6 +97,8 @@ class Folder:
             if name not in known:
                 _write_whole(self.path / ENVIRONMENTS, {**known, name: environment})
         line = json.dumps({**record, "environment": name}) + "\n"
+        if read_points(self.path).get(record["hash"]) == json.loads(line):
+            return
         if _ends_within_a_line(self.path / POINTS):
             line = "\n" + line
         file = os.open(self.path / POINTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

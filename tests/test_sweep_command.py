@@ -203,6 +203,14 @@ def test_what_jobs_left_meanwhile_is_taken_in(ranks: StandIn, tmp_path: Path) ->
     assert len(ranks.ran) == 1 and lines(tmp_path)[0]["hash"] == left["hash"]
 
 
+def test_a_kill_before_a_taken_record_is_taken_away(ranks: StandIn, tmp_path: Path) -> None:
+    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    kept = lines(tmp_path)
+    jobs.leave(tmp_path, {**kept[0], "environment": facts(ranks.ran[0])["environment"]})
+    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    assert lines(tmp_path) == kept and not list((tmp_path / jobs.ARRIVALS).iterdir())
+
+
 def test_a_torn_line_is_passed_over(ranks: StandIn, tmp_path: Path) -> None:
     assert swept(tmp_path, *TWO_BY_TWO) == 0
     whole = (tmp_path / "points.jsonl").read_bytes()

@@ -29,6 +29,7 @@ from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
+from ringattn.adapters.transformers_towers import is_tower, mark_parts
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -37,9 +38,6 @@ NAME = "ringattn"
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
 """Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
-
-PART = "ringattn_part"
-"""The attribute by which `prepare` marks modules as "text" or "tower"; copies of a model keep it."""
 
 _prepared: WeakSet[nn.Module] = WeakSet()
 _positions: ContextVar[Tensor | None] = ContextVar("ringattn_positions", default=None)
@@ -73,27 +71,12 @@ def prepare(model: Any) -> Any:
             f"{type(model).__name__} did not let its attention be set to {NAME!r}; only models whose attention goes "
             "through transformers' AttentionInterface can attend through a ring"
         )
-    _mark_parts(model, text)
+    mark_parts(model, text)
     if model not in _prepared:
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward, always_call=True)
         _prepared.add(model)
     return model
-
-
-def _mark_parts(model: nn.Module, text: Any) -> None:
-    """Modules of the text's configuration are text, modules of another sub-model's are a tower's."""
-    towers = _parts_of(model.config) - _parts_of(text)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is text or id(config) in towers:
-            setattr(module, PART, "text" if config is text else "tower")
-
-
-def _parts_of(config: Any) -> set[int]:
-    """The configurations of all sub-models, by identity."""
-    subs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return {id(config)}.union(*(_parts_of(sub) for sub in subs if sub is not None))
 
 
 def attention_forward(
@@ -111,7 +94,7 @@ def attention_forward(
     query (batch, q_heads, tokens, d_k), key (batch, kv_heads, tokens, d_k), value (batch, kv_heads, tokens, d_v), this
     rank's shards of the active sequence. Returns (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its.
     """
-    if _is_tower(module, query, attention_mask):
+    if is_tower(module, query, attention_mask):
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
     if active is not None and isinstance(attention_mask, MaskSpec):
@@ -286,40 +269,6 @@ def _refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -
         raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
-
-
-def _is_tower(module: nn.Module, query: Tensor, mask: object) -> bool:
-    """Whether it attends over an image or sound, of which every rank has the whole.
-
-    Known of modules that `prepare` has marked. Of others only what looks like a tower and gets other numbers of tokens
-    than a shard has is one: raises `InputError` on all ranks where it gets as many.
-    """
-    if (part := getattr(module, PART, None)) is not None:
-        return bool(part == "tower")
-    if not _looks_like_tower(module, mask):
-        return False
-    if torch._C._current_graph_task_id() != -1:  # inside backward, of a forward pass that was checked
-        return True
-    seq = active_sequence()
-    if seq is None:
-        return False  # attention is local where `sequence_of` allows that
-    if seq.ring.world_size > 1 and query.shape[2] == seq.counts[seq.ring.rank]:
-        with refused_by_all(seq.ring):
-            raise InputError(
-                f"rank {seq.ring.rank}: {type(module).__name__} may be a tower that sees a whole image, or text of "
-                f"which the {query.shape[2]} tokens are this rank's: call ringattn.adapters.transformers.prepare("
-                "model) once, which tells them apart, or call a tower inside `with ring.activate(None):`"
-            )
-    return True
-
-
-def _looks_like_tower(module: nn.Module, mask: object) -> bool:
-    if getattr(module, "is_causal", False) or (isinstance(mask, MaskSpec) and mask.causal):
-        return False
-    config: Any = getattr(module, "config", None)
-    kind = str(getattr(config, "model_type", ""))
-    seen = any(hasattr(config, name) for name in ("patch_size", "image_size", "num_mel_bins"))
-    return seen or any(word in kind for word in ("vision", "audio", "siglip", "clip_vision"))
 
 
 def _locally(
