@@ -16,7 +16,6 @@ Checked with transformers 5.23.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakSet
@@ -28,16 +27,13 @@ from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.transformers_checks import check_loss, known_mask, refuse_inputs, refuse_options
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_towers import is_tower, mark_parts
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.sequence import Sequence
 
 NAME = "ringattn"
 """What `attn_implementation` has to be."""
-
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
-"""Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
 
 _prepared: WeakSet[nn.Module] = WeakSet()
 _positions: ContextVar[Tensor | None] = ContextVar("ringattn_positions", default=None)
@@ -104,23 +100,15 @@ def attention_forward(
     if seq is None:
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     with refused_by_all(seq.ring):
-        spec = _known_mask(module, attention_mask)
-        _refuse_options(module, dropout, kwargs)
+        spec = known_mask(module, attention_mask)
+        refuse_options(module, dropout, kwargs)
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
-    rows = spec.rows(seq, lambda found: _refuse_inputs(spec, found, seq, module, kwargs))
+    ids = kwargs.get("position_ids", _positions.get())
+    rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs))
     return _by_rows(rows, q, k, v, options).contiguous(), None
-
-
-def _known_mask(module: nn.Module, mask: object) -> MaskSpec:
-    if not isinstance(mask, MaskSpec):
-        raise UnsupportedError(
-            f"{type(module).__name__} got {'no mask' if mask is None else 'a mask of its own'}, not one that "
-            "transformers made for the attention implementation; its meaning over ranks is not known"
-        )
-    return mask
 
 
 def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -132,54 +120,6 @@ def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     return torch.cat(parts)[order.argsort()]
 
 
-def _refuse_inputs(spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """What may be wrong on one rank alone, once for each mask; all ranks raise."""
-    refusal = None
-    try:
-        _refuse_layers(module)
-        _check_documents(seq, kwargs)
-        ids = kwargs.get("position_ids", _positions.get())
-        if ids is not None:
-            _check_positions(ids, spec, rows, seq)
-        elif seq.ring.world_size > 1:
-            raise InputError(
-                f"no position_ids came to {type(module).__name__}: pass position_ids=seq.positions()[None], and if the "
-                "model does not hand them to attention, call ringattn.adapters.transformers.prepare(model) once"
-            )
-    except InputError as error:
-        refusal = error
-    seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
-
-
-def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> None:
-    """Raise `InputError` unless `ids`, (batch or 1, tokens), are positions of this rank's tokens.
-
-    Global ones, or counted from the start of the token's document, or of its row's real tokens. Rotary positions with
-    more dimensions (of images) are left unchecked.
-    """
-    if ids.dim() != 2:
-        return
-    places, starts = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
-    if any(torch.equal(ids, one.expand_as(ids)) for one in (places, starts)):
-        return
-    if spec.padding is not None:
-        wanted = torch.empty_like(spec.padding, dtype=torch.int64)
-        for cut, mine in rows:
-            wanted[list(mine)] = cut.positions(per_document=True).to(wanted.device)
-        if torch.equal(ids.expand_as(wanted)[spec.padding], wanted[spec.padding]):
-            return
-    raise InputError(
-        f"rank {seq.ring.rank}: position_ids are {_short(ids[0])}, this rank's tokens of {seq!r} have {_short(places)}"
-        + ("" if seq.documents is None else f" or, in their documents, {_short(starts)}")
-        + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents, "
-        "which the sequence must know too: ring.sequence(cu_seqlens=...)"
-    )
-
-
-def _short(values: Tensor) -> str:
-    return ", ".join(str(value) for value in values[:6].tolist()) + (", ..." if len(values) > 6 else "")
-
-
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook: checks what only the model's own arguments show, and keeps the positions for attention to check."""
     seq = active_sequence()
@@ -188,7 +128,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
     with refused_by_all(seq.ring):
         if given.get("labels") is not None:
-            _check_loss(model, given)
+            check_loss(model, given)
         if given.get("position_ids") is None:
             raise InputError(
                 "position_ids are missing, and the model would count from 0 on every rank: pass "
@@ -197,78 +137,8 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     _positions.set(given["position_ids"])
 
 
-def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` where the model's own loss would not be this rank's part of the whole batch's."""
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
-        raise UnsupportedError(
-            f"{type(model).__name__} would make its loss of this rank's tokens alone: leave labels out and make the "
-            "loss of its logits, added over ranks and divided by the number of labels of all"
-        )
-    if _adds_router_loss(model, given):
-        raise UnsupportedError(
-            f"output_router_logits beside labels: {type(model).__name__} would add the whole routers' loss of this "
-            "rank's tokens on every rank; set it to False, or leave labels out and make both losses"
-        )
-    if given.get("shift_labels") is None:
-        raise InputError(
-            "labels without shift_labels would be shifted inside of each shard: pass "
-            "shift_labels=seq.shard_labels(tokens) too"
-        )
-    if given.get("num_items_in_batch") is None:
-        raise InputError(
-            "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "
-            "all ranks, and add the losses"
-        )
-
-
-def _adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether this call makes a loss of its routers, which the argument says, or else any configuration of the text."""
-    asked = given.get("output_router_logits")
-    if asked is not None:
-        return bool(asked)
-    configs = model.config, model.config.get_text_config(decoder=True)
-    return any(getattr(config, "output_router_logits", False) for config in configs)
-
-
 def _after_forward(model: nn.Module, args: object, out: object) -> None:
     _positions.set(None)
-
-
-def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
-    """Raise `InputError` unless the cu_seq_lens given to the model, if any, are the documents of the sequence."""
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if (given := kwargs.get(name)) is not None:
-            cuts = tuple(sorted(set(given.flatten().tolist())))
-            if cuts != tuple(sorted(set(seq.documents or (0, seq.length)))):
-                raise InputError(
-                    f"rank {seq.ring.rank}: {name} cuts at {cuts[:8]}, the active sequence at {seq.documents}; make "
-                    f"the sequence with ring.sequence(cu_seqlens={name}) of the whole batch"
-                )
-
-
-def _refuse_layers(module: nn.Module) -> None:
-    config = getattr(module, "config", None)
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    others |= {name for name in ("mamba_d_state", "mamba_d_conv", "ssm_state_size") if hasattr(config, name)}
-    if others:
-        raise UnsupportedError(
-            f"{type(config).__name__} has layers that carry a state from token to token or choose tokens "
-            f"({', '.join(sorted(others))}); only softmax attention can be shared by a ring"
-        )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise UnsupportedError(
-            f"{type(config).__name__} scales queries by places that it counts from 0 on every rank; set "
-            "config.attn_temperature_tuning=False before the model is made"
-        )
-
-
-def _refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise UnsupportedError(f"attention dropout is {dropout}: set it to 0, ring attention has none")
-    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
 
 
 def _locally(
