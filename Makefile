@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint ## ruff, mypy and the tests on CPU
-	$(BIN)/python -m pytest -q -m "not alone" -n $(WORKERS) --dist loadfile --durations=10
-	$(BIN)/python -m pytest -q -m alone --durations=5
+	failed=0; $(BIN)/python -m pytest -q -m "not alone" -n $(WORKERS) --dist loadfile --durations=10 || failed=1; \
+		$(BIN)/python -m pytest -q -m alone --durations=5 || failed=1; exit $$failed
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

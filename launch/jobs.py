@@ -118,8 +118,8 @@ def leave(folder: Path, record: dict[str, Any]) -> None:
 
 
 def arrived(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records that jobs have left; each file goes once its record was used."""
-    for file in sorted((folder / ARRIVALS).glob("*.json")):
+    """The records that jobs have left, in the order in which they ended; each file goes once its record was used."""
+    for file in sorted((folder / ARRIVALS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
         yield json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
 

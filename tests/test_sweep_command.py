@@ -203,6 +203,16 @@ def test_what_jobs_left_meanwhile_is_taken_in(ranks: StandIn, tmp_path: Path) ->
     assert len(ranks.ran) == 1 and lines(tmp_path)[0]["hash"] == left["hash"]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_records_are_taken_in_as_their_points_ended(tmp_path: Path, last: int) -> None:
+    for number, name in enumerate("ab"):
+        jobs.leave(tmp_path, {"hash": name})
+        ended_s = 10**9 + (number == last)
+        os.utime(tmp_path / jobs.ARRIVALS / f"{name}.json", (ended_s, ended_s))
+    assert [one["hash"] for one in jobs.arrived(tmp_path)][-1] == "ab"[last]
+    assert not list(jobs.arrived(tmp_path))
+
+
 def test_a_kill_before_a_taken_record_is_taken_away(ranks: StandIn, tmp_path: Path) -> None:
     assert swept(tmp_path, "nproc=1", "tokens=64") == 0
     kept = lines(tmp_path)
