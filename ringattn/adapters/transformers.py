@@ -15,8 +15,6 @@ Checked with transformers 5.23.
 
 from __future__ import annotations
 
-import inspect
-from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -27,16 +25,16 @@ from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.transformers_checks import check_loss, known_mask, refuse_inputs, refuse_options
+from ringattn.adapters.transformers_calls import attending, watch
+from ringattn.adapters.transformers_checks import check_tokens, known_mask, refuse_inputs, refuse_options
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_towers import is_tower, mark_parts
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import UnsupportedError
 
 NAME = "ringattn"
 """What `attn_implementation` has to be."""
 
 _prepared: WeakSet[nn.Module] = WeakSet()
-_positions: ContextVar[Tensor | None] = ContextVar("ringattn_positions", default=None)
 
 
 def register() -> None:
@@ -69,12 +67,12 @@ def prepare(model: Any) -> Any:
         )
     mark_parts(model, text)
     if model not in _prepared:
-        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-        model.register_forward_hook(_after_forward, always_call=True)
+        watch(model)
         _prepared.add(model)
     return model
 
 
+@torch.compiler.disable
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -102,11 +100,13 @@ def attention_forward(
     with refused_by_all(seq.ring):
         spec = known_mask(module, attention_mask)
         refuse_options(module, dropout, kwargs)
+        check_tokens(seq, query.shape[2])
+    positions = attending()
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
-    ids = kwargs.get("position_ids", _positions.get())
+    ids = kwargs.get("position_ids", positions)
     rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs))
     return _by_rows(rows, q, k, v, options).contiguous(), None
 
@@ -118,27 +118,6 @@ def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     parts = [attend(cut, *(x[list(mine)] for x in (q, k, v)), **options) for cut, mine in rows]
     order = torch.tensor([row for _, mine in rows for row in mine], device=q.device)
     return torch.cat(parts)[order.argsort()]
-
-
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook: checks what only the model's own arguments show, and keeps the positions for attention to check."""
-    seq = active_sequence()
-    if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
-        return
-    given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-    with refused_by_all(seq.ring):
-        if given.get("labels") is not None:
-            check_loss(model, given)
-        if given.get("position_ids") is None:
-            raise InputError(
-                "position_ids are missing, and the model would count from 0 on every rank: pass "
-                "position_ids=seq.positions()[None]"
-            )
-    _positions.set(given["position_ids"])
-
-
-def _after_forward(model: nn.Module, args: object, out: object) -> None:
-    _positions.set(None)
 
 
 def _locally(
@@ -156,12 +135,14 @@ def _locally(
     if plain:
         sdpa = cast(Any, AttentionInterface()["sdpa"])
         return sdpa(module, q, k, v, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
-    assert isinstance(mask, Tensor)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[..., : k.shape[2]], torch.finfo(scores.dtype).min)
+    if isinstance(mask, Tensor):
+        mask = mask[..., : k.shape[2]]
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = nn.functional.dropout(scores.softmax(-1), dropout)[..., : k.shape[2]]

@@ -1,12 +1,14 @@
-"""What the transformers adapter refuses, because one process would compute something else, and what to do instead.
+"""What attention of a transformers model refuses, because one process would compute something else.
 
-Promises: raises before a rank waits for another; each message says what to pass instead.
-Does not know: how rows are attended.
+Promises: each message says what to do instead. Raises on this rank: that the others hear of it is the caller's.
+Does not know: how rows are attended, what the model around it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +40,21 @@ def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
         raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
 
 
+def check_tokens(seq: Sequence, tokens: int, name: str = "attention") -> None:
+    """Raise `InputError` unless `tokens`, of what has this name, is this rank's number, and every rank has some."""
+    if min(seq.counts) == 0:
+        empty = seq.counts.index(0)
+        raise InputError(
+            f"rank {empty} has no token of {seq!r}, and models cannot be called with none; use longer texts or fewer "
+            "ranks, or pack several texts as documents"
+        )
+    if tokens != seq.counts[seq.ring.rank]:
+        raise InputError(
+            f"rank {seq.ring.rank}: {name} has {tokens} tokens, this rank has {seq.counts[seq.ring.rank]} of "
+            f"{seq!r}: pass seq.shard(...) of the whole batch"
+        )
+
+
 def refuse_inputs(
     spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
@@ -45,6 +62,10 @@ def refuse_inputs(
     refusal = None
     try:
         _refuse_layers(module)
+        if not _takes_positions(type(module).__mro__):
+            raise UnsupportedError(
+                f"the models of {type(module).__name__} take no position_ids, so they count places from 0 on every rank"
+            )
         _check_documents(seq, kwargs)
         if ids is not None:
             _check_positions(ids, spec, rows, seq)
@@ -72,6 +93,28 @@ def _refuse_layers(module: nn.Module) -> None:
             f"{type(config).__name__} scales queries by places that it counts from 0 on every rank; set "
             "config.attn_temperature_tuning=False before the model is made"
         )
+    if getattr(config, "token_dropout", False):
+        raise UnsupportedError(
+            f"{type(config).__name__} scales embeddings by the mask tokens that it counts on every rank alone; set "
+            "config.token_dropout=False before the model is made"
+        )
+
+
+@cache
+def _takes_positions(kinds: tuple[type, ...]) -> bool:
+    """Whether the models beside an attention module, of these classes, can be told the places of their tokens.
+
+    Attention gets `position_ids` among its keywords also from models that drop them.
+    """
+    from transformers import PreTrainedModel
+
+    for kind in kinds:
+        beside = vars(sys.modules[kind.__module__]).values()
+        models: list[Any] = [one for one in beside if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+        models = [one for one in models if one is not PreTrainedModel]
+        if models:
+            return any("position_ids" in inspect.signature(one.forward).parameters for one in models)
+    return True
 
 
 def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
@@ -113,36 +156,3 @@ def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> 
 
 def _short(values: Tensor) -> str:
     return ", ".join(str(value) for value in values[:6].tolist()) + (", ..." if len(values) > 6 else "")
-
-
-def check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` where the model's own loss would not be this rank's part of the whole batch's."""
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
-        raise UnsupportedError(
-            f"{type(model).__name__} would make its loss of this rank's tokens alone: leave labels out and make the "
-            "loss of its logits, added over ranks and divided by the number of labels of all"
-        )
-    if _adds_router_loss(model, given):
-        raise UnsupportedError(
-            f"output_router_logits beside labels: {type(model).__name__} would add the whole routers' loss of this "
-            "rank's tokens on every rank; set it to False, or leave labels out and make both losses"
-        )
-    if given.get("shift_labels") is None:
-        raise InputError(
-            "labels without shift_labels would be shifted inside of each shard: pass "
-            "shift_labels=seq.shard_labels(tokens) too"
-        )
-    if given.get("num_items_in_batch") is None:
-        raise InputError(
-            "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "
-            "all ranks, and add the losses"
-        )
-
-
-def _adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether this call makes a loss of its routers, which the argument says, or else any configuration of the text."""
-    asked = given.get("output_router_logits")
-    if asked is not None:
-        return bool(asked)
-    configs = model.config, model.config.get_text_config(decoder=True)
-    return any(getattr(config, "output_router_logits", False) for config in configs)

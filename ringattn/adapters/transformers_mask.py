@@ -25,6 +25,16 @@ Rows = tuple[tuple[Sequence, tuple[int, ...]], ...]
 """The rows of a batch by the documents that they are cut into."""
 
 
+_NO_TABLE = (
+    "this model reads its mask as a table by itself, to choose tokens, and here a mask is a few numbers; only models "
+    "that hand it to their attention function can attend through a ring: keep its own attn_implementation"
+)
+
+
+class _NoTableError(UnsupportedError, AttributeError):
+    """Also what `hasattr` expects."""
+
+
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
     """The mask of some layers in one forward pass; what a model hands from the mask function to the attention function.
@@ -46,6 +56,12 @@ class MaskSpec:
     config: Any
     arguments: Mapping[str, Any]
     _rows: dict[Sequence, Rows] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, _: object) -> Any:
+        raise _NoTableError(_NO_TABLE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else _NoTableError(_NO_TABLE)
 
     def rows(self, seq: Sequence, check: Callable[[Rows], None]) -> Rows:
         """Which rows of the batch attend over which documents of `seq`: those of `seq`, padding apart, chunks apart.
@@ -100,6 +116,7 @@ class MaskSpec:
         return sdpa_mask(**{**self.arguments, **may})
 
 
+@torch.compiler.disable
 def mask_spec(
     *,
     q_length: int,

@@ -1,0 +1,181 @@
+"""Calls of a prepared model of transformers: what it is given and what it returns, which its attention does not see.
+
+Promises: over a ring of several ranks all of them refuse inputs that are not a shard, a loss or an output that would be
+of a rank's tokens alone, and a model that mixes tokens without attention.
+Does not know: masks, how rows are attended.
+Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.activation import active_sequence
+from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.transformers_checks import check_tokens
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.sequence import Sequence
+
+SHARDED = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "labels": -1, "shift_labels": -1}
+"""Arguments of a model, by the dimension of their tokens."""
+
+
+@dataclass
+class Call:
+    """A forward pass that is under way in a prepared model, over a ring of several ranks."""
+
+    model: nn.Module
+    seq: Sequence
+    positions: Tensor
+    has_labels: bool
+    outer: Call | None
+    has_attended: bool = False
+
+
+_call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
+
+
+class WatchedLoss:
+    """A model's `loss_function`, and whether the model has called it with what makes a rank's part of the loss.
+
+    A model may define the function and make its loss by itself, or hand only some of its arguments on.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.is_used = loss, False
+        self.__name__ = getattr(loss, "__name__", "")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is not None:
+            self.is_used = True
+        return self.loss(*args, **kwargs)
+
+
+def watch(model: Any) -> None:
+    """Check every call of a PreTrainedModel from now on."""
+    if hasattr(model, "loss_function") and not isinstance(model.loss_function, WatchedLoss):
+        model.loss_function = WatchedLoss(model.loss_function)
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, always_call=True)
+
+
+def attending() -> Tensor | None:
+    """The positions that the call under way was given, if one is; notes that its attention goes through the ring."""
+    call = _call.get()
+    if call is None:
+        return None
+    call.has_attended = True
+    return call.positions
+
+
+@torch.compiler.disable
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seq = active_sequence()
+    if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
+        return
+    given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+    has_labels = given.get("labels") is not None
+    with refused_by_all(seq.ring):
+        if has_labels:
+            _check_loss(model, given)
+        if given.get("position_ids") is None:
+            raise InputError(
+                "position_ids are missing, and the model would count from 0 on every rank: pass "
+                "position_ids=seq.positions()[None]"
+            )
+        if not _decodes(given):
+            for name, dim in SHARDED.items():
+                if isinstance(x := given.get(name), Tensor):
+                    check_tokens(seq, x.shape[dim], name)
+    _call.set(Call(model, seq, given["position_ids"], has_labels, _call.get()))
+
+
+@torch.compiler.disable
+def _after(model: nn.Module, args: object, out: Any) -> Any:
+    call = _call.get()
+    if call is None or call.model is not model:
+        return None
+    _call.set(call.outer)
+    if out is None:  # the call failed
+        return None
+    if call.outer is not None:
+        call.outer.has_attended |= call.has_attended
+    with refused_by_all(call.seq.ring):
+        _check_output(call, out)
+    if getattr(out, "pooler_output", None) is None:
+        return None
+    return type(out)(**{name: x for name, x in out.items() if name != "pooler_output"})
+
+
+def _decodes(given: Mapping[str, Any]) -> bool:
+    """Whether these tokens follow others in a cache, which masks are refused for."""
+    cache = given.get("past_key_values")
+    return cache is not None and cache.get_seq_length() > 0
+
+
+def _check_output(call: Call, out: Any) -> None:
+    """Raise `InputError` for outputs that one process would make of other ranks' tokens too."""
+    name = type(call.model).__name__
+    if not call.has_attended:
+        raise UnsupportedError(
+            f"no attention of {name} went through the ring: whatever mixes its tokens saw those of this rank alone"
+        )
+    if isinstance(out, tuple):
+        raise InputError("return_dict=False: outputs of whole rows cannot be told from those of tokens; leave it out")
+    if call.has_labels and not _is_used(call.model):
+        raise UnsupportedError(f"{name} made its loss by itself and {OF_THIS_RANK}: {LEAVE_OUT}")
+    logits = getattr(out, "logits", None)
+    if isinstance(logits, Tensor) and logits.dim() == 2:
+        raise UnsupportedError(
+            f"{name} makes logits of a whole row out of one of its tokens, and {OF_THIS_RANK}; call the model "
+            "beneath it, and pool seq.gather(last_hidden_state, dim=1) on every rank"
+        )
+
+
+def _is_used(model: Any) -> bool:
+    loss = model.loss_function
+    return isinstance(loss, WatchedLoss) and loss.is_used
+
+
+OF_THIS_RANK = "has only this rank's tokens for it"
+LEAVE_OUT = (
+    "leave labels out and make the loss of the logits of every token, added over ranks and divided by the number of "
+    "labels of all"
+)
+
+
+def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` where the model's own loss would not be this rank's part of the whole batch's."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        raise UnsupportedError(f"{type(model).__name__} would make its loss of this rank's tokens alone: {LEAVE_OUT}")
+    if _adds_router_loss(model, given):
+        raise UnsupportedError(
+            f"output_router_logits beside labels: {type(model).__name__} would add the whole routers' loss of this "
+            "rank's tokens on every rank; set it to False, or leave labels out and make both losses"
+        )
+    if given.get("shift_labels") is None:
+        raise InputError(
+            "labels without shift_labels would be shifted inside of each shard: pass "
+            "shift_labels=seq.shard_labels(tokens) too"
+        )
+    if given.get("num_items_in_batch") is None:
+        raise InputError(
+            "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "
+            "all ranks, and add the losses"
+        )
+
+
+def _adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether this call makes a loss of its routers, which the argument says, or else any configuration of the text."""
+    asked = given.get("output_router_logits")
+    if asked is not None:
+        return bool(asked)
+    configs = model.config, model.config.get_text_config(decoder=True)
+    return any(getattr(config, "output_router_logits", False) for config in configs)
