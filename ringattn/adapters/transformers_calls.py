@@ -135,7 +135,7 @@ def _check_output(call: Call, out: Any) -> None:
     if isinstance(logits, Tensor) and logits.dim() == 2:
         raise UnsupportedError(
             f"{name} makes logits of a whole row out of one of its tokens, and {OF_THIS_RANK}; call the model "
-            "beneath it, and pool seq.gather(last_hidden_state, dim=1) on every rank"
+            "beneath it, pool seq.gather(last_hidden_state, dim=1) on every rank, and divide the loss by the ranks"
         )
 
 
