@@ -337,6 +337,9 @@ def test_a_mask_takes_no_table() -> None:
     ):
         spec = mask_spec(q_length=tokens, kv_length=tokens, mask_function=function, local_size=4096, batch_size=1)
         assert not spec.unknown
+        assert not hasattr(spec, "dtype")
+        with pytest.raises(UnsupportedError, match="reads its mask as a table"):
+            spec.dtype  # noqa: B018
 
 
 def dense(spec: Any, seq: Sequence) -> Tensor:
