@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 from transformers import masking_utils
-from transformers.utils import is_accelerate_available
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_mask import mask_spec
-from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer, shard_batch
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapter_models import Encoder, filled, tiny_model
@@ -237,92 +234,6 @@ def test_nothing_active_while_ranks_share() -> None:
             llama()(input_ids=batches()["plain"].tokens)
 
     run_ranks(2, body)
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_sharded_with_its_documents_and_labels() -> None:
-    tokens, cuts = torch.arange(1, 13)[None], [0, 5, 12]
-    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    whole = {"input_ids": tokens, "position_ids": places, "labels": tokens.clone(), "max_length_q": 7}
-
-    def body(ring: Ring) -> None:
-        seq, mine = shard_batch(ring, whole, layout="zigzag")
-        assert seq.documents == tuple(cuts) and mine["max_length_q"] == 7
-        assert torch.equal(mine["position_ids"], seq.shard(places))
-        following = torch.tensor([[2, 3, 4, 5, -100, 7, 8, 9, 10, 11, 12, -100]])
-        assert torch.equal(seq.gather(mine["shift_labels"]), following)
-        assert mine["labels"] is mine["shift_labels"]
-        cu_seq_lens = shard_batch(ring, {"input_ids": tokens, "cu_seq_lens_q": torch.tensor(cuts)})[0]
-        assert cu_seq_lens.documents == tuple(cuts)
-        rows = {"input_ids": tokens.repeat(2, 1), "position_ids": torch.arange(12).repeat(2, 1)}
-        assert shard_batch(ring, rows)[0].documents is None
-
-    run_ranks(2, body)
-
-
-def test_batches_that_cannot_be_sharded() -> None:
-    tokens = torch.arange(12)[None]
-    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    both = {"input_ids": tokens.repeat(2, 1), "position_ids": places.repeat(2, 1)}
-    refused(lambda ring, seq: shard_batch(ring, both), "neither those of whole rows nor of documents")
-    refused(lambda ring, seq: shard_batch(ring, {"input_ids": tokens, "pixels": tokens}), "how pixels lies over ranks")
-    for name in ("input_ids", "labels", "attention_mask", "pixels"):
-
-        def call(ring: Ring, seq: Sequence, name: str = name) -> Any:
-            return shard_batch(ring, {"input_ids": tokens, name: (tokens + ring.rank).bfloat16()})
-
-        refused(call, f"different batches, {name} differ; every rank", DisagreementError)
-    more = {"input_ids": tokens, "pixels": tokens}
-    differ = "different batches, pixels differ"
-    refused(lambda ring, seq: shard_batch(ring, more if ring.rank else {"input_ids": tokens}), differ)
-
-
-def test_what_tells_of_documents_agrees() -> None:
-    tokens = torch.arange(1, 13)[None]
-    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    marks = torch.tensor([[0] * 5 + [1] * 7])
-    ones, padded = torch.ones_like(tokens), torch.ones_like(tokens)
-    padded[:, -3:] = 0
-
-    def call(ring: Ring, **more: Tensor) -> tuple[Sequence, Any]:
-        return shard_batch(ring, {"input_ids": tokens, **more})
-
-    def body(ring: Ring) -> None:
-        for given in ({"position_ids": places, "attention_mask": ones}, {"seq_idx": marks},
-                      {"position_ids": places, "seq_idx": marks}):  # fmt: skip
-            seq, mine = call(ring, **given)
-            assert seq.documents == (0, 5, 12) and torch.equal(mine["position_ids"], seq.shard(places))
-        counted = torch.arange(12)[None] - 2
-        left = ones.clone()
-        left[:, :2] = 0
-        seq, mine = call(ring, position_ids=counted, attention_mask=left)
-        assert seq.documents is None and torch.equal(mine["position_ids"], seq.shard(counted))
-
-    run_ranks(2, body)
-    refused(lambda ring, seq: call(ring, position_ids=places, attention_mask=padded), "beside an attention_mask with")
-    refused(lambda ring, seq: call(ring, position_ids=places, seq_idx=ones.cumsum(1) // 4), "several ways to cut it")
-    refused(lambda ring, seq: call(ring, position_ids=places, cu_seq_lens_q=torch.tensor([0, 12])), "several ways")
-    refused(lambda ring, seq: call(ring, seq_idx=torch.zeros_like(tokens), position_ids=places), "several ways to cut")
-    refused(lambda ring, seq: call(ring, position_ids=places[None]), "are not \\(rows, tokens\\)")
-
-
-def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Ours(RingTrainerMixin, transformers.Trainer):
-        pass
-
-    check_trainer(Ours)
-    with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
-        check_trainer(RingTrainerMixin)
-    monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
-    with Ring() as ring, pytest.raises(UnsupportedError, match=r"in another way than that of 5\.23.*shard_batch"):
-        Ours(ring=ring)
-    monkeypatch.undo()
-    if is_accelerate_available():
-        args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-        with Ring() as ring, pytest.raises(UnsupportedError, match="compute_metrics needs logits of whole texts"):
-            Ours(model=llama(), args=args, ring=ring, compute_metrics=lambda found: {})
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

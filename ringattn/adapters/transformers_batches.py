@@ -1,0 +1,122 @@
+"""Batches for models of transformers: how a whole batch, the same on every rank, lies over the ranks of a ring.
+
+Promises: the loss and gradients of one process; labels are shifted before they are sharded.
+Does not know: attention, models, trainers.
+Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.adapters.alike import check_alike
+from ringattn.errors import InputError
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+
+SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "shift_labels")
+"""Inputs with one entry a token in dimension 1."""
+
+WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
+"""Inputs that every rank gets as they are."""
+
+
+def shard_batch(ring: Ring, batch: Mapping[str, Any], layout: str = "auto") -> tuple[Sequence, dict[str, Any]]:
+    """How a whole batch, the same on every rank, lies over the ring, and this rank's inputs for a model.
+
+    Tensors are (rows, tokens). Documents are those of `cu_seq_lens_q`, begin where `position_ids` of a lone row are 0,
+    or where its `seq_idx` changes; where several of these are given they have to agree. `position_ids` are sharded as
+    they are given, and made where they are not. `labels` are shifted over the whole sequence, and given back as
+    `labels` and as `shift_labels`. Raises on every rank: `DisagreementError` where anything in the batches differs,
+    `InputError` for inputs that it does not know, for positions that are neither those of rows, of documents nor of
+    real tokens, for fewer tokens than ranks, and for labels at the start of a document, which the last token of the one
+    before would have to foretell.
+    """
+    check_alike(ring, batch, "every rank of a ring has to read the same examples")  # from here on, all raise or none
+    others = set(batch) - {*SHARDED, *WHOLE, "labels", "position_ids", "seq_idx"}
+    if others:
+        raise InputError(f"how {', '.join(sorted(others))} lies over ranks is not known; take it out of the batch")
+    tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
+    seq = ring.sequence(tokens.shape[1], cu_seqlens=_documents(batch), layout=layout)
+    if min(seq.counts) == 0:
+        raise InputError(
+            f"{seq.length} tokens leave some of {ring.world_size} ranks without any, {seq.counts} each; pad the batch "
+            "or pack more texts into it, or take fewer ranks"
+        )
+    mine = {name: value for name, value in batch.items() if name in WHOLE}
+    mine |= {name: seq.shard(batch[name]) for name in SHARDED if batch.get(name) is not None}
+    places = batch.get("position_ids")
+    shard = seq.positions(per_document=True)[None] if places is None else seq.shard(places)
+    mine["position_ids"] = shard.expand(len(tokens), -1)
+    if "shift_labels" not in mine and batch.get("labels") is not None:
+        _refuse_first_labels(batch["labels"], seq.documents)
+        mine["shift_labels"] = seq.shard_labels(batch["labels"])
+    if "shift_labels" in mine:
+        mine["labels"] = mine["shift_labels"]
+    return seq, mine
+
+
+def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> None:
+    """Raise `InputError` where a document after the first of the row, (rows, tokens), begins with a label."""
+    starts = torch.tensor((documents or ())[1:-1], dtype=torch.int64, device=labels.device)
+    wrong = starts[(labels[:, starts] != -100).any(0)].tolist()
+    if wrong:
+        raise InputError(
+            f"documents begin with labels, at {wrong[:5]}{' and on' if len(wrong) > 5 else ''}: one process would ask "
+            "the last token of the document before for them; set these labels to -100, as DataCollatorWithFlattening "
+            "of transformers does"
+        )
+
+
+def _documents(batch: Mapping[str, Any]) -> list[int] | None:
+    """Cumulative lengths, or None for whole rows; what tells of documents agrees, and positions with it."""
+    told = batch.get("cu_seq_lens_q")
+    found: dict[str, list[int] | None] = {
+        "cu_seq_lens_q": None if told is None else sorted(set(told.flatten().tolist()))
+    }
+    if (marks := batch.get("seq_idx")) is not None:
+        found["seq_idx"] = _cuts_where("seq_idx", marks.diff() != 0)
+    if (places := batch.get("position_ids")) is not None and not _are_of_rows(places, batch.get("attention_mask")):
+        starts = places == 0
+        if len(places) != 1 or not starts[0, 0] or ((places.diff() != 1) & ~starts[:, 1:]).any():
+            raise InputError("position_ids are neither those of whole rows nor of documents packed into one row")
+        found["position_ids"] = _cuts_where("position_ids", starts[:, 1:])
+    known = {name: cuts for name, cuts in found.items() if cuts is not None}
+    if any(cuts != next(iter(known.values())) for cuts in known.values()):
+        raise InputError(f"the batch tells of several ways to cut it into documents: {known}; give one")
+    return next(iter(known.values()), None)
+
+
+def _cuts_where(name: str, begins: Tensor) -> list[int] | None:
+    """Cumulative lengths of the documents that begin at tokens 1, 2, ... where this is true, (rows, tokens - 1)."""
+    if not begins.any():
+        return None if name == "position_ids" else [0, begins.shape[1] + 1]
+    if len(begins) != 1:
+        raise InputError(f"{name} tells of documents in one of {len(begins)} rows; pack them into one row")
+    return [0, *(begins[0].nonzero().flatten() + 1).tolist(), begins.shape[1] + 1]
+
+
+def _are_of_rows(places: Tensor, mask: Tensor | None) -> bool:
+    """Whether positions count from the start of rows, or, beside padding, of their real tokens.
+
+    Raises `InputError` beside padding for any others, and for positions of more than one number a token.
+    """
+    if places.dim() != 2:
+        raise InputError(
+            f"position_ids of shape {tuple(places.shape)} are not (rows, tokens); take them out of the batch"
+        )
+    if torch.equal(places, torch.arange(places.shape[1], device=places.device).expand_as(places)):
+        return True
+    if mask is None or bool((mask != 0).all()):
+        return False
+    real = mask != 0
+    if torch.equal(places.expand_as(real)[real], (real.cumsum(1) - 1)[real]):
+        return True
+    raise InputError(
+        "position_ids beside an attention_mask with padding count neither rows nor their real tokens; pack documents "
+        "without padding, or leave position_ids out"
+    )
