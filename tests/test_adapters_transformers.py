@@ -73,21 +73,6 @@ def test_fifteen_architectures_over_processes(tmp_path: Path) -> None:
         assert not {of: error for of, error in errors.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.slow
-def test_trainer_over_two_processes(tmp_path: Path) -> None:
-    """Packed texts, accumulated and clipped gradients, an evaluation: weights and losses of Trainer in one process."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapter_trainer", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "trainer.json").read_text())
-    assert found["weights"] and not {of: error for of, error in found["weights"].items() if not error <= TOLERANCE}
-    mine, true = found["losses"]
-    assert len(mine) == 4 and mine == pytest.approx(true, rel=1e-6)  # Trainer adds its losses up in float32
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     """Backward computes every layer again, outside of the `with`."""

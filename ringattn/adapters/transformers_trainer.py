@@ -2,7 +2,7 @@
 
 `RingTrainerMixin` overrides one private method of Trainer, the one that shards batches for context parallelism, and
 refuses a Trainer that has it in another form.
-Promises: the loss and gradients of one process; labels are counted whole.
+Promises: the loss and gradients of one process, also in evaluation; labels are counted whole.
 Does not know: attention, models, how a batch lies over ranks.
 Checked with transformers 5.23 and accelerate 1.15.
 """
@@ -10,13 +10,16 @@ Checked with transformers 5.23 and accelerate 1.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ringattn.adapters.transformers import prepare
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset
+
+from ringattn.adapters.transformers import _prepared, prepare
 from ringattn.adapters.transformers_batches import shard_batch
-from ringattn.errors import UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
 
 __all__ = ["RingTrainerMixin", "check_trainer", "shard_batch"]
@@ -26,8 +29,9 @@ class RingTrainerMixin:
     """Put before transformers' Trainer: `class RingTrainer(RingTrainerMixin, Trainer)`; every batch lies over `ring`.
 
     `ring`: its ranks follow each other in the order of processes. Ranks of one ring get the same batches, rings other
-    ones. `layout`: as in `Ring.sequence`. Raises `UnsupportedError` for a Trainer of another form and for
-    `compute_metrics`, since no rank has all logits. accelerate's cp_size and sp_size stay 1.
+    ones. `layout`: as in `Ring.sequence`. Raises `UnsupportedError` for a Trainer of another form, for whatever makes
+    a loss or metrics of logits, since no rank has all of them, and for data that ranks of a ring would not read alike.
+    accelerate's cp_size and sp_size stay 1.
     """
 
     def __init__(self, *args: Any, ring: Ring, layout: str = "auto", **kwargs: Any) -> None:
@@ -35,9 +39,15 @@ class RingTrainerMixin:
         self.ring, self.layout = ring, layout
         super().__init__(*args, **kwargs)
         host: Any = self
-        if host.compute_metrics is not None:
-            raise UnsupportedError("compute_metrics needs logits of whole texts, which no rank has; leave it out")
+        _refuse_logits(host)
+        _refuse_loaders(host)
+        for data in (host.train_dataset, host.eval_dataset):
+            self._refuse_data(data)
         prepare(host.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A model from `model_init`, prepared: `train` begins with another one than `__init__`."""
+        return prepare(super().call_model_init(trial))  # type: ignore[misc]
 
     def get_cp_size(self) -> int:
         """Processes that share a batch: what Trainer divides its counts of labels and of batches by."""
@@ -45,31 +55,183 @@ class RingTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """Trainer's own, which all ranks of a ring read alike."""
-        return self._read_alike(super().get_train_dataloader())  # type: ignore[misc]
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        rings, mine = self._rings()
+        for shard in _shards(loader):
+            shard.num_processes, shard.process_index = rings, mine
+            if rings == 1:  # the last batch of an epoch stays as small as it is in one process
+                shard.even_batches = False
+                if _is_stream(shard):
+                    shard.batch_size = 1
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's own, which all ranks of a ring read alike."""
-        return self._read_alike(super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
-
-    def _read_alike(self, loader: Any) -> Any:
+        """Trainer's own, which all ranks of a ring read alike. Raises `UnsupportedError` for streams not shared so."""
         host: Any = self
-        if host.args.world_size > 1:
-            shards: tuple[Any, ...] = (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-            for shard in shards:
-                if hasattr(shard, "num_processes") and hasattr(shard, "process_index"):
-                    shard.num_processes = host.args.world_size // self.ring.world_size
-                    shard.process_index = host.args.process_index // self.ring.world_size
+        named = isinstance(eval_dataset, str)
+        self._refuse_data(host.eval_dataset[eval_dataset] if named else eval_dataset)
+        loader = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        rings, mine = self._rings()
+        for shard in _shards(loader):
+            shard.num_processes, shard.process_index = 1, 0
+            if _is_stream(shard):
+                if rings > 1:
+                    raise UnsupportedError(
+                        "an IterableDataset cannot be evaluated over several rings, which cannot tell how many of its "
+                        "texts are left for each; give evaluate a data set with a length"
+                    )
+                shard.batch_size = 1
+            elif not isinstance(shard.batch_sampler, _Dealt):  # a loader with persistent workers comes again
+                shard.even_batches, shard.batch_sampler = False, _Dealt(shard.batch_sampler, rings, mine)
         return loader
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, in which each text's loss counts once, on however many ranks."""
+        self.gather_function = partial(self._gather_losses, dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, None, None]:
+        """The loss of one batch, the mean over its labels, the same on every rank of the ring.
+
+        Raises `UnsupportedError` unless the loss alone is asked for.
+        """
+        if not prediction_loss_only:
+            raise UnsupportedError("no rank has the logits of whole texts; ask for the loss only, as evaluate does")
+        args = self.args  # type: ignore[attr-defined]
+        across, args.average_tokens_across_devices = (
+            args.average_tokens_across_devices,
+            False,
+        )  # other rings have others
+        try:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
+        finally:
+            args.average_tokens_across_devices = across
+        if loss is not None:
+            loss = loss.clone()
+            self.ring.all_reduce([loss])
+            loss /= self.ring.world_size
+        return loss, None, None
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UnsupportedError`."""
+        raise UnsupportedError(
+            "predict gives the logits of whole texts, which no rank has; call evaluate for the loss, or predict with a "
+            "plain Trainer in one process from the saved model"
+        )
+
+    def _rings(self) -> tuple[int, int]:
+        """How many rings there are, and which this process belongs to."""
+        args = self.args  # type: ignore[attr-defined]
+        return max(1, args.world_size // self.ring.world_size), args.process_index // self.ring.world_size
+
+    def _refuse_data(self, data: Any) -> None:
+        """Raise `UnsupportedError` for a stream of which accelerate would give each process its own part."""
+        host: Any = self
+        if isinstance(data, dict):
+            for one in data.values():
+                self._refuse_data(one)
+        if not _is_stream(data):
+            return
+        if (shards := getattr(data, "n_shards", 0)) >= host.args.world_size > 1:
+            raise UnsupportedError(
+                f"accelerate deals the {shards} shards of {type(data).__name__} to processes, also those of one ring; "
+                "wrap it in a torch.utils.data.IterableDataset of your own, or pass a data set with a length"
+            )
+        if host.accelerator.dispatch_batches is not False:
+            raise UnsupportedError(
+                f"{type(data).__name__} is an IterableDataset, whose batches accelerate would cut among the ranks of a "
+                'ring; pass TrainingArguments(accelerator_config={"dispatch_batches": False}), with which every rank '
+                "reads it, or a data set with a length"
+            )
+
+    def _gather_losses(self, loader: Any, losses: Tensor) -> Tensor:
+        """Losses (texts of a batch,) of every ring, (texts,): once for each ring, and none for texts read twice."""
+        from transformers.trainer_utils import has_length
+
+        host: Any = self
+        rings, _ = self._rings()
+        found: Tensor = host.accelerator.gather(losses)
+        found = found.unflatten(0, (rings, -1, len(losses)))[:, 0].flatten(0, 1)
+        if not has_length(loader.dataset):
+            return found
+        texts = len(loader.dataset)
+        if host.args.dataloader_drop_last:
+            texts -= texts % len(losses)
+        rest = texts % len(found)
+        return found[:rest] if rest and host.accelerator.gradient_state.end_of_dataloader else found
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        if not any(part in _prepared for part in model.modules()):
+            raise InputError(
+                f"this {type(model).__name__} would attend to this rank's tokens alone; call "
+                "ringattn.adapters.transformers.prepare on it where it takes the place of the Trainer's first model"
+            )
         seq, mine = shard_batch(self.ring, inputs, self.layout)
         return partial(self.ring.activate, seq), mine
 
 
-def check_trainer(kind: type) -> None:
-    """Raise `UnsupportedError` unless this Trainer shards its batches where the mixin expects it."""
+class _Dealt(BatchSampler):
+    """Batches dealt to rings in turn, as many to each: where the last turn ends early, the last batch comes again."""
+
+    def __init__(self, batches: Any, rings: int, mine: int) -> None:
+        self.batches, self.rings, self.mine = batches, rings, mine
+        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.rings)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        count, batch = 0, []
+        for batch in self.batches:
+            if count % self.rings == self.mine:
+                yield batch
+            count += 1
+        if 0 < count % self.rings <= self.mine:
+            yield batch
+
+
+def _shards(loader: Any) -> list[Any]:
+    """What of accelerate's loader cuts the data into parts of processes."""
+    parts = (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
+    return [part for part in parts if hasattr(part, "num_processes") and hasattr(part, "process_index")]
+
+
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, IterableDataset)
+
+
+def _refuse_logits(host: Any) -> None:
+    """Raise `UnsupportedError` for a Trainer that makes something of logits."""
+    if host.compute_metrics is not None:
+        raise UnsupportedError("compute_metrics needs logits of whole texts, which no rank has; leave it out")
+    shifts = "would shift labels that are shifted already, and needs labels whose neighbors this rank has not"
+    if host.args.label_smoothing_factor != 0:
+        raise UnsupportedError(f"label_smoothing_factor {shifts}; leave it at 0")
+    if host.compute_loss_func is not None:
+        raise UnsupportedError(
+            f"compute_loss_func {shifts}; leave it out, or write the loop with shard_batch and make the loss of "
+            "shift_labels"
+        )
+
+
+def _refuse_loaders(host: Any) -> None:
+    """Raise `UnsupportedError` for loaders that give each process, also of one ring, its own texts."""
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(host.accelerator, name):
+            raise UnsupportedError(f"{name} would cut batches among the ranks of a ring; leave it at False")
+    if host.args.train_sampling_strategy == "batch_rebalance":
+        raise UnsupportedError(
+            "train_sampling_strategy='batch_rebalance' deals texts to processes, also those of one ring; take "
+            "'group_by_length'"
+        )
+
+
+def check_trainer(kind: type[Any]) -> None:
+    """Raise `UnsupportedError` unless this Trainer shards its batches and makes its loss where the mixin expects it."""
     import transformers
 
     method = getattr(transformers.Trainer, "_prepare_context_parallel_inputs", None)
@@ -79,4 +241,9 @@ def check_trainer(kind: type) -> None:
         raise UnsupportedError(
             f"the Trainer of transformers {transformers.__version__} shards batches in another way than that of 5.23, "
             "which this was checked with; write the loop with shard_batch, or take that version"
+        )
+    if kind.compute_loss is not transformers.Trainer.compute_loss:
+        raise UnsupportedError(
+            f"{kind.__name__} overrides compute_loss, which gets labels that are shifted already and logits of this "
+            "rank alone; leave it out, or write the loop with shard_batch and make the loss of shift_labels"
         )
