@@ -104,7 +104,7 @@ def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
     trainer = made(tmp_path, ring)
     trainer.train()
     trainer.model = trainer.model_wrapped = tiny_model("llama", "eager")
-    with pytest.raises(InputError, match=r"this LlamaForCausalLM would attend to this rank's tokens alone.*prepare"):
+    with pytest.raises(InputError, match=r"LlamaForCausalLM, .* would attend to this rank's tokens alone; .*prepare"):
         trainer.train()
     trainer = made(tmp_path, ring, model=None, model_init=lambda: tiny_model("llama", "eager"))
     first = trainer.model
@@ -130,6 +130,11 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
             made(tmp_path, ring, **given)
     with pytest.raises(UnsupportedError, match=cut):
         made(tmp_path, ring).evaluate(stream)
+    trainer = made(tmp_path, ring)
+    trainer.train_dataset = trainer.eval_dataset = stream
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(UnsupportedError, match=cut):
+            call()
     for name in ("dispatch_batches", "split_batches"):
         with pytest.raises(UnsupportedError, match=f"{name} would cut batches among the ranks of a ring"):
             made(tmp_path, ring, args={"accelerator_config": {name: True}})

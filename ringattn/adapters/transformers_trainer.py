@@ -55,6 +55,7 @@ class RingTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """Trainer's own, which all ranks of a ring read alike."""
+        self._refuse_data(self.train_dataset)  # type: ignore[attr-defined]
         loader = super().get_train_dataloader()  # type: ignore[misc]
         rings, mine = self._rings()
         for shard in _shards(loader):
@@ -68,8 +69,8 @@ class RingTrainerMixin:
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Trainer's own, which all ranks of a ring read alike. Raises `UnsupportedError` for streams not shared so."""
         host: Any = self
-        named = isinstance(eval_dataset, str)
-        self._refuse_data(host.eval_dataset[eval_dataset] if named else eval_dataset)
+        data = host.eval_dataset if eval_dataset is None else eval_dataset
+        self._refuse_data(host.eval_dataset[data] if isinstance(data, str) else data)
         loader = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         rings, mine = self._rings()
         for shard in _shards(loader):
@@ -100,10 +101,8 @@ class RingTrainerMixin:
         if not prediction_loss_only:
             raise UnsupportedError("no rank has the logits of whole texts; ask for the loss only, as evaluate does")
         args = self.args  # type: ignore[attr-defined]
-        across, args.average_tokens_across_devices = (
-            args.average_tokens_across_devices,
-            False,
-        )  # other rings have others
+        across = args.average_tokens_across_devices
+        args.average_tokens_across_devices = False  # other rings have other batches, whose labels do not count here
         try:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
         finally:
@@ -166,9 +165,10 @@ class RingTrainerMixin:
         self, model: Any, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
         if not any(part in _prepared for part in model.modules()):
+            host: Any = self
             raise InputError(
-                f"this {type(model).__name__} would attend to this rank's tokens alone; call "
-                "ringattn.adapters.transformers.prepare on it where it takes the place of the Trainer's first model"
+                f"{type(host.accelerator.unwrap_model(model)).__name__}, which is not the model that the Trainer began "
+                "with, would attend to this rank's tokens alone; call ringattn.adapters.transformers.prepare(model)"
             )
         seq, mine = shard_batch(self.ring, inputs, self.layout)
         return partial(self.ring.activate, seq), mine
