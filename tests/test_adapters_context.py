@@ -155,6 +155,28 @@ def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
         torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS) + truth(tokens(1)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["reentrant", "other"])
+def test_a_guess_on_one_rank_is_refused_on_all_at_once(kind: str) -> None:
+    """13 and 14 tokens: rank 0 has 7 of either, rank 1 has 6 and 7 and could go on."""
+
+    def body(ring: Ring) -> str:
+        module, kept, loss = Attending(), [], torch.zeros((), dtype=torch.float64)
+        for length in (13, 14):
+            seq = ring.sequence(length, layout="zigzag")
+            kept.append(seq)
+            with ring.activate(seq):
+                loss = loss + checkpointed(kind)(module, seq.shard(tokens()[:, :length]).requires_grad_()).sum()
+        assert [seq.counts for seq in kept] == [(7, 6), (7, 7)]
+        with pytest.raises(InputError) as raised:
+            loss.backward()
+        ring.barrier()  # which lives on
+        return str(raised.value)
+
+    first, second = run_ranks(2, body, timeout_s=20.0)
+    assert first.startswith("backward computes a region of 7 local tokens again and 2 sequences are known to fit it")
+    assert second == f"rank 0 refused the call, so all ranks do: {first}"
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
 def test_the_graph_keeps_a_sequence_that_nobody_else_does(kind: str) -> None:
     """But for a reentrant checkpoint, whose first run makes none; then it is said."""

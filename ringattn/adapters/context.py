@@ -5,7 +5,8 @@ no ring of several ranks is open: a sharded model must never attend to its own s
 A checkpointed region runs a second time inside backward, by then outside of the `with`, on a GPU in another thread. So
 each forward call is noted, by the module that made it and with the life of its graph, and the second run takes what the
 first had. A call without a graph (of a reentrant checkpoint, of compiled code, of queries that need no gradient) has no
-end that could be seen: its note stays. Where the notes leave a choice it raises, and `recompute_context` decides.
+end that could be seen: its note stays. Where the notes leave a choice, on one rank or on all, the ranks of the ring
+raise, and `recompute_context` decides.
 Does not know: attention, hosts.
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ringattn.activation import Activation, activation
+from ringattn.adapters.alike import refused_by_all
 from ringattn.errors import InputError
 from ringattn.layout import Layout
 from ringattn.ring import Ring, shared_ring_is_open
@@ -82,8 +84,8 @@ def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | N
 
     `owner`: the module that attends, or whatever tells its calls from those of others and can be referred to weakly.
     Raises `InputError` where nothing is active and a ring of several ranks is open, and in backward where it cannot be
-    told which forward pass is computed again. Whether these are as many tokens as this rank owns is for
-    `Ring.attention` to see, which tells the other ranks.
+    told which forward pass is computed again; the other ranks hear of the latter, unless several rings may be meant.
+    Whether these are as many tokens as this rank owns is for `Ring.attention` to see, which tells the other ranks.
     """
     tokens = query.shape[dim]
     if torch._C._current_graph_task_id() != -1:  # inside backward
@@ -150,8 +152,12 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
         if note.value is None or seq is not None:
             return seq
     found = "the sequence that fits it is gone" if len(fits) == 1 else f"{len(fits)} sequences are known to fit it"
-    raise InputError(
-        f"backward computes a region of {tokens} local tokens again and {found}; keep sequences until their backward "
-        "pass, and where a module attends over several checkpoint with use_reentrant=False and "
-        "context_fn=ringattn.adapters.context.recompute_context, or in compiled code give ring_attention its sequence"
-    )
+    # Other ranks may own other numbers of tokens of the same sequences, and go on.
+    rings = {ring for note in fits.values() or here if note.value is not None and (ring := note.value[0]()) is not None}
+    with refused_by_all(rings.pop() if len(rings) == 1 else None):
+        raise InputError(
+            f"backward computes a region of {tokens} local tokens again and {found}; keep sequences until their "
+            "backward pass, and where a module attends over several checkpoint with use_reentrant=False and "
+            "context_fn=ringattn.adapters.context.recompute_context, or in compiled code give ring_attention its "
+            "sequence"
+        )
