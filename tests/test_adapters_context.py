@@ -114,6 +114,22 @@ def test_alone_every_option_is_kept() -> None:
     assert torch.allclose(few, dense_attention(q, k, k)[0][:, :3], atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_casts_alone_and_over_a_ring(dtype: torch.dtype) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(16)
+        q = seq.shard(tokens())[:, :, None].to(dtype)
+        v = q.to(torch.bfloat16 if dtype == torch.float32 else dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            for where in (seq, None):
+                for options in ({}, {"softcap": 2.0}):  # alone that is torch's function, and a ring of one rank
+                    assert attend(where, q, q, v, **options).dtype == v.dtype
+            like = q.to("meta")
+            assert attend(None, like, like, like).dtype == dtype  # autocast has no meta device
+
+    run_ranks(2, body)
+
+
 # --- recomputation ---------------------------------------------------------------------------------------------------
 
 

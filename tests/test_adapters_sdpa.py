@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ringattn import InputError, Ring, UnsupportedError
+from ringattn import InputError, Ring, Sequence, UnsupportedError
 from ringattn.adapters.context_parallel import context_parallel, context_parallel_unshard, recompute_context
 from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import dense_attention, run_ranks
 
 TOKENS = 13
@@ -273,3 +274,55 @@ def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str
         with pytest.raises(InputError, match=words), context_parallel(ring, **options):
             pass
         assert all(len(one) == TOKENS for one in options["buffers"][:1])
+
+
+# --- autocast --------------------------------------------------------------------------------------------------------
+
+Run = Callable[[Ring, Sequence, list[Tensor], bool], Tensor]
+
+
+def by_name(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> Tensor:
+    run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa
+    with ring.activate(seq), torch.autocast("cpu", torch.bfloat16):
+        return run(*qkv, is_causal=True)
+
+
+def as_operator(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> Tensor:
+    run = torch.compile(ring_attention, backend="aot_eager", fullgraph=True) if compiled else ring_attention
+    with ring.activate(seq), torch.autocast("cpu", torch.bfloat16):
+        return run(*(x.transpose(1, 2) for x in qkv), causal=True).transpose(1, 2)
+
+
+def redirected(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> Tensor:
+    run = F.scaled_dot_product_attention
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with context_parallel(ring, buffers=[whole(0)], buffer_seq_dims=[2]), torch.autocast("cpu", torch.bfloat16):
+        return run(*qkv, is_causal=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("run", [by_name, as_operator, redirected])
+def test_autocast_casts_like_sdpa(run: Run, compiled: bool) -> None:
+    """Out and gradients, of rotary embeddings' float32 beside a projection's bfloat16 too; float64 stays."""
+    rotary, single, double = [torch.float32] * 2 + [torch.bfloat16], [torch.float32] * 3, [torch.float64] * 3
+    torch._dynamo.reset()
+    for dtypes in (rotary, single, double):
+        given = [whole(seed).to(dtype) for seed, dtype in enumerate(dtypes)]
+        alone = [x.clone().requires_grad_() for x in given]
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = F.scaled_dot_product_attention(*alone, is_causal=True)
+        expected.sin().sum().backward()
+
+        def body(ring: Ring, given: list[Tensor] = given) -> list[Tensor]:
+            seq = ring.sequence(TOKENS)
+            shards = [seq.shard(x, 2).requires_grad_() for x in given]
+            out = run(ring, seq, shards, compiled)
+            out.sin().sum().backward()
+            return [seq.gather(x, 2) for x in (out.detach(), *(x.grad for x in shards if x.grad is not None))]
+
+        bound = 1e-11 if dtypes is double else 0.05
+        for found in run_ranks(2, body):
+            for one, other in zip(found, (expected.detach(), *(x.grad for x in alone)), strict=True):
+                assert other is not None
+                torch.testing.assert_close(one, other, rtol=bound, atol=bound)  # and dtypes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,11 +24,24 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
     """`Ring.attention` of this rank's shards of `seq`, with its tensors, options and errors; None: of whole tensors.
 
     Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
-    any other runs through a ring of one rank.
+    any other runs through a ring of one rank. All cast as that function does, see `as_autocast`.
     """
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None:
         return _alone(q, k, v, **options)
     return seq.ring.attention(q, k, v, seq, **options)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` as torch.autocast casts the inputs of scaled_dot_product_attention; differentiable.
+
+    In autocast's dtype for x's device where that is on and x is floating point, but for float64; else as it is.
+    """
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none, and would raise
+    if not on or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:

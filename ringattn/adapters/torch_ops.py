@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn import api
-from ringattn.adapters.attend import lone_sequence
+from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads
 from ringattn.errors import ClosedError
@@ -65,9 +65,11 @@ def ring_attention(
     `seq`: None for the active sequence, by the rule of `adapters.context.sequence_of`; compiled code then finds it at
     run time and is not compiled again for another one with as many local tokens. With a sequence given, compiled code
     is compiled once more at the second sequence. DTensors whose heads are sharded are taken by their local heads.
+    Under torch.autocast q, k and v are cast as scaled_dot_product_attention casts its own, and out is in that dtype.
     Keeps nothing that came from other ranks for backward. Raises what `Ring.attention` and `sequence_of` raise.
     """
     (q, k, v), whole = local_heads((q, k, v), 2)
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None and not torch.compiler.is_compiling():
         seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
     left, right = (-1 if bound is None else bound for bound in window or (None, None))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.attend import attend
+from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.transformers_calls import attending, watch
 from ringattn.adapters.transformers_checks import check_tokens, known_mask, refuse_inputs, refuse_options
@@ -102,7 +102,7 @@ def attention_forward(
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
     positions = attending()
-    q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
@@ -147,10 +147,3 @@ def _locally(
         scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = nn.functional.dropout(scores.softmax(-1), dropout)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).contiguous()
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """As autocast would cast the inputs of scaled_dot_product_attention."""
-    kind = x.device.type
-    fits = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if fits else x
