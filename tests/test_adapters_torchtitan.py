@@ -154,6 +154,15 @@ def test_windows_and_what_is_made_of_lse() -> None:
     assert torch.allclose(both_ways(q, k, v), dense_attention(q, k, v)[0], atol=1e-12)
 
 
+def test_autocast_casts_like_torchtitans_own() -> None:
+    own, x = ScaledDotProductAttention(ScaledDotProductAttention.Config()), torch.randn(1, 8, 2, 16)
+    with Ring() as ring, torch.autocast("cpu", torch.bfloat16):
+        for given in ((x, x, x.bfloat16()), (x, x, x), (x.double(),) * 3):
+            with ring.activate(ring.sequence(8)):
+                out = adapter.RingAttention(adapter.RingAttention.Config())(*given)
+            torch.testing.assert_close(out, own(*given), rtol=0.02, atol=0.02)  # and dtypes
+
+
 def test_arguments_are_those_of_torchtitan() -> None:
     theirs = inspect.signature(context_parallel.prepare_context_parallel_input).parameters
     ours = inspect.signature(adapter.prepare_context_parallel_input).parameters

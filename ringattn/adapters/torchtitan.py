@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.attend import lone_sequence
+from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
@@ -73,6 +73,7 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
         (q, k, v), whole = local_heads((_own_tokens(q_BLNH), _own_tokens(k_BLNH), _own_tokens(v_BLNH)), 2)
+        q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         if attention_masks is None:
             rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
         else:
