@@ -178,6 +178,18 @@ def test_sinks(kind: str) -> None:
         torch.testing.assert_close(out, expected.transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
 
 
+def test_autocast_casts_as_megatrons_own_products() -> None:
+    """Norms of queries and keys leave them in float32 under autocast, values are in its dtype."""
+    q, k, v = qkv(6, 1)
+    with Ring() as ring:
+        expected = core(ring)(q, k, v, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            for given in ((q.float(), k.float(), v.bfloat16()), (q.float(), k.float(), v.float())):
+                out = core(ring)(*given, None)
+                torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
+            assert core(ring)(q, k, v, None).dtype == torch.float64
+
+
 def test_padding_is_hidden_from_documents_both_ways() -> None:
     tensors = [x[0] for x in qkv(1, 16)]
     real, padded = torch.tensor(REAL), torch.tensor(CUTS)

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.errors import InputError
@@ -116,7 +117,7 @@ class RingCoreAttention(MegatronModule):
                 )
             seq = _sequence(ring, query.shape[0]) if params is None else _packed_sequence(ring, params)
         causal, (left, right) = _CAUSAL[mask], self.window_size
-        q, k, v = (x[None] if packed else x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (as_autocast(x[None] if packed else x.transpose(0, 1)) for x in (query, key, value))
         out = seq.ring.attention(
             q, k, v, seq, causal=causal,
             # A causal window ends at the query, whatever its right side is, as in TransformerEngine.
