@@ -30,3 +30,5 @@ def shard_model(everyone: RankGroup, model: Transformer, sharding: str) -> None:
                fully_shard(model, mesh=mesh, reshard_after_forward=False)]  # fmt: skip
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # of that part alone; the default divides by the ranks
+        # Else float32 and bf16 gradients are reduced by PREMUL_SUM, which gloo does not have.
+        part.set_force_sum_reduction_for_comms(True)

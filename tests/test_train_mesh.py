@@ -1,7 +1,7 @@
 """Training over a mesh of replicas and rings is training in one process: any shape, any sharding, any accumulation.
 
-Threads where torch's process group is not needed, then one set of four processes for everything that needs it; all in
-float64, against one process. Does not know: checkpoints' folders, restarts.
+Threads where torch's process group is not needed, then one set of four processes for everything that needs it; in
+float64 unless said, against one process. Does not know: checkpoints' folders, restarts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def alone(config: TrainConfig) -> dict[str, Any]:
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Every loss and every norm before clipping agree to 1e-10."""
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
-    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-10)
+    """Every loss and every norm before clipping agree to 1e-10, in other dtypes than float64 as far as these go."""
+    rel = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}[expected["config"]["dtype"]]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
+    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=rel)
 
 
 def on_threads(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
@@ -185,6 +186,9 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero3", **CLIPPED),
         replace(mesh, sharding="zero3", **FEW_LABELS),
         replace(mesh, sharding="zero2", **DILATED),
+        # FSDP reduces float64 in another way than these.
+        replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
+        replace(mesh, sharding="zero3", dtype="bf16", steps=2),
     ]
     spec = {"runs": [asdict(run) for run in runs], "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1))}
     answers = run_ranks_in_processes("tests.train_entries:train_and_count", spec, 4, timeout_s=200)
@@ -193,7 +197,7 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
     for answer in answers:
         for found, wanted in zip(answer["runs"], expected, strict=True):
             same(found, wanted)
-        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0]
+        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0]
         assert answer["reductions"] == answer["sharded_parts"]  # two micro steps, one reduction of each part
     back = run_ranks(1, lambda ring: loop.train(ring, replace(TINY, resume=saved)))[0]
     assert back["first_step"] == 3

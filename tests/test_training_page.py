@@ -5,8 +5,12 @@ Does not know: whether the words around them are true; other tests show that.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,8 @@ from ringattn.launch import train
 from ringattn.launch.checkpoints import MAY_CHANGE
 from ringattn.launch.train_config import load_train
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 COMMANDS = [shlex.split(line.partition(" train ")[2]) for line in LINES]
@@ -50,6 +55,22 @@ def test_the_commands_of_one_process_run(
         if not any(word.startswith(("replicas=", "restarts=")) for word in words):
             assert train.main([*small, *SMALL]) == 0, words
     assert "in 40 steps, 20 of them before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_mesh_run(tmp_path: Path) -> None:
+    starts = {"ringattn": ["-m", "ringattn"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+    lines = [shlex.split(line) for line in LINES if "replicas=" in line]
+    assert [program for program, *_ in lines] == ["ringattn", "torchrun"]
+    for program, *words in lines:
+        done = subprocess.run(
+            [sys.executable, *starts[program], *words, *SMALL, "steps=2"], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        result = tmp_path / "outputs" / "mesh" / "result.json"
+        assert len(json.loads(result.read_text())["losses"]) == 2
+        result.unlink()
 
 
 def test_the_table_of_the_page_says_what_is_refused() -> None:

@@ -50,8 +50,9 @@ def loss_scale(
     """The factor of a loss that is *summed* over this rank's labels; 0 labels anywhere give a finite one.
 
     `gradients`: what reduces gradients over the ranks of the ring and of `data_parallel` together: "mean" (DDP, FSDP as
-    they come) or "sum" (`Ring.all_reduce`, FSDP with `set_gradient_divide_factor(1.0)`). With `data_parallel` given, it
-    must span both. The other arguments are those of `count_labels`. A collective call.
+    they come) or "sum" (`Ring.all_reduce`, FSDP2 with `set_gradient_divide_factor(1.0)` and
+    `set_force_sum_reduction_for_comms(True)`). With `data_parallel` given, it must span both. The other arguments are
+    those of `count_labels`. A collective call.
 
         loss = F.cross_entropy(logits, labels, reduction="sum") * loss_scale(labels, ring, gradients="mean")
 
