@@ -44,7 +44,7 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
     """The documents of the file at `path`, each ending behind a `separator`; of Python's reference if `path` is empty.
 
     `tokenizer`: a tokenizer.json of Hugging Face's `tokenizers`, which must be installed then; empty: bytes are tokens.
-    Documents are encoded one by one, without special tokens. Raises `InputError`, with the key first.
+    Documents are encoded one by one and whole, without special tokens. Raises `InputError`, with the key first.
     """
     if not separator:
         raise InputError("separator: what documents end with must not be empty")
@@ -56,6 +56,9 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
         cuts = tuple(accumulate(map(len, parts), initial=0))
         return Documents(torch.frombuffer(bytearray(content), dtype=torch.uint8), cuts, VOCABULARY)
     encoder = _tokenizer(tokenizer)
+    # The file may carry either, for batches of sentences.
+    encoder.no_truncation()
+    encoder.no_padding()
     try:
         ids = [one.ids for one in encoder.encode_batch([part.decode() for part in parts], add_special_tokens=False)]
     except UnicodeDecodeError as error:

@@ -94,6 +94,21 @@ def test_a_tokenizer_gives_the_model_its_vocabulary(tmp_path: Path) -> None:
     assert results[0]["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]  # of 5 words, and of 256 bytes
 
 
+def test_what_a_tokenizer_carries_for_batches_leaves_no_token_out(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    parts = ["a b a b a b\n\n", "b"]
+    whole = [made.encode(part, add_special_tokens=False).ids for part in parts]
+    made.enable_truncation(4)
+    made.enable_padding(length=8)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("".join(parts))
+    config = TrainConfig(text=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True)
+    text = load(config)
+    assert text.tokens.tolist() == whole[0] + whole[1] == [1, 2, 1, 2, 1, 2, 2] and text.cuts == (0, 6, 7)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
