@@ -32,7 +32,7 @@ class Documents:
     cuts: tuple[int, ...]
     """0, then the end of each document; none is empty."""
     vocabulary: int
-    """Number of different tokens."""
+    """Every token is below it."""
 
     def digest(self) -> str:
         """Of all that a run draws from, in hex: the same tokens in other documents are another text."""
@@ -67,7 +67,8 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
         raise InputError(f"tokenizer={tokenizer}: cannot encode the text, {error}") from error
     ids = [one for one in ids if one]
     tokens = torch.tensor([token for one in ids for token in one], dtype=torch.int32)
-    return Documents(tokens, tuple(accumulate(map(len, ids), initial=0)), encoder.get_vocab_size())
+    vocabulary = 1 + max(encoder.get_vocab().values(), default=0)  # there may be fewer tokens: ids may have holes
+    return Documents(tokens, tuple(accumulate(map(len, ids), initial=0)), vocabulary)
 
 
 def packed(documents: Documents, index: int, length_tokens: int, seed: int) -> tuple[Tensor, tuple[int, ...]]:

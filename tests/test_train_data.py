@@ -94,6 +94,17 @@ def test_a_tokenizer_gives_the_model_its_vocabulary(tmp_path: Path) -> None:
     assert results[0]["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]  # of 5 words, and of 256 bytes
 
 
+def test_a_vocabulary_goes_up_to_the_greatest_id(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "the": 3, "of": 9}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = replace(TINY, tokenizer=str(tmp_path / "tokenizer.json"), steps=2)
+    text = load(config)
+    assert (text.vocabulary, int(text.tokens.max())) == (10, 9)
+    assert len(alone(config)["losses"]) == 2
+
+
 def test_what_a_tokenizer_carries_for_batches_leaves_no_token_out(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
