@@ -38,11 +38,25 @@ def load_alike(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Doc
         refusal = error
     everyone.agree("what to train", refusal, always=True)
     assert text is not None
+    _compare_all(everyone, config, {**_keys(config), "text": text.digest()})
+    return text
+
+
+def check_keys(everyone: RankGroup, config: TrainConfig) -> None:
+    """Raise `DisagreementError` on all ranks of `everyone`, with the key first, unless they have the same words."""
+    _compare_all(everyone, config, _keys(config))
+
+
+def _keys(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same on all ranks; first the key of which `ranks` is made under torchrun."""
     facts = {key: value for key, value, _ in leaves(config) if key not in OF_A_PROCESS}
-    told = [json.loads(words) for words in everyone.told_by_all(json.dumps({**facts, "text": text.digest()}))]
+    return {"replicas": config.replicas, **facts}
+
+
+def _compare_all(everyone: RankGroup, config: TrainConfig, facts: dict[str, Any]) -> None:
+    told = [json.loads(words) for words in everyone.told_by_all(json.dumps(facts))]
     for rank, theirs in enumerate(told):
         _compare(config, rank, theirs, told[0])
-    return text
 
 
 def _compare(config: TrainConfig, rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Ring
 from ringattn.errors import InputError
+from ringattn.launch.alike import check_keys
 from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
 from ringattn.launch.train_config import TrainConfig
 from ringattn.rank_group import RankGroup
@@ -61,19 +62,22 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
 
 @contextmanager
 def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
-    """The groups of this process, which has torchrun's environment or is alone; closed at the end."""
+    """The groups of this process, which has torchrun's environment or is alone; closed at the end.
+
+    Raises `DisagreementError` on all ranks where they have other configurations than each other.
+    """
     wait_s = min(WAIT_S, config.timeout_s)
     options: dict[str, Any] = {"transport": config.transport, "engine": config.engine, "timeout_s": wait_s}
-    if config.replicas == 1:
-        with Ring(**options) as ring:
-            yield Groups(ring, ring)
-        return
-    kind = device_type(config.transport)
-    _open_process_group(kind, wait_s=wait_s)
-    ranks = dist.get_world_size() // config.replicas
-    mesh = init_device_mesh(kind, (config.replicas, ranks), mesh_dim_names=("dp", "cp"))
-    with Ring(mesh, **options) as ring, Ring(**options) as everyone:
-        yield Groups(ring, everyone)
+    with Ring(**options) as everyone:
+        check_keys(everyone, config)  # before the mesh, which ranks with other words would not meet in
+        if config.replicas == 1:
+            yield Groups(everyone, everyone)
+            return
+        kind = device_type(config.transport)
+        _open_process_group(kind, everyone.rank, everyone.world_size, wait_s)
+        shape = (config.replicas, everyone.world_size // config.replicas)
+        with Ring(init_device_mesh(kind, shape, mesh_dim_names=("dp", "cp")), **options) as ring:
+            yield Groups(ring, everyone)
 
 
 def replica_of(everyone: RankGroup, ring: RankGroup) -> int:
@@ -96,8 +100,8 @@ def join_process_group(everyone: RankGroup, key: str) -> None:
         )
 
 
-def _open_process_group(kind: str, rank: int = -1, world_size: int = -1, wait_s: float = WAIT_S) -> None:
-    """Open it on every process alike; rank and world size are torchrun's where they are not given."""
+def _open_process_group(kind: str, rank: int, world_size: int, wait_s: float = WAIT_S) -> None:
+    """Open it on every process alike."""
     if dist.is_initialized():
         return
     timeout = timedelta(seconds=wait_s)

@@ -42,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
         check_sizes(config)
         if place is not None and config.restarts:
             raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
-        check_switches(config, device_type(config.transport))
-        load(config)  # so that a missing file or a short text is reported before any rank starts
+        if place is None:  # before any rank starts; torchrun's tell each other what one of them alone cannot do
+            check_switches(config, device_type(config.transport))
+            load(config)
     except RingError as error:
         print(f"ringattn train: {error}", file=sys.stderr)
         return 2
