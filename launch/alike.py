@@ -1,12 +1,14 @@
-"""Whether all ranks train the same run: their keys and what they read, compared before the first step.
+"""Whether all ranks train the same run: their keys, what they read, where it goes, compared before the first step.
 
-Promises: what differs is refused on every rank, by its key; what one rank alone cannot load is refused on all.
+Promises: what differs is refused on every rank, by its key; what one rank alone cannot do is refused on all.
 Does not know: how a step is trained.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from ringattn.errors import DisagreementError, InputError
@@ -45,6 +47,29 @@ def load_alike(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Doc
 def check_keys(everyone: RankGroup, config: TrainConfig) -> None:
     """Raise `DisagreementError` on all ranks of `everyone`, with the key first, unless they have the same words."""
     _compare_all(everyone, config, _keys(config))
+
+
+def agree_on_folder(everyone: RankGroup, config: TrainConfig) -> None:
+    """Make `out_dir` on rank 0, which writes the result; raises `InputError` on all ranks where it cannot be written.
+
+    All ranks call it together.
+    """
+    refusal = None
+    try:
+        if everyone.rank == 0:
+            make_folder(config.out_dir)
+    except InputError as error:
+        refusal = error
+    everyone.agree("where the result goes", refusal, always=True)
+
+
+def make_folder(out_dir: str) -> None:
+    """Make the folder of a run's results. Raises `InputError`, with the key first, if it cannot be written."""
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out_dir).close()
+    except OSError as error:
+        raise InputError(f"out_dir={out_dir}: {error.strerror}; name a folder that can be written") from error
 
 
 def _keys(config: TrainConfig) -> dict[str, Any]:

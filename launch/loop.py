@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
-from ringattn.launch.alike import load_alike
+from ringattn.launch.alike import agree_on_folder, load_alike
 from ringattn.launch.batches import Part, drawn
 from ringattn.launch.checkpoints import Curve, checkpoints_of
 from ringattn.launch.documents import Documents
@@ -50,6 +50,7 @@ IGNORE = -100
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, each over a mesh of its own.
 
+    `spec["keeps_result"]`: whether the caller writes into `out_dir`, which is made before the first step then.
     Returns {"rank": ..., "runs": [the result of `train`, ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
@@ -58,6 +59,8 @@ def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     results = []
     for config in configs:
         with opened_mesh(config) as (ring, everyone):
+            if spec.get("keeps_result"):
+                agree_on_folder(everyone, config)
             results.append(train(ring, config, everyone.rank == 0, everyone))
             rank = everyone.rank
     return {"rank": rank, "runs": results}

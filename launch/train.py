@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, RingError
+from ringattn.launch.alike import make_folder
 from ringattn.launch.batches import load
 from ringattn.launch.failures import RanksError
 from ringattn.launch.memory_switches import check_switches
@@ -66,11 +67,13 @@ def main(argv: Sequence[str]) -> int:
 def _run(config: TrainConfig) -> dict[str, Any]:
     assert config.ranks is not None
     processes = config.ranks * config.replicas
+    if place_in_torchrun() is None:
+        make_folder(config.out_dir)  # before any rank starts
     if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
         # Alone, importing the model's room here costs less than a new process.
         from ringattn.launch.loop import train_rank
 
-        return dict(train_rank({"runs": [asdict(config)]})["runs"][0])
+        return dict(train_rank({"runs": [asdict(config)], "keeps_result": True})["runs"][0])
     return _restarted(config, processes)
 
 

@@ -314,3 +314,15 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (result["first_step"], len(result["losses"]), len(result["step_s"])) == (2, 5, 3)
     assert train.main([*words, "steps=5", "model.layers=2"]) == 2
     assert "ringattn train: model.layers=2: the checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc"), Path("/proc/nope")):
+        for more in ([], ["checkpoint_every_steps=1"]):
+            words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=1", *more, f"out_dir={folder}"]
+            assert train.main(words) == 2
+            shown = capsys.readouterr()
+            assert shown.err.startswith(f"ringattn train: out_dir={folder}: ") and not shown.out, shown
