@@ -143,8 +143,9 @@ class Checkpoints:
     def _chosen(self) -> Path | None:
         """The checkpoint to go on from, the same on all ranks."""
         resume, own = self.config.resume, latest(Path(self.config.out_dir))
-        told = [json.loads(one) for one in self.everyone.told_by_all(json.dumps([str(own), _is_of_this_job(own)]))]
-        seen = [path for path, _ in told]
+        mine = [str(own), _is_of_this_job(own), (Path(resume) / RUN).exists()]
+        told = [json.loads(one) for one in self.everyone.told_by_all(json.dumps(mine))]
+        seen = [path for path, _, _ in told]
         if len(set(seen)) > 1:
             raise InputError(
                 f"out_dir={self.config.out_dir}: rank 0 sees the checkpoint {seen[0]} and rank {self.everyone.rank} "
@@ -159,8 +160,11 @@ class Checkpoints:
             )
         if resume == "never":
             return None
-        if not (Path(resume) / RUN).exists():
-            raise InputError(f"resume={resume}: no complete checkpoint is there; name a folder step-N")
+        if lacking := [rank for rank, (_, _, there) in enumerate(told) if not there]:
+            where = f" on ranks {lacking}" if self.everyone.world_size > 1 else ""
+            raise InputError(
+                f"resume={resume}: no complete checkpoint is there{where}; name a folder step-N that all machines see"
+            )
         return Path(resume)
 
     def _check(self, path: Path, found: dict[str, Any]) -> None:

@@ -215,6 +215,24 @@ def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monk
         assert "rank 0 sees the checkpoint" in told and told.endswith("all machines must share this folder")
 
 
+@pytest.mark.parametrize("lacking", [[1], [0, 1]], ids=str)
+def test_a_checkpoint_that_a_machine_does_not_see_is_told_on_all(
+    tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, lacking: list[int]
+) -> None:
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+    begins_from = latest(Path(saved.out_dir))
+
+    def of_rank(ring: Ring) -> str:
+        seen = f"{begins_from}-of-another-machine" if ring.rank in lacking else str(begins_from)
+        config = replace(saved, out_dir=str(tmp_path / "own"), resume=seen)
+        with pytest.raises(InputError) as raised:
+            Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
+        return str(raised.value).removeprefix(f"resume={seen}: ")
+
+    told = f"no complete checkpoint is there on ranks {lacking}; name a folder step-N that all machines see"
+    assert run_ranks(2, of_rank, timeout_s=20.0) == [told] * 2
+
+
 def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
     def of_rank(ring: Ring) -> None:
         text = load(saved)
