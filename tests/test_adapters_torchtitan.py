@@ -116,6 +116,44 @@ def test_a_model_over_two_processes_equals_one() -> None:
         assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
 
 
+def of_half_a_recipe(spec: dict[str, Any]) -> list[str]:
+    """One of two ranks: what is said where torchtitan's own function, or none, made the shards; then what is not."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
+    words = []
+    even = tokens[:, :20], labels[:, :20], {"positions": positions[:, :20]}
+    mine, _, extra = context_parallel.prepare_context_parallel_input(*even, mesh, torch.device("cpu"), "headtail")
+    for _ in range(2):  # before a ring is open, and after
+        try:
+            half(mine, **extra)
+            words.append("attended")
+        except InputError as error:
+            words.append(str(error))
+        ring = adapter.ring_of(mesh)
+    with ring.activate(None):  # who asks for local attention has it
+        alone = half(mine, **extra)
+    for block in half.layers.values():
+        block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
+    with ring.activate(None):
+        again = half(mine, **extra)
+    again.sum().backward()
+    words.append(str(torch.equal(again, alone)))
+    ring.close()
+    torch.distributed.destroy_process_group()
+    return words
+
+
+@pytest.mark.slow
+def test_half_of_the_recipe_is_refused() -> None:
+    for before, after, local in run_ranks_in_processes(
+        "tests.test_adapters_torchtitan:of_half_a_recipe", {}, 2, 120, 1
+    ):
+        assert "shard over the 2 ranks of cp" in before and "torchtitan.prepare_context_parallel_input" in before
+        assert after == before and local == "True"
+
+
 def test_recomputation_has_its_sequence_as_an_argument() -> None:
     tokens, labels, positions = batch()
     expected_loss, expected = truth()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
+from ringattn.activation import activation
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
@@ -68,13 +69,14 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
         `attention_masks`: what `prepare_context_parallel_input` made; None: the active sequence, see `sequence_of`.
         DTensors over `cp` that hold this rank's tokens, as torchtitan declares them, are taken at this rank. Those with
         sharded heads too, and results are DTensors then; see `local_heads` for other ones. Raises `InputError` for any
-        other mask and for unknown arguments.
+        other mask, unknown arguments, and DTensors over several ranks of `cp` of which nothing names the sequence.
         """
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
         (q, k, v), whole = local_heads((_own_tokens(q_BLNH), _own_tokens(k_BLNH), _own_tokens(v_BLNH)), 2)
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         if attention_masks is None:
+            _check_named(q_BLNH)
             rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
         else:
             rows = _checked(attention_masks, len(q))
@@ -92,9 +94,23 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
 
 def _own_tokens(x: Tensor) -> Tensor:
     """The tokens of this rank, where torchtitan has declared that the mesh `cp` shards them."""
-    if isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("cp",) and x.placements == (Shard(1),):
-        return x.to_local()
-    return x
+    return x.to_local() if _is_declared(x) else x
+
+
+def _is_declared(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether torchtitan has declared that the mesh `cp` shards the tokens."""
+    return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("cp",) and x.placements == (Shard(1),)
+
+
+def _check_named(q: Tensor) -> None:
+    """Raise `InputError` where these are shards and no sequence is active: no ring is open yet that would say so."""
+    is_in_backward = torch._C._current_graph_task_id() != -1  # which attends over what its forward pass had
+    if _is_declared(q) and q.device_mesh.size() > 1 and activation() is None and not is_in_backward:
+        raise InputError(
+            f"attention_masks is None and q is a shard over the {q.device_mesh.size()} ranks of cp, which would attend "
+            "to itself alone: shard batches with ringattn.adapters.torchtitan.prepare_context_parallel_input, in the "
+            "post_dataloading_process of the Trainer and of the Validator, and not with torchtitan's own"
+        )
 
 
 def prepare_context_parallel_input(
