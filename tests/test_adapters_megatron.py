@@ -211,12 +211,38 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
     run_ranks(2, body)
 
 
-def test_a_batch_may_bring_its_own_group() -> None:
-    tensors = [x[0] for x in qkv(1, 16)]
+@pytest.mark.parametrize("kind", ["sbhd", "thd"])
+@pytest.mark.parametrize(("size", "brings"), [(None, True), (1, True), (1, False)])
+def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bool) -> None:
+    """Of one rank, inside of a context parallel group of two, each rank with tokens of its own."""
+    cuts = torch.tensor([0, 15])
+
+    def body(ring: Ring) -> None:
+        tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
+        truth = dense_attention(*tensors, causal=True)[0][0].flatten(1)
+        with Ring(transport="local") as other:
+            mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
+            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=other if brings else None)
+            out = core(ring)(*mine, None, packed_seq_params=params)
+            assert other.counters()["passes"] == brings
+        assert ring.counters()["passes"] == 0
+        torch.testing.assert_close(out if kind == "thd" else out[:, 0], truth, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("kind", ["sbhd", "thd"])
+def test_a_group_of_another_size_than_the_batch_is_for(kind: str) -> None:
     cuts = torch.tensor([0, 16])
-    with Ring() as ring, Ring() as other:
-        core(ring)(*tensors, None, packed_seq_params=PackedSeqParams("thd", cuts, cuts, cp_group=other))
-        assert other.counters()["passes"] == 1 and ring.counters()["passes"] == 0
+
+    def body(ring: Ring) -> None:
+        mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in qkv(1, 8)]
+        for group in (ring, None):
+            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=2 + 2 * ring.rank, cp_group=group)
+            with pytest.raises(InputError, match="for local_cp_size=4 ranks and its group has 2: give it the cp_group"):
+                core(ring)(*mine, None, packed_seq_params=params)
+
+    run_ranks(2, body, timeout_s=10.0)
 
 
 def test_arguments_are_those_of_megatron() -> None:

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.attend import as_autocast
+from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.errors import InputError
@@ -100,12 +100,17 @@ class RingCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns (tokens, batch, heads * dim), or packed (tokens, heads * dim). Raises `InputError` for any mask."""
+        """Returns (tokens, batch, heads * dim), or packed (tokens, heads * dim).
+
+        `packed_seq_params` may bring a `cp_group`, and `local_cp_size`, its ranks; 1 without a group: this rank alone.
+        Raises `InputError` for any mask, and for a `local_cp_size` that the group has not.
+        """
         mask = attn_mask_type or self.attn_mask_type
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
         packed = params is not None
-        ring = ring_of((params and params.cp_group) or self.cp_group)
+        ring = self._ring(packed_seq_params)
         with refused_by_all(ring):
+            _check_size(ring, packed_seq_params)
             if attention_mask is not None or attention_bias is not None:
                 raise InputError(
                     "attention_mask and attention_bias must be None: RingCoreAttention masks by attn_mask_type and by "
@@ -126,8 +131,24 @@ class RingCoreAttention(MegatronModule):
         )  # fmt: skip
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
+    def _ring(self, params: PackedSeqParams | None) -> Ring:
+        """Of the group that the batch brings, whatever its format; a batch for one rank may bring none."""
+        group = None if params is None else params.cp_group
+        if params is not None and group is None and params.local_cp_size == 1:
+            return lone_sequence(0).ring
+        return ring_of(self.cp_group if group is None else group)
+
     def _offset(self, query: Tensor) -> Tensor | None:
         return None if self.softmax_offset is None else self.softmax_offset.to(query.device)
+
+
+def _check_size(ring: Ring, params: PackedSeqParams | None) -> None:
+    """Raise `InputError` where the batch is for another number of ranks."""
+    if params is not None and params.local_cp_size not in (None, ring.world_size):
+        raise InputError(
+            f"packed_seq_params is for local_cp_size={int(params.local_cp_size)} ranks and its group has "
+            f"{ring.world_size}: give it the cp_group that cut the batch (none is needed for local_cp_size=1)"
+        )
 
 
 def _sequence(ring: Ring, tokens: int) -> Sequence:
