@@ -184,6 +184,23 @@ def test_what_is_refused() -> None:
             attention(x)
 
 
+@pytest.mark.parametrize("name", ["ip_hidden_states", "ip_adapter_masks"])
+def test_an_ip_adapter_is_refused(name: str) -> None:
+    """Through the model, whose blocks drop keywords that a processor does not name."""
+    added = {"joint_attention_kwargs": {name: [randn(2, 4, DIM)]}}
+
+    def body(ring: Ring) -> None:
+        model, joint = flux(), JointSequence(ring, TEXT, IMAGE)
+        model.set_attn_processor(RingFluxAttnProcessor())
+        inputs = flux_inputs(joint.shard_text, joint.shard_image)
+        with ring.activate(joint), pytest.raises(InputError, match="an IP adapter is not known here"):
+            model(**inputs, **(added if ring.rank else {}))
+        with ring.activate(None), pytest.raises(InputError, match="an IP adapter is not known here"):
+            model(**inputs, **added)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
 def test_what_one_rank_alone_gets_wrong() -> None:
     """All ranks raise, none waits for the deadline."""
     x, mask = randn(1, 4, DIM), torch.zeros(1, 1, 4)

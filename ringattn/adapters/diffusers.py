@@ -76,9 +76,19 @@ class RingFluxAttnProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        ip_hidden_states: list[Tensor] | None = None,  # named, or diffusers drops them before they could be refused
+        ip_adapter_masks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Shapes are those of diffusers, of this rank's tokens. Raises `InputError` for a mask, fused projections."""
+        """Shapes are those of diffusers, of this rank's tokens.
+
+        Raises `InputError` for a mask, fused projections and an IP adapter.
+        """
         with _refused_by_all():
+            if ip_hidden_states is not None or ip_adapter_masks is not None:
+                raise InputError(
+                    "ip_hidden_states and ip_adapter_masks: an IP adapter is not known here; call unload_ip_adapter() "
+                    "on the pipeline, or give its blocks diffusers' own processors, without a ring"
+                )
             if attention_mask is not None:
                 raise InputError("attention_mask: joint attention takes no mask here; leave padding out of the text")
             if getattr(attn, "fused_projections", False):
