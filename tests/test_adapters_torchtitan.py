@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringattn import InputError, Ring
+from ringattn.errors import DisagreementError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
 
@@ -154,6 +157,33 @@ def test_half_of_the_recipe_is_refused() -> None:
         assert after == before and local == "True"
 
 
+def of_sharded_weights(spec: dict[str, Any]) -> list[str]:
+    """One of two ranks, whose weights are shards too: what is said of a batch of which one rank has no positions."""
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    for block in sharded.layers.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    device, answers = torch.device("cpu"), []
+    for places in ({"positions": positions}, {} if mesh.get_rank() else {"positions": positions}):
+        try:
+            mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, places, mesh, device)
+            answers.append(f"loss {float(loss_of(sharded(mine, **extra), targets).detach()):.2f}")
+        except InputError as error:
+            answers.append(str(error))
+    adapter.ring_of(mesh).close()
+    torch.distributed.destroy_process_group()
+    return answers
+
+
+@pytest.mark.slow
+def test_a_refused_batch_is_heard_of_before_weights_are_gathered() -> None:
+    answers = run_ranks_in_processes("tests.test_adapters_torchtitan:of_sharded_weights", {}, 2, 120, 1)
+    assert all(first.startswith("loss") for first, _ in answers), answers
+    assert all("extra_kwargs['positions'] is missing" in second for _, second in answers), answers
+
+
 def test_recomputation_has_its_sequence_as_an_argument() -> None:
     tokens, labels, positions = batch()
     expected_loss, expected = truth()
@@ -239,13 +269,11 @@ def test_what_one_rank_alone_gets_wrong() -> None:
 
     def body(ring: Ring) -> None:
         extra = {} if ring.rank else {"positions": positions}
-
-        def step() -> None:
-            adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device)
-            ring.barrier()  # the next call of the others
-
         with pytest.raises(InputError, match=r"positions.* is missing"):
-            step()
+            adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device)
+        own = [x[:, : TOKENS - ring.rank] for x in (tokens, labels, positions)]
+        with pytest.raises(DisagreementError, match=r"batch of \(2, 22\) tokens, zigzag\n.*batch of \(2, 21\) tokens"):
+            adapter.prepare_context_parallel_input(*own[:2], {"positions": own[2]}, ring, ring.device)
         x = torch.zeros(2, 5, 1, 8)
         with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
             module(x, x, x, attention_masks=(ring.sequence(10),) * (2 - ring.rank))

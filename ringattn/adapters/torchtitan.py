@@ -126,7 +126,8 @@ def prepare_context_parallel_input(
 
     Documents begin where positions are 0. `cp_mesh`: a DeviceMesh, or a Ring. `load_balancer_type`: headtail (zigzag)
     or None (contiguous); `device` and `ptrr_mask_key` are not needed. Labels are torchtitan's, shifted already.
-    Raises `InputError` without positions, beside other attention masks, and for other load balancers.
+    A collective call, on the host. Raises `InputError` on every rank where one has no positions, has other attention
+    masks already or asks for another load balancer, and `DisagreementError` for batches of other shapes.
     """
     ring = ring_of(cp_mesh)
     with refused_by_all(ring):
@@ -142,7 +143,10 @@ def prepare_context_parallel_input(
             seq.with_documents(sorted({0, *starts, seq.length})) for starts in _starts(positions.expand_as(inputs))
         )
         shards = {"positions": seq.shard(positions), "attention_masks": rows}
-        return seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
+        prepared = seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
+    # The next thing that ranks do is to gather weights, which would wait for a rank that was refused.
+    ring.agree(f"batch of {tuple(inputs.shape)} tokens, {seq.layout.name}", always=True)
+    return prepared
 
 
 def _starts(positions: Tensor) -> list[list[int]]:
