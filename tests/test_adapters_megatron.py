@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from itertools import pairwise
@@ -25,11 +26,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from ringattn.adapters.groups import close_rings
 from ringattn.adapters.megatron import RingCoreAttention
 
 VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
@@ -40,12 +43,13 @@ REAL = [0, 3, 12]
 class DenseCore(nn.Module):
     """The truth as a core attention: causal, (tokens, batch, heads, dim)."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
+        self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        out, _ = dense_attention(*(x.transpose(0, 1) for x in (query, key, value)), causal=True)
-        return out.transpose(0, 1).flatten(2)
+        out, _ = dense_attention(*(x.transpose(0, 1) for x in (query, key, value)), causal=True, scale=self.scale)
+        return out.transpose(0, 1).flatten(2).to(query.dtype)
 
 
 def config(**options: Any) -> TransformerConfig:
@@ -250,7 +254,45 @@ def test_arguments_are_those_of_megatron() -> None:
         theirs, ours = (
             inspect.signature(getattr(of, method)).parameters for of in (DotProductAttention, RingCoreAttention)
         )
-        assert [(p.name, p.default) for p in theirs.values()] == [(p.name, p.default) for p in ours.values()]
+        own = [(p.name, p.default) for p in ours.values() if p.name not in ("k_channels", "v_channels")]
+        assert [(p.name, p.default) for p in theirs.values()] == own
+        # As text: without TransformerEngine the class is not to be had.
+        source = Path(DotProductAttention.__init__.__code__.co_filename).parent.parent / "extensions"
+        tree = ast.parse((source / "transformer_engine.py").read_text(encoding="utf-8"))
+        (fast,) = (
+            function for of in ast.walk(tree) if isinstance(of, ast.ClassDef) and of.name == "TEDotProductAttention"
+            for function in of.body if isinstance(function, ast.FunctionDef) and function.name == method
+        )  # fmt: skip
+        assert {argument.arg for argument in fast.args.args} - set(ours) == {"num_splits"}
+
+
+def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with queries and keys of 12 and values of 8, which its layers tell their core."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # Megatron takes its own stand-ins for the real one
+    latent = MLATransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, attention_dropout=0.0,
+        hidden_dropout=0.0, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        apply_rope_fusion=False, rope_type="rope",
+    )  # fmt: skip
+    tokens, places = torch.randint(VOCABULARY, (2, TOKENS + 1)), torch.arange(TOKENS).repeat(2, 1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        found = []
+        for kind in (DenseCore, RingCoreAttention):
+            spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+            spec.submodules.self_attention.submodules.core_attention = kind
+            torch.manual_seed(4)
+            model = GPTModel(latent, spec, VOCABULARY, 64, position_embedding_type="rope")
+            found.append(results(model, model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).sum()))
+        for mine, wanted in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+    finally:
+        close_rings()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def test_what_is_refused() -> None:
@@ -262,6 +304,10 @@ def test_what_is_refused() -> None:
             core(ring, "cross")
         with pytest.raises(InputError, match=r"cp_comm_type='a2a\+p2p' is not known"):
             core(ring, cp_comm_type="a2a+p2p")
+        with pytest.raises(InputError, match=r"qk_clip: attention over a ring does not tell .* set qk_clip=False"):
+            core(ring, qk_clip=True)
+        with pytest.raises(InputError, match="set log_max_attention_logit=False"):
+            core(ring, log_max_attention_logit=True)
         with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
             core(ring)(x, x, x, torch.ones(4, 4, dtype=torch.bool))
         with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):

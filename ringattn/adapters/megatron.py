@@ -42,7 +42,9 @@ class RingCoreAttention(MegatronModule):
     """Self-attention of (tokens, batch, heads, dim), or packed (tokens, heads, dim); see Megatron for the arguments.
 
     `cp_comm_type`: None (auto), p2p, all_gather, a2a. The ring of `pg_collection.cp` is opened at the first forward and
-    kept, see `groups.ring_of`. Raises `InputError` for dropout, cross attention and other `cp_comm_type`s.
+    kept, see `groups.ring_of`. `k_channels` and `v_channels`, which latent attention (MLA) passes, are not needed: the
+    dimensions are those of the tensors. Raises `InputError` for dropout, cross attention, other `cp_comm_type`s, and
+    configs with `qk_clip` or `log_max_attention_logit`.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class RingCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -64,6 +68,10 @@ class RingCoreAttention(MegatronModule):
             raise InputError(f"attention_type={attention_type!r}: RingCoreAttention is for self-attention")
         if cp_comm_type not in _SCHEDULES:
             raise InputError(f"cp_comm_type={cp_comm_type!r} is not known; choose None, p2p, all_gather or a2a")
+        if wanted := [name for name in ("qk_clip", "log_max_attention_logit") if getattr(config, name, False)]:
+            raise InputError(
+                f"{wanted[0]}: attention over a ring does not tell its greatest logit; set {wanted[0]}=False"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group, self.tp_group = groups.cp, groups.tp
         self.attn_mask_type, self.softmax_scale = attn_mask_type, softmax_scale
