@@ -34,7 +34,7 @@ from ringattn.errors import UnsupportedError
 NAME = "ringattn"
 """What `attn_implementation` has to be."""
 
-_prepared: WeakSet[nn.Module] = WeakSet()
+prepared_models: WeakSet[nn.Module] = WeakSet()
 
 
 def register() -> None:
@@ -66,9 +66,9 @@ def prepare(model: Any) -> Any:
             "through transformers' AttentionInterface can attend through a ring"
         )
     mark_parts(model, text)
-    if model not in _prepared:
+    if model not in prepared_models:
         watch(model)
-        _prepared.add(model)
+        prepared_models.add(model)
     return model
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
 
-from ringattn.adapters.transformers import _prepared, prepare
+from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers_batches import shard_batch
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -164,7 +164,7 @@ class RingTrainerMixin:
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        if not any(part in _prepared for part in model.modules()):
+        if not any(part in prepared_models for part in model.modules()):
             host: Any = self
             raise InputError(
                 f"{type(host.accelerator.unwrap_model(model)).__name__}, which is not the model that the Trainer began "
