@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
+from ringattn.errors import RingError
 from ringattn.launch.alike import agree_on_folder, load_alike
 from ringattn.launch.batches import Part, drawn
 from ringattn.launch.checkpoints import Curve, checkpoints_of
@@ -76,9 +77,9 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     first step; 0 if none was left), `replicated_bytes` (weights, gradients and optimizer state that every rank has; its
     own part under sharding), `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny
     warm-up), `memory_method` and `counters`. Raises `InputError`, with the key first, on all ranks: also where they
-    have other configurations or texts than each other.
+    have other configurations or texts than each other; `RingError` where a step would begin after `timeout_s`.
     """
-    everyone = everyone or ring
+    everyone, ends = everyone or ring, time.monotonic() + config.timeout_s
     text, replica = load_alike(everyone, ring, config), replica_of(everyone, ring)
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
@@ -91,6 +92,11 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     title = f"{everyone.world_size} x {config.dtype}"
     with TrainingProgress(title, config.steps if verbose else 0) as progress:
         for step in range(first_step, config.steps):
+            if time.monotonic() > ends:
+                raise RingError(
+                    f"timeout_s={config.timeout_s:g}: that long the run has had, so it is ended after {step} of "
+                    f"{config.steps} steps; raise timeout_s"
+                )
             started = time.perf_counter()
             loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config)
             set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.errors import InputError
+from ringattn.errors import InputError, RingError
 from ringattn.launch import loop, train
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.model import ModelConfig, Transformer
@@ -97,6 +97,22 @@ def test_a_mean_of_means_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     wrong = losses(config, 2)
     assert abs(wrong[0] - right[0]) / right[0] > 1e-6
     assert abs(wrong[1] - right[1]) / right[1] > 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
+    def of_rank(ring: Ring) -> None:  # one rank's clock is enough
+        loop.train(ring, replace(TINY, steps=10**6, timeout_s=2.0 if ring.rank == world_size - 1 else 3600.0))
+
+    with pytest.raises(RingError, match=r"^timeout_s=2: .* after \d+ of 1000000 steps; raise timeout_s"):
+        run_ranks(world_size, of_rank)
+
+
+def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=3", "timeout_s=0.001", f"out_dir={tmp_path}"]
+    assert train.main(words) == 1
+    assert capsys.readouterr().err.startswith("ringattn train: timeout_s=0.001: ")
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_local_positions_are_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
