@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringattn import InputError, Ring
+from ringattn.errors import ClosedError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import run_ranks
 
@@ -94,6 +96,18 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
         return {"weights": weights, "loss": float(run.callback_metrics["loss"]), "open": model.ring.is_open}
 
     answers: dict[str, Any] = {"one ring": fit(None, "ring"), "two rings": fit(1, "ring")}
+
+    class Bad(Model):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            raise RuntimeError("planted")
+
+    answers["after a fault"] = []
+    for bad in (Bad(None, "ring"), Bad(None, "ring")):  # and after a second one, with nothing of the first in its way
+        with suppress(RuntimeError):
+            trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo")).fit(bad)
+        answers["after a fault"].append(bad.ring.is_open)
+    answers["again"] = fit(None, "ring")
+    Net()(torch.zeros(1, 4, dtype=torch.long), torch.arange(4))  # alone: no ring is open that would forbid it
     try:
         fit(None, "other")
     except InputError as error:
@@ -122,7 +136,7 @@ def alone(replicas: int) -> tuple[list[Tensor], float]:
 
 @pytest.mark.slow
 def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
-    expected = {"one ring": alone(1), "two rings": alone(2)}
+    expected = {"one ring": alone(1), "two rings": alone(2), "again": alone(1)}
     for answers in run_ranks_in_processes("tests.test_adapters_lightning:of_processes", {}, 2, 120, 1):
         for case, (weights, loss) in expected.items():
             answer = answers[case]
@@ -130,6 +144,7 @@ def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
                 torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-10, atol=1e-10)
             assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
             assert not answer["open"]
+        assert answers["after a fault"] == [False, False]
         assert "the ranks of a ring hold different batches" in answers["refusal"]
         assert "use_distributed_sampler=False" in answers["refusal"]
 
@@ -154,6 +169,22 @@ def test_given_labels_are_compared_too() -> None:
         mixin.ring_shard(tokens, tokens)
 
     run_ranks(2, body, timeout_s=10.0)
+
+
+def test_an_exception_ends_the_ring() -> None:
+    class Bad(Model):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            assert self.ring.is_open
+            raise RuntimeError("planted")
+
+    model, run = Bad(None, "ring"), trainer(devices=1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="planted"):
+            run.fit(model)
+        assert not model.ring.is_open
+    with pytest.raises(ClosedError, match="it was aborted: planted"):
+        model.ring.barrier()
+    assert len([one for one in run.callbacks if type(one).__module__ == "ringattn.adapters.lightning"]) == 1
 
 
 def test_rings_that_do_not_fit_are_refused() -> None:

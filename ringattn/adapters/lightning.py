@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -26,8 +27,21 @@ CHECKED = ("2.6",)
 require_checked("lightning", *CHECKED)
 
 
+class _OnException(Callback):
+    """Lightning tells callbacks of an exception, and modules neither that nor teardown."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends the ring on every rank, with this cause, where none has yet."""
+        ring = getattr(pl_module, "ring", None)
+        if isinstance(ring, Ring):
+            ring.__exit__(type(exception), exception, exception.__traceback__)
+
+
 class RingMixin:
-    """Stands before LightningModule: `class Model(RingMixin, LightningModule)`. `ring` lives from setup to teardown."""
+    """Stands before LightningModule: `class Model(RingMixin, LightningModule)`. `ring` lives from setup to teardown.
+
+    An exception that ends the trainer ends the ring too, on every rank and with this cause; `setup` sees to it.
+    """
 
     ring_size: int | None = None
     """Ranks of a ring; None for all ranks of the trainer."""
@@ -46,6 +60,8 @@ class RingMixin:
         for first in range(0, world, size) if dist.is_initialized() else ():
             one = dist.new_group(range(first, first + size))  # a call of all ranks, members or not
             group = one if first <= rank < first + size else group
+        if not any(isinstance(callback, _OnException) for callback in self.trainer.callbacks):
+            self.trainer.callbacks.append(_OnException())
         self.ring = Ring(group)
         self._replica = rank // size, world // size
 
