@@ -130,9 +130,10 @@ def sequence_with(handle: int) -> Sequence:
 
 def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:
     """Cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
+    numbers: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens  # once: a GPU waits for each
     try:
-        cuts = tuple(int(cut) for cut in cu_seqlens)
-        whole = all(cut == given for cut, given in zip(cuts, cu_seqlens, strict=True))
+        cuts = tuple(int(cut) for cut in numbers)
+        whole = all(cut == given for cut, given in zip(cuts, numbers, strict=True))
     except (TypeError, ValueError) as error:
         raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}") from error
     if not whole:

@@ -188,14 +188,29 @@ def test_what_is_refused() -> None:
             told("ring_flash_attn")(q, q, q, 0.1, group=ring)
         with pytest.raises(InputError, match=r"alibi_slopes: .* adds no biases"):
             told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1), group=ring)
-        with pytest.raises(InputError, match=r"two equal chunks, got parts of \[5\] tokens"):
-            told("zigzag_ring_flash_attn")(q, q, q, group=ring)
-        with pytest.raises(InputError, match=r"two equal chunks, got parts of \[2, 3\] tokens"):
-            told("zigzag_ring_flash_attn_varlen")(flat, flat, flat, torch.tensor([0, 2, 5]), 3, group=ring)
         with pytest.raises(InputError, match="cu_seqlens ends at 4, the sequence has 5 tokens"):
             told("ring_flash_attn_varlen")(flat, flat, flat, torch.tensor([0, 4]), 4, group=ring)
         with pytest.raises(InputError, match="must come from llama3_flash_attn_prepare_cu_seqlens"):
             told("llama3_flash_attn_varlen")(flat, flat, flat, None, None, 5, 5, 1, slice(0, 5), group=ring)
+
+
+def test_zigzag_parts_of_odd_lengths() -> None:
+    """One rank has them whole; several cannot cut them into two equal chunks."""
+    q, k, v, _ = inputs(1, 5)
+    flat, cuts = [x[0] for x in (q, k, v)], torch.tensor([0, 2, 5])
+    with Ring() as ring:
+        out = told("zigzag_ring_flash_attn")(q, k, v, causal=True, group=ring)
+        assert torch.allclose(out, dense_attention(q, k, v, causal=True)[0], atol=1e-12)
+        out = told("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, causal=True, group=ring)
+        assert torch.allclose(out, dense_attention(q, k, v, causal=True, cu_seqlens=[0, 2, 5])[0][0], atol=1e-12)
+
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match=r"two equal chunks, got parts of \[5\] tokens"):
+            told("zigzag_ring_flash_attn")(q, k, v, group=ring)
+        with pytest.raises(InputError, match=r"two equal chunks, got parts of \[2, 3\] tokens"):
+            told("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, group=ring)
+
+    run_ranks(2, body, timeout_s=10.0)
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:

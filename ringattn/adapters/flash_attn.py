@@ -97,7 +97,7 @@ def _local_cuts(
 def _batched(layout: str) -> Callable[..., Sequence]:
     def sequence(ring: Ring, tokens: int) -> Sequence:
         """Attention of a batch of sequences."""
-        _check_halves(layout, [tokens])
+        _check_halves(layout, [tokens], ring.world_size)
         return ring.sequence(tokens * ring.world_size, layout=layout)
 
     return sequence
@@ -107,7 +107,7 @@ def _varlen(layout: str) -> Callable[..., Sequence]:
     def sequence(ring: Ring, tokens: int, cu_seqlens: Tensor, max_seqlen: int) -> Sequence:
         """Attention of packed documents. `cu_seqlens`: where this rank's parts of them begin, alike on all ranks."""
         cuts = check_documents(cu_seqlens, tokens)
-        _check_halves(layout, [stop - start for start, stop in pairwise(cuts)])
+        _check_halves(layout, [stop - start for start, stop in pairwise(cuts)], ring.world_size)
         documents = tuple(cut * ring.world_size for cut in cuts)
         return Sequence(ring, Layout(layout, documents[-1], ring.world_size, documents), documents)
 
@@ -145,8 +145,9 @@ def _numbers(cuts: object) -> object:
     return cuts.tolist() if isinstance(cuts, Tensor) else cuts
 
 
-def _check_halves(layout: str, tokens: list[int]) -> None:
-    if layout in ("zigzag", "per_document") and any(count % 2 for count in tokens):
+def _check_halves(layout: str, tokens: list[int], world_size: int) -> None:
+    """Raise `InputError` unless parts of so many tokens are two equal chunks each; one rank has no chunks."""
+    if world_size > 1 and layout in ("zigzag", "per_document") and any(count % 2 for count in tokens):
         raise InputError(f"a rank's part of a zigzag sequence is two equal chunks, got parts of {tokens} tokens")
 
 
