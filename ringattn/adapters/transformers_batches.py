@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.adapters.alike import check_alike
+from ringattn.adapters.transformers_checks import check_nobody_is_empty
 from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
@@ -42,11 +43,7 @@ def shard_batch(ring: Ring, batch: Mapping[str, Any], layout: str = "auto") -> t
         raise InputError(f"how {', '.join(sorted(others))} lies over ranks is not known; take it out of the batch")
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
     seq = ring.sequence(tokens.shape[1], cu_seqlens=_documents(batch), layout=layout)
-    if min(seq.counts) == 0:
-        raise InputError(
-            f"{seq.length} tokens leave some of {ring.world_size} ranks without any, {seq.counts} each; pad the batch "
-            "or pack more texts into it, or take fewer ranks"
-        )
+    check_nobody_is_empty(seq)
     mine = {name: value for name, value in batch.items() if name in WHOLE}
     mine |= {name: seq.shard(batch[name]) for name in SHARDED if batch.get(name) is not None}
     places = batch.get("position_ids")

@@ -40,14 +40,18 @@ def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
         raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
 
 
+def check_nobody_is_empty(seq: Sequence) -> None:
+    """Raise `InputError`, the same on every rank, unless every rank has tokens of `seq`."""
+    if min(seq.counts) == 0:
+        raise InputError(
+            f"rank {seq.counts.index(0)} has no token of {seq!r}, and models cannot be called with none; use longer "
+            "texts or fewer ranks, or pack several texts as documents"
+        )
+
+
 def check_tokens(seq: Sequence, tokens: int, name: str = "attention") -> None:
     """Raise `InputError` unless `tokens`, of what has this name, is this rank's number, and every rank has some."""
-    if min(seq.counts) == 0:
-        empty = seq.counts.index(0)
-        raise InputError(
-            f"rank {empty} has no token of {seq!r}, and models cannot be called with none; use longer texts or fewer "
-            "ranks, or pack several texts as documents"
-        )
+    check_nobody_is_empty(seq)
     if tokens != seq.counts[seq.ring.rank]:
         raise InputError(
             f"rank {seq.ring.rank}: {name} has {tokens} tokens, this rank has {seq.counts[seq.ring.rank]} of "
