@@ -181,18 +181,37 @@ def test_packed_activations_round_only_gradients(plain: dict[str, Any], how: str
 
 
 @pytest.mark.parametrize("learning_rate", [1e-3, 3e-3])
-def test_packed_activations_learn_the_same_curve(learning_rate: float) -> None:
-    # The yardstick is training with bf16 activations; at 1e-2 this model's curve is chaotic, in bf16 too.
-    config = replace(TINY, steps=30, learning_rate=learning_rate)
-    exact = trained(config, 1)["losses"]
+def test_packed_gradients_stay_within_the_rounding_along_a_training(learning_rate: float) -> None:
+    # Gradients at the weights of the exact training: curves themselves part chaotically, by amounts that a machine's
+    # instruction set decides, and so say nothing about the rounding.
+    config = replace(TINY, learning_rate=learning_rate)
 
-    def distance(**change: Any) -> float:
-        found = trained(replace(config, **change), 1)["losses"]
-        return max(abs(a - b) / a for a, b in zip(exact, found, strict=True))
+    def of_rank(ring: Ring) -> list[dict[str, Tensor]]:
+        model, optimizer = loop.make_model(ring, config)
+        parts, found = [Part(ring.sequence(config.length_tokens), batch_of(config))], []
+        for _ in range(12):
+            found.append({how: flat_gradients(ring, parts, model, config, how) for how in (*EIGHT_BIT, "keep")})
+            optimizer.step()  # by the exact gradients, which came last
+        return found
 
-    assert exact[-1] < exact[0] - 0.5
-    bf16 = distance(dtype="bf16")
-    assert 0 < distance(saved_activations="int8") < distance(saved_activations="fp8") < bf16
+    steps = run_ranks(1, of_rank)[0]
+    relative = {how: [float((g[how] - g["keep"]).norm() / g["keep"].norm()) for g in steps] for how in EIGHT_BIT}
+    assert (steps[-1]["keep"] - steps[0]["keep"]).norm() > steps[0]["keep"].norm() / 10  # the weights have moved
+    for int8, fp8 in zip(relative["int8"], relative["fp8"], strict=True):
+        assert 0 < int8 <= STEP["int8"] and int8 < fp8 <= STEP["fp8"]
+
+
+@pytest.mark.parametrize("how", EIGHT_BIT)
+def test_a_model_learns_with_packed_activations(how: str) -> None:
+    losses = trained(replace(TINY, steps=30, learning_rate=1e-3, saved_activations=how), 1)["losses"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def flat_gradients(ring: Ring, parts: list[Part], model: Transformer, config: TrainConfig, how: str) -> Tensor:
+    """All gradients of a step in one vector, with activations saved in this way; also left in the model."""
+    model.zero_grad()
+    loop.backward(ring, ring, parts, model, replace(config, saved_activations=how))
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
 
 
 def gradients(config: TrainConfig) -> Tensor:
@@ -200,8 +219,8 @@ def gradients(config: TrainConfig) -> Tensor:
 
     def of_rank(ring: Ring) -> Tensor:
         model, _ = loop.make_model(ring, config)
-        loop.backward(ring, ring, [Part(ring.sequence(config.length_tokens), batch_of(config))], model, config)
-        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+        parts = [Part(ring.sequence(config.length_tokens), batch_of(config))]
+        return flat_gradients(ring, parts, model, config, config.saved_activations)
 
     return run_ranks(1, of_rank)[0]
 
