@@ -74,12 +74,7 @@ class Sequence:
 
         Raises `InputError` unless `x.shape[dim]` is the sequence's length.
         """
-        dim = _dimension(x, dim)
-        if x.shape[dim] != self.length:
-            raise InputError(
-                f"rank {self.ring.rank}: shard got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
-                f"the sequence has {self.length}"
-            )
+        dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
         along: tuple[slice, ...] = (slice(None),) * dim
         pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
@@ -105,15 +100,31 @@ class Sequence:
         return _Gather.apply(x, self, dim)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
-        """Next-token labels of this rank's tokens: shifted over the whole sequence, then sharded.
+        """Next-token labels of this rank's tokens, int64: shifted over the whole sequence, then sharded.
 
-        The last token of the sequence, and of each document, gets `ignore_index`. Raises like `shard`.
+        `tokens`: integers of any type but uint64. The last token of the sequence, and of each document, gets
+        `ignore_index`. Raises `InputError` for other tokens, for another `ignore_index`, and like `shard`.
         """
-        dim = _dimension(tokens, dim)
-        labels = tokens.roll(-1, dim)
+        where = f"rank {self.ring.rank}: shard_labels"
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:
+            raise InputError(f"{where} makes int64 labels of integer tokens, got {tokens.dtype}; give it tokens.long()")
+        if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+            raise InputError(f"{where}: ignore_index must be an integer of 64 bits, got {ignore_index!r}")
+        dim = self._whole(tokens, dim, "shard_labels")
+        labels = tokens.to(torch.int64).roll(-1, dim)
         ends = [stop - 1 for stop in (self.documents or (0, self.length))[1:] if stop]
         labels.index_fill_(dim, torch.tensor(ends, dtype=torch.int64, device=tokens.device), ignore_index)
         return self.shard(labels, dim)
+
+    def _whole(self, x: Tensor, dim: int, what: str) -> int:
+        """`dim` from 0 on. Raises `InputError` unless `x` has all of the sequence's tokens there."""
+        dim = _dimension(x, dim)
+        if x.shape[dim] != self.length:
+            raise InputError(
+                f"rank {self.ring.rank}: {what} got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
+                f"the sequence has {self.length}"
+            )
+        return dim
 
     def __repr__(self) -> str:
         documents = f", {len(self.documents) - 1} documents" if self.documents else ""

@@ -5,8 +5,11 @@ Does not know: attention.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.layout import LAYOUTS
@@ -90,6 +93,44 @@ def test_labels_are_the_next_tokens_of_the_same_document(ranks: int) -> None:
     assert tokens[0, 0] == 100  # and the tokens are left alone
 
 
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_labels_are_exact_for_tokens_of_every_integer_type(dtype: torch.dtype) -> None:
+    """`ignore_index` fits in no unsigned type: in uint8 it would be 156, which is a byte like any other."""
+    high = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    wide = torch.tensor([0, high, 1, high, 0])
+    tokens = wide.to(dtype)
+
+    def body(ring: Ring) -> tuple[Tensor, Tensor]:
+        seq = ring.sequence(cu_seqlens=[0, 2, 5])
+        return seq.shard_labels(tokens, 0), seq.positions()
+
+    for labels, positions in run_ranks(2, body):
+        assert labels.dtype == torch.int64
+        assert torch.equal(labels, torch.tensor([high, -100, high, 0, -100])[positions])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint64], ids=str)
+def test_tokens_that_cannot_be_labels_are_refused(dtype: torch.dtype) -> None:
+    with Ring() as ring, pytest.raises(InputError, match=rf"rank 0: shard_labels.*{dtype}.*tokens\.long\(\)"):
+        ring.sequence(5).shard_labels(torch.zeros(1, 5).to(dtype))
+
+
+@pytest.mark.parametrize("ignore_index", [-100.5, None, True, "-100", 2**63])
+def test_an_ignore_index_that_is_no_label_is_refused(ignore_index: Any) -> None:
+    with Ring() as ring, pytest.raises(InputError, match=r"ignore_index must be an integer"):
+        ring.sequence(5).shard_labels(torch.zeros(1, 5, dtype=torch.int64), ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS - 1, TOKENS + 1])
+def test_labels_of_a_wrong_length(tokens: int) -> None:
+    for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard_labels(torch.zeros(1, tokens).long()))):
+        assert isinstance(error, InputError)
+        assert f"rank {rank}: shard_labels got {tokens} tokens in dimension 1 of (1, {tokens}), " in str(error)
+
+
 def test_wrong_lengths() -> None:
     for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard(X[:, 1:]))):
         assert isinstance(error, InputError)
@@ -103,7 +144,7 @@ def test_wrong_lengths() -> None:
         assert isinstance(error, InputError)
         assert "rank 2: gather got 12 tokens in dimension 1 of (1, 12, 4, 8), this rank has 4" in str(error)
         assert str(error).startswith("rank 2 refused") == (rank != 2)
-    for error in errors(lambda ring: ring.sequence(TOKENS).shard_labels(X[0, :, 0, 0], dim=1)):
+    for error in errors(lambda ring: ring.sequence(TOKENS).shard_labels(X[0, :, 0, 0].long(), dim=1)):
         assert isinstance(error, InputError) and "dimension 1 does not exist" in str(error)
 
 
