@@ -106,8 +106,10 @@ class Executor:
 
     @property
     def begins_with_keys(self) -> bool:
-        """Whether the first step sends nothing but K and V, so that a pass can begin before there are queries."""
-        packs = self.plan.steps[0].packs if self.plan.steps else ()
+        """Whether there is a first step that sends only K and V, so that a pass can begin before there are queries."""
+        if not self.plan.steps:
+            return False
+        packs = self.plan.steps[0].packs
         return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
     def begin(
@@ -248,7 +250,7 @@ class Executor:
         problem = self.plan.problem
         rows = Run(0, problem.kv_layout.counts[self.plan.rank])
         whole = (Part(Run(0, problem.kv_heads), (rows,)),)
-        for gather in self.plan.steps[0].packs if self.plan.steps else ():
+        for gather in self.plan.steps[0].packs:
             into = self.plan.buffers[gather.into]
             if gather.source == HOME and into.kind is Kind.KV and into.content == whole and into.dtype == problem.dtype:
                 return gather.into

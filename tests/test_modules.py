@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringattn import Ring, RingAttention, RingMultiheadAttention
+from ringattn import Ring, RingAttention, RingMultiheadAttention, RingMultiheadDilatedAttention
 from ringattn.errors import InputError
-from ringattn.testing import dense_attention, run_ranks
+from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
 from tests.face import errors
 
 TOKENS, EMBED, HEADS = 23, 24, 4
@@ -135,3 +135,59 @@ def test_memory_info() -> None:
         return made.get_memory_info(seq)
 
     assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))
+
+
+def dense_layer(made: nn.Module, dilated: bool) -> dict[str, Tensor]:
+    """Output and gradients of the layer on whole sequences: its projections, and attention by its definition."""
+    x = X[:, : made.tokens].clone().requires_grad_()
+    parts = (x @ made.in_proj_weight.T).unflatten(2, (3 * HEADS, -1)).split(HEADS, 2)
+    branches = {"segment_lengths": DILATED[0], "dilation_rates": DILATED[1]}
+    attended = (dense_dilated_attention(*parts, **branches) if dilated else dense_attention(*parts))[0]
+    out = made.out_proj(attended.flatten(2))
+    out.backward(SEED[:, : made.tokens])
+    return {"out": out.detach(), "x": x.grad, **{name: weight.grad.clone() for name, weight in made.named_parameters()}}
+
+
+DILATED = (8, 16), (8, 8)
+
+
+@pytest.mark.filterwarnings("ignore:branch", "ignore:no branch")
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "layout", "dilated"),
+    [(2, 1, "contiguous", False), (2, 1, "zigzag", False), (2, 0, "striped", False), (4, 3, "contiguous", False),
+     (8, 16, "striped", True)],
+)  # fmt: skip
+def test_a_rank_without_anything_to_do(ranks: int, tokens: int, layout: str, dilated: bool, schedule: str) -> None:
+    """Its plan has no steps, forward or backward; the next call finds the ring alive."""
+
+    def made() -> nn.Module:
+        if dilated:
+            one = RingMultiheadDilatedAttention(EMBED, HEADS, *DILATED, bias=False, schedule=schedule)
+        else:
+            one = RingMultiheadAttention(EMBED, HEADS, bias=False, schedule=schedule)
+        generator = torch.Generator().manual_seed(5)
+        for weight in one.double().parameters():
+            nn.init.normal_(weight, std=0.3, generator=generator)
+        one.tokens = tokens
+        return one
+
+    def body(ring: Ring) -> list[dict[str, Tensor]]:
+        one, seq = made(), ring.sequence(tokens, layout=layout)
+        found = []
+        for _ in range(2):
+            one.zero_grad()
+            x = seq.shard(X[:, :tokens]).requires_grad_()
+            out = one(x, seq)
+            out.backward(seq.shard(SEED[:, :tokens]))
+            grads = {name: weight.grad for name, weight in one.named_parameters()}
+            ring.all_reduce(list(grads.values()))
+            found.append({"out": seq.gather(out.detach()), "x": seq.gather(x.grad), **grads})
+        return found
+
+    expected = dense_layer(made(), dilated)
+    for calls in run_ranks(ranks, body, poison=True):
+        for found in calls:
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

@@ -126,7 +126,8 @@ def test_an_ignore_index_that_is_no_label_is_refused(ignore_index: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, TOKENS - 1, TOKENS + 1])
 def test_labels_of_a_wrong_length(tokens: int) -> None:
-    for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard_labels(torch.zeros(1, tokens).long()))):
+    wrong = torch.zeros(1, tokens, dtype=torch.int64)
+    for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard_labels(wrong))):
         assert isinstance(error, InputError)
         assert f"rank {rank}: shard_labels got {tokens} tokens in dimension 1 of (1, {tokens}), " in str(error)
 
