@@ -14,7 +14,7 @@ from ringattn.engine.history import flagged
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
 from ringattn.geometry import CAUSAL, Run, Strip, Tile
-from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.attention_forward import forward, one_entry_each
 from ringattn.kernels.launch_call import Config, Table
 
 HEADS, SCALE = 4, 0.1
@@ -42,15 +42,22 @@ def tables_of(steps: list[tuple[Tile, ...]], config: Config, q_rows: int, device
 
 
 def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[Tensor]:
-    """(result, lse) of `steps` raw launches, and of one launch over the same keys in the same order."""
+    """(result, lse) of `steps` raw launches, and of one launch over the same keys in the same order.
+
+    The form "specialized" takes one entry a block: its steps go from the first keys to the last, which one tile holds.
+    """
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles, found = q[-n:], ring_tiles(rows, steps), []
-    for launches in (tiles, [tuple(tile for step in tiles for tile in step)]):
+    whole = tuple(tile for step in tiles for tile in step)
+    if config.form == "specialized":
+        tiles, whole = tiles[::-1], (tiles[0][0]._replace(k=Strip(Run(0, rows), Run(0, rows))),)
+    for launches in (tiles, [whole]):
         out = torch.full((n, 2, HEADS, dim), float("nan"), device=device)
         result = torch.full_like(out, float("nan"), dtype=dtype)
         lse, weights = (torch.full((2, HEADS, n), float("nan"), device=device) for _ in range(2))
         for table in tables_of(launches, config, n, device):
+            assert config.form != "specialized" or one_entry_each(table.blocks)
             forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights).run()
         found += [result, lse]
     return found

@@ -27,6 +27,9 @@ from ringattn.kernels.launch_call import Config, Table
 from tests.contract import engine_contract
 from tests.contract.engine_contract import SCALE, TOLERANCE, EngineContract, Trial
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
+from tests.gpu.kernel_checks import SCALE as CHECK_SCALE
+from tests.gpu.kernel_checks import carried_steps
+from tests.gpu.kernel_checks import inputs as check_inputs
 from tests.interpreter.bf16_shim import bf16, rounded, stock_interpreter, widened
 
 SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1))
@@ -96,6 +99,21 @@ def test_carried_steps_equal_one_launch_bitwise(steps: int, dtype: torch.dtype) 
         launched(q, kv, carried, [tile])
     assert all(torch.equal(one, other) for one, other in zip(whole, carried, strict=True))
     assert whole[1].isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("form", ["pointers", "descriptors", "specialized"])
+def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
+    """Its body, as tests/gpu/test_kernels.py runs it: both sides have the same bits, and are right."""
+    config = Config(16, 16, 4, 1, form)
+    result, lse, whole, whole_lse = carried_steps(config, torch.float16, "cpu", 64, 16, steps)
+    assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
+    q, k, v = (x.double().permute(1, 2, 0, 3) for x in check_inputs(torch.float16, "cpu", 64, 16))
+    logits = (q @ k.mT * CHECK_SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
+    n = 64 // steps
+    truth = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
+    torch.testing.assert_close(result.double(), truth, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1)[..., -n:], rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("steps", [2, 4, 8])
