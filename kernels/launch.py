@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.scratch import Scratch
 
 Operands = Sequence[Tensor | None]
 """The tensors that a caller brings anew each time, some left out."""
@@ -73,12 +72,13 @@ class Repeat:
         if handle is None:
             self._call._replace(args=tuple(args), grid=(self._programs,)).run()
         elif self._programs:
-            if handle.scratch:
-                triton.set_allocator(_scratch)  # of this thread and context: autograd brings its own
             stream = driver.active.get_current_stream(self._device)
-            handle.run(
-                self._programs, 1, 1, stream, handle.function, handle.packed, None, None, None, *args, *handle.constants
-            )
+            launch = (self._programs, 1, 1, stream, handle.function, handle.packed, None, None, None)
+            if handle.scratch:
+                with Scratch():
+                    handle.run(*launch, *args, *handle.constants)
+            else:
+                handle.run(*launch, *args, *handle.constants)
 
 
 class Kept:
@@ -150,14 +150,3 @@ def _resident(kernel: Any) -> int:
 def _room(device: int, spare: int) -> int:
     """Multiprocessors that are left, at least one."""
     return max(1, driver.active.utils.get_device_properties(device)["multiprocessor_count"] - spare)
-
-
-_held: dict[tuple[int, int | None], list[Tensor]] = {}
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Global memory for a launch on a stream, kept for the next ones there; grown, never freed, for captured graphs."""
-    buffers = _held.setdefault((torch.cuda.current_device(), stream), [])
-    if not buffers or buffers[-1].numel() < size:
-        buffers.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device="cuda"))
-    return buffers[-1]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ringattn.kernels.scratch import Scratch
+
 
 class Config(NamedTuple):
     """How a kernel is cut and compiled. `block_m`: query rows; `block_n`: key rows; both powers of two from 16.
@@ -61,7 +63,8 @@ class LaunchCall(NamedTuple):
 
     def run(self) -> None:
         """Launch on the current device and stream."""
-        self.kernel[self.grid](*self.args, **self.meta)
+        with Scratch():
+            self.kernel[self.grid](*self.args, **self.meta)
 
 
 def padded(dim: int) -> int:

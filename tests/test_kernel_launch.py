@@ -6,17 +6,20 @@ the library.
 
 from __future__ import annotations
 
+import contextvars
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.runtime import _allocation, driver
 
 from ringattn.bench.launch import StubDriver
@@ -24,6 +27,7 @@ from ringattn.kernels import configs, launch
 from ringattn.kernels.configs import configs_for, put_config
 from ringattn.kernels.launch import Kept, Repeat, layouts
 from ringattn.kernels.launch_call import Config, LaunchCall
+from ringattn.kernels.scratch import allocate
 from tests.compile_gate.purpose import product
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,20 +119,54 @@ def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
     assert stub.launched == []
 
 
+def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are set when the stub driver launches."""
+    seen: list[Any] = []
+    monkeypatch.setattr(StubDriver, "launch", lambda self, *args: seen.append(_allocation._allocator.get()))
+    return seen
+
+
 def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's allocator belongs to a context, and autograd calls from a thread of its own."""
-    seen: list[Any] = []
-    monkeypatch.setattr(StubDriver, "launch", lambda self, *args: seen.append(_allocation._allocator.get()))
-    call, kept = call_with(), Kept()
+    seen, call, kept = allocators(monkeypatch), call_with(), Kept()
     handle = kept.compile(call)
     for scratch in (True, False):
         repeat = Repeat(call, call.args[:3], handle._replace(scratch=scratch), 0, None)
         thread = threading.Thread(target=repeat, args=(call.args[:3],))
         thread.start()
         thread.join()
-    assert seen[0] is launch._scratch and seen[1] is not launch._scratch
+    assert seen == [allocate, _allocation._NULL_ALLOCATOR]
+
+
+def test_a_plain_launch_has_memory_to_ask_for(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises "no allocator was set" for descriptors made in a kernel where its caller has set none."""
+    seen = allocators(monkeypatch)
+    call_with().run()
+    assert seen == [allocate]
+
+
+def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a plain launch and a repeated one, and after one that fails."""
+
+    def theirs(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        raise AssertionError("asked")
+
+    def launch(self: StubDriver, *args: Any) -> None:
+        seen.append(_allocation._allocator.get())
+        assert len(seen) <= 2, "fails"
+
+    seen: list[Any] = []
+    monkeypatch.setattr(StubDriver, "launch", launch)
+    call, context = call_with(), contextvars.copy_context()
+    repeat = Repeat(call, call.args[:3], Kept().compile(call)._replace(scratch=True), 0, None)
+    context.run(triton.set_allocator, theirs)
+    for launched in (call.run, lambda: repeat(call.args[:3])) * 2:
+        with pytest.raises(AssertionError, match="fails") if len(seen) >= 2 else nullcontext():
+            context.run(launched)
+        assert context[_allocation._allocator] is theirs
+    assert seen == 4 * [allocate]
 
 
 @pytest.mark.parametrize("other", [torch.zeros(8, 4).T, torch.zeros(36)[1:33].view(4, 8), None])
