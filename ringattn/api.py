@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -53,6 +53,8 @@ class Call:
     route: Route
     softmax: Softmax
     engine: Engine
+    number: int = field(default=0, compare=False)
+    """Which call of the ring it is, once all ranks agreed on it: its backward pass names it."""
 
     def summary(self, *extra: object) -> str:
         """What all ranks must have in common, readable."""
@@ -123,9 +125,9 @@ def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Ca
         call = describe()
     except InputError as error:
         refusal = error
-    ring.agree(call.summary("sinks" if sinks is not None else "no sinks") if call else "", refusal)
+    number = ring.agree(call.summary("sinks" if sinks is not None else "no sinks") if call else "", refusal)
     assert call is not None
-    return call
+    return replace(call, number=number)
 
 
 def call_of(
@@ -217,7 +219,7 @@ def backward_pass(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and of the sinks, from the inputs and outputs of `forward_pass` and their gradients."""
-    ring.agree(f"backward of {call.summary()}")
+    ring.agree(call.summary(), backward_of=call.number)
     if dout is None:
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)

@@ -90,20 +90,23 @@ class RankGroup:
         with self.guarded():
             self.transport.replay(graph.replay)
 
-    def agree(self, summary: str, refusal: InputError | None = None, always: bool = False) -> None:
+    def agree(
+        self, summary: str, refusal: InputError | None = None, always: bool = False, backward_of: int | None = None
+    ) -> int:
         """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere.
 
-        Where the transport itself notices a rank that makes another call, one agreement on a call is enough, unless
-        `always`.
+        `backward_of`: the number of the forward call whose backward pass this is; it must be the same call too. Where
+        the transport itself notices a rank that makes another call, one agreement on a call is enough, unless `always`.
+        Returns the number of this call, the same on all ranks; 0 alone.
         """
         self.check_open()
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal
-            return
-        mine = self._agreement.announced(summary, refusal, always)
+            return 0
+        mine = self._agreement.announced(summary, refusal, always, backward_of)
         if mine is None:
-            return
+            return self._agreement.calls
         try:
             with self.guarded():
                 answers = self._agreement.ask(mine)
@@ -113,7 +116,8 @@ class RankGroup:
             raise
         if refusal is not None:
             raise refusal
-        self._agreement.settle(mine, answers)
+        self._agreement.settle(summary, backward_of, answers)
+        return self._agreement.calls
 
     def check_open(self) -> None:
         """Raise `ClosedError` unless the ring is alive."""

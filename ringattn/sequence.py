@@ -96,8 +96,8 @@ class Sequence:
         except InputError as error:
             refusal = error
         rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-        self.ring.agree(f"gather of dim {dim}, other dimensions {rest}, {x.dtype}, {self.layout}", refusal)
-        return _Gather.apply(x, self, dim)
+        number = self.ring.agree(f"gather of dim {dim}, other dimensions {rest}, {x.dtype}, {self.layout}", refusal)
+        return _Gather.apply(x, self, dim, number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """Next-token labels of this rank's tokens, int64: shifted over the whole sequence, then sharded.
@@ -169,8 +169,8 @@ class _Gather(torch.autograd.Function):
     """All shards in order; backward sums every rank's gradient of a shard at its owner, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seq: Sequence, dim: int) -> Tensor:
-        ctx.seq, ctx.dim = seq, dim
+    def forward(ctx: Any, x: Tensor, seq: Sequence, dim: int, number: int) -> Tensor:
+        ctx.seq, ctx.dim, ctx.number = seq, dim, number
         ring = seq.ring
         local = x.detach().movedim(dim, 0).contiguous()
         parts = [local.new_empty(count, *local.shape[1:]) for count in seq.counts]
@@ -182,19 +182,19 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         seq, ring = ctx.seq, ctx.seq.ring
         full = grad.movedim(ctx.dim, 0)
         order = torch.from_numpy(seq.layout.order()).to(grad.device)
         parts = [part.contiguous() for part in full[order].split(seq.counts)]
         mine = parts[ring.rank]
         received = [mine if rank == ring.rank else torch.empty_like(mine) for rank in range(ring.world_size)]
-        ring.agree("backward of gather")
+        ring.agree("gather", backward_of=ctx.number)
         _swap(ring, parts, received, "gradient of gather")
         total = received[0].clone()
         for part in received[1:]:
             total += part
-        return total.movedim(0, ctx.dim), None, None
+        return total.movedim(0, ctx.dim), None, None, None
 
 
 def _swap(ring: Ring, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:

@@ -93,7 +93,9 @@ def attention(
     softcap: float | None,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
+    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens), and a ticket: (2,) int64 on the host.
+
+    The ticket holds the number under which the call is kept here, and its own number on the ring.
 
     `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded. Raises what
     `Ring.attention` raises.
@@ -111,7 +113,7 @@ def attention(
 
     call = api.agreed(ring, described, sinks)
     out, lse, _ = api.forward_pass(ring, call, q, k, v, sinks, keep=False)
-    return _row_first(out), lse.contiguous(), torch.tensor(_ticket(ring, call))
+    return _row_first(out), lse.contiguous(), torch.tensor([_ticket(ring, call), call.number])
 
 
 @torch.library.custom_op("ringattn::attention_backward", mutates_args=())
@@ -127,14 +129,16 @@ def attention_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
-    kept = _kept.get(int(ticket.item()))
+    place, number = ticket.tolist()
+    kept = _kept.get(place)
     ring = None if kept is None else kept.ring()
     if kept is None or ring is None:
         raise ClosedError(
             "the ring of this forward pass is gone; keep it open until backward is done, with fewer than "
             f"{KEPT_CALLS} calls over other sequences in between"
         )
-    dq, dk, dv, dsinks = api.backward_pass(ring, kept.call, q, k, v, sinks, out, lse, None, dout, dlse)
+    call = replace(kept.call, number=number)  # `_kept` has one for all calls that are alike
+    dq, dk, dv, dsinks = api.backward_pass(ring, call, q, k, v, sinks, out, lse, None, dout, dlse)
     return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -163,7 +167,7 @@ def _(
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
     lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty(2, dtype=torch.int64)
 
 
 @attention_backward.register_fake
