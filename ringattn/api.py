@@ -6,7 +6,7 @@ Does not know: how the ranks were started, where the schedule's steps lead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -280,9 +280,22 @@ def check_tensors(
         raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]}")
     if q.shape[3] != k.shape[3]:
         raise InputError(where + f"q has head_dim {q.shape[3]} and k has {k.shape[3]}")
+    check_recordable(where, {"q": q, "k": k, "v": v, "sinks": sinks})
     if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],)):
         got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
         raise InputError(where + f"sinks must be a tensor of shape ({q.shape[2]},), one per query head, got {got}")
+
+
+def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise `InputError` where autograd would have to keep one of these, and cannot."""
+    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        for name, x in given.items():
+            if x.is_inference():
+                raise InputError(
+                    f"{where}{name} was made under torch.inference_mode, and backward would need it; pass "
+                    f"{name}.clone(), or make it under torch.no_grad"
+                )
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

@@ -259,7 +259,8 @@ class Executor:
     def _buffers(self, transport: Transport, pool: Pool) -> list[Records]:
         """The plan's buffers, bound to the pool's memory."""
         if self._bound is None or self._bound.pool_bytes != pool.nbytes:
-            self._bound = self._bind(transport, pool)
+            with torch.inference_mode(False):  # these views serve training steps too
+                self._bound = self._bind(transport, pool)
         return self._bound.buffers
 
     def _bind(self, transport: Transport, pool: Pool) -> _Bound:

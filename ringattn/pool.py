@@ -122,7 +122,8 @@ class Pool:
             self.release(0, nbytes)
 
     def _aligned(self, nbytes: int) -> torch.Tensor:
-        memory = self._allocate(nbytes + ALIGNMENT_BYTES)
-        start = -memory.data_ptr() % ALIGNMENT_BYTES
-        self._edges = memory[:start], memory[start + nbytes :]
-        return memory[start : start + nbytes]
+        with torch.inference_mode(False):  # it outlives the pass that needs it: the next one may be a training step's
+            memory = self._allocate(nbytes + ALIGNMENT_BYTES)
+            start = -memory.data_ptr() % ALIGNMENT_BYTES
+            self._edges = memory[:start], memory[start + nbytes :]
+            return memory[start : start + nbytes]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ringattn.api import Attention, Call, Pairs, agreed, call_of
+from ringattn.api import Attention, Call, Pairs, agreed, call_of, check_recordable
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.mask import Banded
@@ -70,6 +70,7 @@ def projected_attention(
             check_projection(x, weight, bias, (q_norm, k_norm), rows, heads.dim, backend)
         except InputError as error:
             raise InputError(f"rank {ring.rank}: {error}") from error
+        check_recordable(f"rank {ring.rank}: ", {"x": x, "weight": weight})
         if rope is not None:
             turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
         sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim

@@ -270,7 +270,7 @@ class Ring(RankGroup):
         key = call.problem, call.route, call.softmax, call.engine, backward
         executor = self._executors.pop(key, None)
         if executor is None:
-            with self.guarded():
+            with self.guarded(), torch.inference_mode(False):  # what it keeps serves training steps too
                 executor = Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
         self._executors[key] = executor  # the last one now
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

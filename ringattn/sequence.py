@@ -31,7 +31,8 @@ class Sequence:
         """`documents`: cumulative lengths (0, ..., length), or None for a single sequence."""
         self.ring, self.layout, self.documents = ring, layout, documents
         self.length = layout.length
-        self._positions = torch.from_numpy(layout.positions(ring.rank))
+        with torch.inference_mode(False):  # autograd may be asked to keep them
+            self._positions = torch.from_numpy(layout.positions(ring.rank))
         self.handle = next(_handles)
         """Stands for this sequence where only a number can pass, see `sequence_with`; 0 is nobody's."""
         _living[self.handle] = self

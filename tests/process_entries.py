@@ -82,6 +82,31 @@ def stalls_mid_pass() -> dict[str, Any]:
     return _with_fault(lambda: time.sleep(12.0))
 
 
+def validates() -> dict[str, Any]:
+    """Two steps without and with validation in inference mode before each, of the same length and a longer one."""
+
+    def step(ring: ringattn.Ring, tokens: int) -> torch.Tensor:
+        seq = ring.sequence(tokens)
+        x = seq.shard(torch.arange(tokens * 16.0, dtype=torch.float64).sin().view(1, tokens, 2, 8)).requires_grad_()
+        seq.gather(ring.attention(x, x, x, seq, causal=True)).sin().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with ringattn.Ring(timeout_s=20.0) as ring:
+        plain = [step(ring, tokens) for tokens in (20, TOKENS)]
+    with ringattn.Ring(timeout_s=20.0) as ring:
+        validated = []
+        for tokens in (20, TOKENS):
+            with torch.inference_mode():
+                for length in (3 * tokens, tokens):
+                    seq = ring.sequence(length)
+                    x = torch.ones(1, seq.counts[ring.rank], 2, 8, dtype=torch.float64)
+                    ring.attention(x, x, x, seq, causal=True)
+            validated.append(step(ring, tokens))
+    alike = all(torch.equal(one, other) for one, other in zip(plain, validated, strict=True))
+    return {"alike": alike, "sums": [float(grad.abs().sum()) for grad in plain]}
+
+
 def disagrees() -> dict[str, Any]:
     """Rank 1 asks for another length, then all ask for the same."""
     with ringattn.Ring(timeout_s=20.0) as ring:

@@ -89,6 +89,11 @@ def test_a_rank_that_stalls_is_a_missed_deadline() -> None:
         assert word in first["message"], first
 
 
+def test_validation_in_inference_mode_leaves_no_trace_in_training() -> None:
+    for answer in start("validates", 2):
+        assert answer is not None and answer["alike"] and all(total > 1 for total in answer["sums"])
+
+
 def test_ranks_that_disagree_all_refuse_and_go_on() -> None:
     for answer in start("disagrees", 3):
         assert answer is not None

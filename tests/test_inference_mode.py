@@ -1,0 +1,166 @@
+"""Validation under `torch.inference_mode()` before, between and after training steps leaves no trace in them.
+
+What a ring keeps from one call to the next is made outside of inference mode, whichever mode the call is made in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn import InputError, Ring, RingMultiheadAttention, Sequence
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.engine.plain import PlainEngine
+from ringattn.testing import dense_attention, run_ranks
+from tests.face import errors
+
+Attend = Callable[[Tensor, Sequence], Tensor]
+"""Some way to attend: x (batch, tokens, 4, 8) of this rank to the same shape."""
+
+
+def data(tokens: int, seed: int = 1) -> Tensor:
+    return torch.randn(1, tokens, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def called(x: Tensor, seq: Sequence) -> Tensor:
+    return seq.ring.attention(x, x[:, :, :2], x[:, :, :2], seq, causal=True)
+
+
+def dilated(x: Tensor, seq: Sequence) -> Tensor:
+    out: Tensor = seq.ring.dilated_attention(x, x, x, seq, segment_lengths=[4, 8], dilation_rates=[1, 2])
+    return out
+
+
+def gathered(x: Tensor, seq: Sequence) -> Tensor:
+    return called(seq.shard(seq.gather(x)), seq)
+
+
+def layered(x: Tensor, seq: Sequence) -> Tensor:
+    layer = RingMultiheadAttention(32, 4, rope="neox", qk_norm=True, causal=True).double()
+    generator = torch.Generator().manual_seed(0)  # the default one is shared by the ranks' threads
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(std=0.3, generator=generator)
+    return layer(x.flatten(2), seq).unflatten(2, (4, 8))
+
+
+def operator(x: Tensor, seq: Sequence) -> Tensor:
+    return ring_attention(x, x, x, seq, window=(3, 1))
+
+
+WAYS = [called, dilated, gathered, layered, operator]
+
+
+def step(seq: Sequence, attend: Attend) -> Tensor:
+    """A training step; this rank's gradient."""
+    x = seq.shard(data(seq.length)).requires_grad_()
+    attend(x, seq).sin().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def validate(seq: Sequence, attend: Attend) -> Tensor:
+    with torch.inference_mode():
+        return attend(seq.shard(data(seq.length, seed=2)), seq)
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "auto"), (2, "auto"), (2, "plain")])
+@pytest.mark.parametrize("attend", WAYS, ids=[attend.__name__ for attend in WAYS])
+def test_validation_leaves_no_trace_in_training(attend: Attend, ranks: int, engine: str) -> None:
+    """First of all, with more memory than any step before needed, and with a plan that training takes up later."""
+    lengths = (10, 24, 24, 40)
+
+    def trained(ring: Ring) -> list[Tensor]:
+        return [step(ring.sequence(length), attend) for length in lengths]
+
+    def validated(ring: Ring) -> list[Tensor]:
+        validate(ring.sequence(10), attend)
+        found = []
+        for length in lengths:
+            found.append(step(ring.sequence(length), attend))
+            outs = [validate(ring.sequence(other), attend) for other in (length, length + 30)]
+            assert all(out.isfinite().all() for out in outs)
+        return found
+
+    plain = run_ranks(ranks, trained, engine=engine, poison=True)
+    for found, expected in zip(run_ranks(ranks, validated, engine=engine, poison=True), plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_ranks_in_different_modes_attend_together() -> None:
+    """Each rank's mode is its own affair, also where another rank's thread fills its memory."""
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq = ring.sequence(24)
+        with torch.inference_mode(ring.rank == 0), torch.set_grad_enabled(ring.rank == 2):
+            return [seq.gather(called(seq.shard(data(24)), seq)) for _ in range(2)]
+
+    expected = dense_attention(data(24), data(24)[:, :, :2], data(24)[:, :, :2], causal=True)[0]
+    for outs in run_ranks(3, body, engine="plain"):
+        for out in outs:
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sequence_made_in_inference_mode_serves_training(ranks: int) -> None:
+    """Its positions too: autograd keeps them where they index a table."""
+
+    def body(ring: Ring) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            seq = ring.sequence(24)
+            validate(seq, layered)
+        table = torch.ones(24, 3, requires_grad=True)
+        F.embedding(seq.positions(), table).sum().backward()
+        assert table.grad is not None
+        return table.grad[seq.positions()], step(seq, layered)
+
+    for rows, grad in run_ranks(ranks, body, engine="plain"):
+        assert (rows == 1).all() and grad.abs().sum() > 0
+
+
+def test_tensors_of_inference_mode_attend_outside_of_it() -> None:
+    def body(ring: Ring) -> tuple[Tensor, Tensor]:
+        seq = ring.sequence(24)
+        with torch.inference_mode():
+            x = seq.shard(data(24)) * 1
+            inside = called(x, seq)
+        return inside, called(x, seq)
+
+    for inside, outside in run_ranks(2, body, engine="plain"):
+        assert torch.equal(inside, outside) and not outside.is_inference()
+
+
+def test_engines_prepare_outside_of_inference_mode() -> None:
+    """On a GPU they keep tables of rows there."""
+    modes = []
+
+    class Noting(PlainEngine):
+        def prepare(self, *arguments: Any, **options: Any) -> list[Any]:
+            modes.append(torch.is_inference_mode_enabled())
+            return super().prepare(*arguments, **options)
+
+    with Ring(engine=Noting()) as ring:
+        validate(ring.sequence(24), called)
+    assert modes == [False]
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_tensors_of_inference_mode_that_backward_would_need_are_refused_by_all(layer: bool) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(24)
+        with torch.inference_mode(ring.rank == 1):
+            x = seq.shard(data(24)) * 1
+        if layer:
+            layered(x, seq)
+        else:
+            ring.attention(seq.shard(data(24)).requires_grad_(), x, x, seq)
+
+    name = "x" if layer else "k"
+    for error in errors(body):
+        assert isinstance(error, InputError)
+        assert f"rank 1: {name} was made under torch.inference_mode" in str(error) and f"{name}.clone()" in str(error)
