@@ -21,6 +21,8 @@ from tests.torchscale_algorithm import CASES, GOLDENS, inputs
 TOKENS, HEADS, KV_HEADS = 61, 6, 3
 MIXED: dict[str, Any] = {"segment_lengths": [8, 16, 40, 100], "dilation_rates": [1, 2, 6, 4]}
 DOCUMENTS = [0, 11, 11, 12, 40, 61]
+ENGINES = ("plain", "auto")
+"""The one that all others are compared with, and the one that a user gets."""
 
 
 def random_inputs(tokens: int = TOKENS, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
@@ -31,7 +33,8 @@ def random_inputs(tokens: int = TOKENS, heads: int = HEADS, kv_heads: int = KV_H
 
 
 def on_a_ring(
-    ranks: int, given_: Sequence[Tensor], layout: str, documents: list[int] | None, **options: Any
+    ranks: int, given_: Sequence[Tensor], layout: str, documents: list[int] | None, *, engine: str = "auto",
+    **options: Any,
 ) -> list[Tensor]:
     """out, dq, dk, dv of whole sequences, and lse."""
     q, k, v, dout = given_
@@ -43,7 +46,7 @@ def on_a_ring(
         grads = torch.autograd.grad(out, mine, seq.shard(dout))
         return [*(seq.gather(x) for x in (out.detach(), *grads)), seq.gather(lse.detach(), dim=2)]
 
-    return run_ranks(ranks, body, engine="plain")[0]
+    return run_ranks(ranks, body, engine=engine)[0]
 
 
 def of_the_truth(given_: Sequence[Tensor], documents: list[int] | None, **options: Any) -> list[Tensor]:
@@ -55,25 +58,49 @@ def of_the_truth(given_: Sequence[Tensor], documents: list[int] | None, **option
 
 def check(ranks: int, layout: str, schedule: str = "auto", documents: list[int] | None = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("tokens", "heads", "kv_heads") if name in options}
-    options = MIXED | options
+    engine, options = options.pop("engine", "auto"), MIXED | options
     made = random_inputs(**sizes)
-    found = on_a_ring(ranks, made, layout, documents, schedule=schedule, **options)
+    found = on_a_ring(ranks, made, layout, documents, engine=engine, schedule=schedule, **options)
     for name, ours, truth in zip(("out", "dq", "dk", "dv", "lse"), found, of_the_truth(made, documents, **options),
                                  strict=True):  # fmt: skip
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-10, msg=lambda why, name=name: f"{name}: {why}")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_layout(ranks: int, layout: str, causal: bool) -> None:
-    check(ranks, layout, causal=causal)
+def test_every_layout(ranks: int, layout: str, causal: bool, engine: str) -> None:
+    check(ranks, layout, causal=causal, engine=engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("schedule", ROUTES)
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_every_schedule(layout: str, schedule: str) -> None:
-    check(4, layout, schedule)
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_every_schedule(layout: str, schedule: str, engine: str) -> None:
+    check(4, layout, schedule, causal=layout == "zigzag", engine=engine)
+
+
+LONGNET = {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}
+WIDE = {"segment_lengths": [64, 128, 256], "dilation_rates": [1, 2, 4]}
+CAUSAL_CASES: dict[str, dict[str, Any]] = {
+    "nine tokens": {"ranks": 1, "tokens": 9, "heads": 4, "segment_lengths": [16], "dilation_rates": [2]},
+    "two ranks": {"ranks": 2, "tokens": 18, "heads": 3, "segment_lengths": [18], "dilation_rates": [2]},
+    **{f"{n} tokens": {"ranks": 1, "tokens": n, "heads": 8, **LONGNET} for n in (1, 9, 22, 30, 38, 46, 62, 129)},
+    "four documents": {
+        "ranks": 1, "layout": "per_document", "heads": 8, "tokens": 214, "documents": [0, 21, 23, 92, 214], **WIDE
+    },
+    "four documents on two ranks": {
+        "ranks": 2, "layout": "per_document", "heads": 4, "tokens": 234, "documents": [0, 145, 205, 216, 234], **WIDE
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSAL_CASES)
+def test_causal_branches_of_several_offsets_on_the_default_engine(name: str) -> None:
+    """Neighbouring causal squares of one shard belong to different heads."""
+    case = CAUSAL_CASES[name]
+    check(**{"layout": "zigzag", "kv_heads": case["heads"], **case, "causal": True})
 
 
 @pytest.mark.parametrize(
@@ -95,8 +122,9 @@ def test_every_schedule(layout: str, schedule: str) -> None:
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_option(options: dict[str, Any], causal: bool) -> None:
-    check(3, "contiguous", causal=causal, **options)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_option(options: dict[str, Any], causal: bool, engine: str) -> None:
+    check(3, "zigzag" if causal else "contiguous", causal=causal, engine=engine, **options)
 
 
 @st.composite
@@ -119,6 +147,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "causal": draw(st.booleans()),
         "offset": offset,
         "layer": draw(st.integers(0, 5)) if offset == "layer_rotated" else None,
+        "engine": draw(st.sampled_from(ENGINES)),
     }
 
 

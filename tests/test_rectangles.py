@@ -160,6 +160,69 @@ def test_joined_rectangles_hold_the_same_pairs(found: list[Tile]) -> None:
     assert len(together) <= len(apart)
 
 
+def triples_of(found: list[Rectangle]) -> Counter[tuple[int, int, int]]:
+    """How often a kernel would compute each (q row, k row, query head)."""
+    return Counter((*pair, head) for one in found for pair in pairs_of(one) for head in one.heads.members())
+
+
+@st.composite
+def crowded(draw: st.DrawFn) -> list[Rectangle]:
+    """Rectangles of every kind over three adjacent runs of rows, for several runs of heads: most have neighbours."""
+    count, q_stride, k_stride = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads = draw(st.lists(st.sampled_from([Run(0, 1), Run(1, 1), Run(0, 2), Run(0, 2, 2)]), min_size=1, max_size=3))
+    cells = st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(["full", "causal", "reversed"]))
+    made = []
+    for q, k, kind in draw(st.lists(cells, max_size=12)):
+        q_rows, k_rows = Run(q * count * q_stride, count, q_stride), Run(k * count * k_stride, count, k_stride)
+        some = draw(st.sets(st.sampled_from(heads), min_size=1))
+        made += [Rectangle(q_rows, k_rows, kind != "full", kind == "reversed", one) for one in some]
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(crowded())
+def test_joining_neighbours_keeps_every_pair_of_every_head(found: list[Rectangle]) -> None:
+    together = joined(found)
+    assert triples_of(together) == triples_of(found)
+    assert len(together) <= len(found)
+
+
+@st.composite
+def dilated_shards(draw: st.DrawFn) -> list[Tile]:
+    """The tiles of a shard of up to three runs with itself under dilated branches, each for its own run of heads."""
+    starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
+    runs = [Run(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
+    rows = [Run(sum(r.count for r in runs[:n]), run.count) for n, run in enumerate(runs)]
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        rate = draw(st.integers(1, 3))
+        heads = Run(draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+        offset = draw(st.integers(0, rate - 1))
+        strips = []
+        for run, row in zip(runs, rows, strict=True):
+            first = (offset - run.start) % rate
+            some = Run(first, max(0, (run.count - first + rate - 1) // rate), rate)
+            strips.append(Strip(run.pick(some), row.pick(some)))
+        made += [Tile(q, k, draw(st.sampled_from([CAUSAL, FULL])), heads) for q in strips for k in strips]
+    return [tile for tile in made if tile.area()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(dilated_shards(), st.booleans())
+def test_joined_dilated_branches_keep_every_pair_of_every_head(found: list[Tile], square_causal_only: bool) -> None:
+    apart = [rectangle for tile in found for rectangle in rectangles(tile, square_causal_only)]
+    assert triples_of(joined(apart)) == triples_of(apart)
+
+
+def test_squares_of_other_heads_between_two_squares_do_not_keep_them_apart() -> None:
+    """A zigzag shard of two runs of heads: one causal square for each."""
+    head, tail = Strip(Run(0, 8), Run(0, 8)), Strip(Run(56, 8), Run(8, 8))
+    for several in ((Run(0, 1), Run(1, 1)), (Run(0, 2, 2), Run(1, 2, 2))):
+        home = [Tile(q, k, CAUSAL, heads) for heads in several for q, k in ((head, head), (tail, head), (tail, tail))]
+        found = joined([r for tile in home for r in rectangles(tile)])
+        assert found == [Rectangle(Run(0, 16), Run(0, 16), True, False, heads) for heads in several]
+
+
 def test_a_zigzag_shard_is_one_causal_square_and_its_remote_pair_one_rectangle() -> None:
     head, tail, heads = Strip(Run(0, 8), Run(0, 8)), Strip(Run(56, 8), Run(8, 8)), Run(0, 2)
     home = [Tile(q, k, CAUSAL, heads) for q, k in ((head, head), (tail, head), (tail, tail))]

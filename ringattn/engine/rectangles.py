@@ -54,7 +54,7 @@ def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectang
 
 
 def joined(found: list[Rectangle]) -> list[Rectangle]:
-    """The same pairs in fewer rectangles, where the rows of several tiles lie side by side.
+    """The same pairs of the same heads in fewer rectangles, where the rows of several tiles lie side by side.
 
     Two causal squares and the full one between them become one causal square (the two runs of a zigzag shard); full
     ones with equal rows on one side and adjacent rows on the other become one. Repeated rectangles are all kept.
@@ -63,8 +63,9 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
     if len(rest) < len(found):
         return found
     grown: Rectangle | None = None
-    for square in sorted(r for r in rest if r.causal and not r.reversed and r.q_rows.count == r.k_rows.count):
-        if grown is not None and _follows(grown.q_rows, square.q_rows) and _follows(grown.k_rows, square.k_rows):
+    squares = (r for r in rest if r.causal and not r.reversed and r.q_rows.count == r.k_rows.count)
+    for square in sorted(squares, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
+        if grown is not None and _continues(grown, square):
             between = Rectangle(square.q_rows, grown.k_rows, False, False, grown.heads)
             rows = _both(grown.q_rows, square.q_rows), _both(grown.k_rows, square.k_rows)
             whole = Rectangle(*rows, True, False, grown.heads)
@@ -118,6 +119,12 @@ def _joined_queries(full: list[Rectangle]) -> list[Rectangle]:
     """Full rectangles joined where their keys are equal and their queries adjacent."""
     turned = [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in full]
     return [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in _joined_keys(turned)]
+
+
+def _continues(first: Rectangle, second: Rectangle) -> bool:
+    """Whether the second square is of the same heads and goes on where the first ends, on both sides."""
+    beside = _follows(first.q_rows, second.q_rows) and _follows(first.k_rows, second.k_rows)
+    return beside and first.heads == second.heads
 
 
 def _follows(first: Run, second: Run) -> bool:
