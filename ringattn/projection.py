@@ -131,8 +131,12 @@ def project_kv(
 
 def stored_dtype(x: Tensor) -> torch.dtype:
     """The dtype of what is projected from x: its own, or that of autocast."""
-    cast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if _is_cast(x) else x.dtype
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast casts x: float64 stays, as in torch's own layers."""
+    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
@@ -205,7 +209,7 @@ def _project(
 ) -> tuple[Tensor, ...]:
     """q, k and v, or those of them that `spec` wants."""
     check_projection(x, weight, bias, (q_norm, k_norm), spec.columns, spec.head_dim, backend)
-    if torch.is_autocast_enabled(x.device.type):
+    if _is_cast(x):
         dtype = stored_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check_places(x, spec)
@@ -234,8 +238,7 @@ def check_projection(
             f"keys' and values' counted each, need a weight ({columns}, model), got {tuple(weight.shape)}"
         )
     alike = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    cast = torch.is_autocast_enabled(x.device.type)
-    if not alike and not cast:
+    if not alike and not _is_cast(x):
         raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; they and the bias must be alike")
     if bias is not None and bias.shape != (columns,):
         raise InputError(f"bias must have the weight's {columns} rows, got {tuple(bias.shape)}")
@@ -244,7 +247,7 @@ def check_projection(
             raise InputError(f"a norm's weight must have shape ({head_dim},), got {tuple(norm.shape)}")
     if backend not in BACKENDS:
         raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
-    if backend in ("epilogue", "fused") and ((x.dtype == torch.float64 and not cast) or head_dim % 2):
+    if backend in ("epilogue", "fused") and (x.dtype == torch.float64 or head_dim % 2):
         raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
 
 

@@ -59,6 +59,24 @@ def test_many_ranks_are_one(name: str, world_size: int, layout: str) -> None:
             torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["causal-rope", "llm", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_float64_as_torchs_layers_do(name: str, dtype: torch.dtype) -> None:
+    made = layer(**LAYERS[name])
+    with torch.autocast("cpu", dtype):
+        assert nn.Linear(EMBED, 2).double()(X).dtype == torch.float64
+
+    def autocast(ring: Ring, enabled: bool) -> Tensor:
+        seq = ring.sequence(TOKENS)
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            out: Tensor = made(seq.shard(X), seq)
+            return out
+
+    for ranks in (1, 2):
+        found, wanted = (run_ranks(ranks, lambda ring, on=on: autocast(ring, on)) for on in (True, False))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_state_of_torchs_own_layer_loads(bias: bool) -> None:
     other = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True, dtype=torch.float64)
