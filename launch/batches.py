@@ -8,6 +8,7 @@ Does not know: models, losses.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,6 +35,11 @@ def load(config: TrainConfig) -> Documents:
     text = load_documents(config.text, config.separator, config.tokenizer)
     if not len(text.tokens):
         raise InputError(f"tokenizer={config.tokenizer}: makes no token of the text; choose another, or another text")
+    if config.pack_documents and max(stop - start for start, stop in pairwise(text.cuts)) < 2:
+        raise InputError(
+            f"text={config.text}: no document has a second token, so there is nothing to learn; documents end with "
+            f"{config.separator!r}, choose another separator or another text"
+        )
     if not config.pack_documents and len(text.tokens) < config.length_tokens:
         raise InputError(
             f"length_tokens={config.length_tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "

@@ -24,8 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from ringattn.errors import InputError
+from ringattn.errors import InputError, NonFiniteError
 from ringattn.launch.documents import Documents
+from ringattn.launch.finite import all_finite
 from ringattn.launch.mesh import join_process_group
 from ringattn.launch.model import Transformer
 from ringattn.launch.options import leaves
@@ -38,7 +39,7 @@ RUN = "run.json"
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
     "recompute", "saved_activations", "chunked_loss_tokens", "steps", "learning_rate", "warmup_steps", "clip_norm",
-    "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps", "resume", "restarts",
+    "nonfinite", "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps", "resume", "restarts",
 })  # fmt: skip
 """Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
 
@@ -47,8 +48,11 @@ MAY_CHANGE = frozenset({
 class Curve:
     """What a run has come to, step by step, since its very beginning; as many steps are done as it has losses."""
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    """None where the step was skipped."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Numbers (from 0) of the steps that were not finite and left the weights as they were."""
 
 
 def checkpoints_of(everyone: RankGroup, config: TrainConfig, text: Documents) -> Checkpoints | None:
@@ -100,7 +104,13 @@ class Checkpoints:
 
     def save(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
         """Save the state after `len(curve.losses)` steps. A run that is killed meanwhile has the checkpoints before."""
-        path = self.folder / f"step-{len(curve.losses):08d}"
+        done = len(curve.losses)
+        if not all_finite(self.everyone, model, optimizer):
+            raise NonFiniteError(
+                f"step {done} of {self.config.steps}: the weights or the optimizer's state after it are not finite, so "
+                "they are not saved; the checkpoints before stay: lower learning_rate and resume from the last"
+            )
+        path = self.folder / f"step-{done:08d}"
         partial = path.with_suffix(".partial")
         if self.everyone.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -131,7 +141,7 @@ class Checkpoints:
             return Curve()
         run = json.loads((path / RUN).read_text(encoding="utf-8"))
         self._check(path, run["facts"])
-        curve = Curve(run["losses"], run["grad_norms"])
+        curve = Curve(run["losses"], run["grad_norms"], run["skipped_steps"])
         if len(curve.losses) > self.config.steps:
             raise InputError(f"steps={self.config.steps}: {path} has {len(curve.losses)} steps behind it already")
         state = _state(model, optimizer)

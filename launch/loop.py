@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
-from ringattn.errors import RingError
+from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.alike import agree_on_folder, load_alike
 from ringattn.launch.batches import Part, drawn
 from ringattn.launch.checkpoints import Curve, checkpoints_of
 from ringattn.launch.documents import Documents
+from ringattn.launch.finite import all_finite, nonfinite_step
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.mesh import opened_mesh, replica_of
 from ringattn.launch.model import Attend, ModelConfig, Transformer
@@ -77,7 +78,8 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
     first step; 0 if none was left), `replicated_bytes` (weights, gradients and optimizer state that every rank has; its
     own part under sharding), `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny
     warm-up), `memory_method` and `counters`. Raises `InputError`, with the key first, on all ranks: also where they
-    have other configurations or texts than each other; `RingError` where a step would begin after `timeout_s`.
+    have other configurations or texts than each other, and at a step without a label; `NonFiniteError` at a step whose
+    loss or gradient norm is not finite, unless it is skipped; `RingError` where a step would begin after `timeout_s`.
     """
     everyone, ends = everyone or ring, time.monotonic() + config.timeout_s
     text, replica = load_alike(everyone, ring, config), replica_of(everyone, ring)
@@ -98,15 +100,24 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
                     f"{config.steps} steps; raise timeout_s"
                 )
             started = time.perf_counter()
-            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config)
-            set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
-            curve.grad_norms.append(update(model, optimizer, config))
-            curve.losses.append(loss.item())
+            told = f"step {step + 1} of {config.steps}"
+            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config, told).item()
+            norm = clip(model, config)
+            if error := nonfinite_step(told, loss, norm):
+                skip(everyone, model, optimizer, config, error, told)
+                curve.skipped_steps.append(step)
+            else:
+                set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
+                update(model, optimizer)
+            curve.grad_norms.append(None if error else norm)
+            curve.losses.append(None if error else loss)
             step_s.append(time.perf_counter() - started)
             if verbose:
-                progress.done(step, curve.losses[-1], tokens / step_s[-1])
+                progress.done(step, curve.losses[-1], tokens / step_s[-1], len(curve.skipped_steps))
             if checkpoints:
                 checkpoints.save_if_due(model, optimizer, curve)
+    if len(curve.skipped_steps) == config.steps:
+        raise NonFiniteError(f"all {config.steps} steps were skipped, none was finite; see what nonfinite=stop says")
     return {
         "config": asdict(config),
         "replicas": config.replicas,
@@ -151,28 +162,51 @@ def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfi
     )
     model, optimizer = make_model(everyone, tiny, text.vocabulary)
     backward(ring, everyone, drawn(ring, replica_of(everyone, ring), text, 0, tiny), model, tiny)
-    update(model, optimizer, tiny)
+    clip(model, tiny)
+    update(model, optimizer)
 
 
-def update(model: Transformer, optimizer: Optimizer, config: TrainConfig) -> float:
-    """Clip the gradients, step, and drop them. Returns their norm before clipping, which all ranks share."""
+def clip(model: Transformer, config: TrainConfig) -> float:
+    """Scale the gradients down to `clip_norm`. Returns their norm before, which all ranks share."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def update(model: Transformer, optimizer: Optimizer) -> None:
+    """Step, and drop the gradients."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm.item()
 
 
-def backward(ring: Ring, everyone: RankGroup, parts: Many[Part], model: Transformer, config: TrainConfig) -> Tensor:
+def skip(
+    everyone: RankGroup, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, told: str
+) -> None:
+    """Drop the gradients of a step that is not finite; raises `error` unless the configuration skips such steps."""
+    if config.nonfinite == "stop":
+        raise error
+    if not all_finite(everyone, model):
+        raise NonFiniteError(f"{told}: the weights are not finite, which skipping cannot mend; lower learning_rate")
+    optimizer.zero_grad(set_to_none=True)
+
+
+def backward(
+    ring: Ring, everyone: RankGroup, parts: Many[Part], model: Transformer, config: TrainConfig, told: str = ""
+) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
     `parts`: the sequences of this replica, at least one part, the same on every rank of `ring`, and as many in every
-    replica; how they are cut into parts changes nothing. `everyone` are the ranks of all replicas.
+    replica; how they are cut into parts changes nothing. `everyone` are the ranks of all replicas. `told`: the step in
+    words, if it must have a label; raises `InputError` on all ranks if it has none.
     """
     labels = [_labels(part, config) for part in parts]
     valid = torch.stack([(some != IGNORE).sum() for some in labels]).sum().to(torch.float64)
     everyone.all_reduce([valid])
+    if told and not valid:
+        raise InputError(
+            f"{told}: no label is counted, so there is nothing to learn: the first token of each document and those "
+            f"before prompt_tokens={config.prompt_tokens} are read only; use longer documents or another separator, "
+            "fewer prompt_tokens, or a greater batch"
+        )
     total = torch.zeros_like(valid)
     for number, (part, of_part) in enumerate(zip(parts, labels, strict=True)):
         if config.sharding != "none":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from importlib import resources
+from math import isfinite
 from typing import Any, get_type_hints
 
 from ringattn.errors import InputError
@@ -31,6 +32,9 @@ def check_limits(config: Any) -> None:
         limits = described.metadata
         if value is None:
             continue
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not isfinite(number):
+                raise InputError(f"{key}={value}: must be a finite number")
         if "least" in limits and not value >= limits["least"]:
             raise InputError(f"{key}={value}: must be at least {limits['least']}")
         if "above" in limits and not value > limits["above"]:

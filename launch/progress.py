@@ -41,9 +41,10 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def done(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Step number `step` (from 0) has ended with this loss and speed."""
-        figures = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+    def done(self, step: int, loss: float | None, tokens_per_s: float, skipped: int = 0) -> None:
+        """Step number `step` (from 0) has ended with this loss, None if it was skipped as `skipped` in all were."""
+        figures = f"loss {'skipped' if loss is None else f'{loss:.4f}'}  {tokens_per_s:,.0f} tokens/s"
+        figures += f"  {skipped} skipped" if skipped else ""
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, figures=figures)
         elif step in (0, self.steps - 1) or (step + 1) % max(1, self.steps // 10) == 0:

@@ -100,12 +100,14 @@ def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
 def summary(result: dict[str, Any]) -> str:
     """What a run came to, in three lines."""
     memory = " ".join(f"{size / 2**20:.1f}" for size in result["memory_growth_bytes"])
-    losses = result["losses"]
+    losses = [loss for loss in result["losses"] if loss is not None]
+    skipped = len(result["skipped_steps"])
     return "\n".join(
         [
             f"{result['replicas']} x {result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"
-            + (f", {result['first_step']} of them before" if result["first_step"] else ""),
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses) + skipped} steps"
+            + (f", {result['first_step']} of them before" if result["first_step"] else "")
+            + (f", {skipped} skipped, which were not finite" if skipped else ""),
             f"{result['tokens_per_s']:,.0f} tokens/s (median step)",
             f"memory by rank, MiB: {memory} ({result['memory_method']})",
         ]
@@ -115,5 +117,5 @@ def summary(result: dict[str, Any]) -> str:
 def write_json(path: Path, content: Any) -> Path:
     """Write `content` to `path`, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path

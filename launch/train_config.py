@@ -21,6 +21,7 @@ from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
 ATTENTION = ("full", "dilated")
+NONFINITE = ("stop", "skip")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class TrainConfig:
     warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
     weight_decay: float = option(0.01, "of the optimizer", least=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
+    nonfinite: str = option("stop", "after a loss or gradient norm that is inf or NaN", choices=NONFINITE)
     seed: int = option(0, "of the weights and of the batches", least=0)
     text: str = option("", "file to learn; empty: Python's language reference")
     tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")

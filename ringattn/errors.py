@@ -39,6 +39,10 @@ class PeerLostError(TransportError):
     """A peer left, failed or dropped its connections in the middle of a pass."""
 
 
+class NonFiniteError(RingError, ArithmeticError):
+    """A training step came to a loss, a gradient norm or weights that are infinite or NaN."""
+
+
 class OutOfMemoryError(RingError, MemoryError):
     """There was no memory for an attention pass. Says what the rank held for it, and what to change."""
 

@@ -77,10 +77,6 @@ def test_ranks_without_tokens_take_part() -> None:
     assert losses(config, 5) == pytest.approx(losses(config, 1), rel=1e-10)
 
 
-def test_no_labels_at_all_is_a_loss_of_zero() -> None:
-    assert losses(replace(TINY, prompt_tokens=61), 2) == [0.0] * 4
-
-
 def mean_of_means(ring_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
     """The rule that looks right: every rank's own mean, averaged over the ranks."""
 
