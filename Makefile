@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench gpu-here gpu-check gpu-check-nccl gpu-check-kernels gpu-check-speed gpu-tune clean
+.PHONY: help setup test lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-tune clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,31 +37,56 @@ bench: $(STAMP) ## the benchmarks, each behind its correctness gate
 	$(BIN)/python -m ringattn.bench
 
 # On a GPU machine: its own Python, torch and driver, no .venv and no network. GPU_CHECK_COMMIT names the commit where
-# there is no git. Each part takes less than ten minutes; all of them together are gpu-check.
-GPU_PYTHON = PYTHONPATH=. $(PYTHON)
-PARTS := 1 2 3 4 5 6
+# there is no git. Each part ends within eight minutes by its own limits, keeps its results as they come in
+# bench/results/gpu, and copies them to the folder OUT where that is set. gpu-check is the parts in this order, by what
+# decides most; a part that fails does not stop the next.
+GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. $(PYTHON)
+GPU_TESTS = $(GPU_PYTHON) -m pytest -v -m gpu -p no:cacheprovider --durations=5 --timeout=200 --timeout-method=thread
+GPU_CHECKS := first kernels speed speed-short tune qkv nccl
+PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14
 
-gpu-check: gpu-check-nccl gpu-check-kernels gpu-check-speed ## the checks that need a CUDA device, with the system's Python and torch
+gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Python and torch
+	@failed=0; for part in $(GPU_CHECKS); do $(MAKE) gpu-check-$$part || failed=1; done; exit $$failed
 
 gpu-here:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
 
-gpu-check-nccl: gpu-here ## of them: the transport over real NCCL
-	@$(GPU_PYTHON) -m pytest -v -m gpu --durations=15 --session-timeout=450 tests/gpu/test_processes.py tests/gpu/test_loopback.py
+gpu-check-first: gpu-here ## of them: speed of three kernels at one size, in two minutes
+	@timeout -k 10 240 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,descriptors,gluon tokens=8192 file=kernels_first budget_s=200
 
 gpu-check-kernels: gpu-here ## of them: the kernels un-interpreted, by several processes, which share the compiling
-	@mkdir -p build; for part in $(PARTS); do \
-		$(GPU_PYTHON) -m pytest -q -m gpu --part=$$part/$(words $(PARTS)) --durations=5 --session-timeout=450 \
+	@mkdir -p build; rm -f build/gpu-part-*.log; for part in $(PARTS); do \
+		timeout -k 10 460 $(GPU_TESTS) --part=$$part/$(words $(PARTS)) --session-timeout=430 -k "not compute_sanitizer" \
 			tests/test_gpu.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
 			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
-	failed=0; for one in $$started; do wait $$one || failed=1; done; tail -n 25 build/gpu-part-*.log; exit $$failed
+	failed=0; for one in $$started; do wait $$one || failed=1; done; \
+	cat build/gpu-part-*.log > build/gpu-kernels.log; $(call gpu-copy,build/gpu-kernels.log) \
+	grep -hE "^(FAILED|ERROR)|Timeout|^=+ .*(passed|failed|error)" build/gpu-part-*.log; exit $$failed
 
-gpu-check-speed: gpu-here ## of them: speed beside cuDNN and FlashAttention, launch costs, the projection
-	@$(GPU_PYTHON) -m ringattn.bench.kernels
-	@$(GPU_PYTHON) -m ringattn.bench.qkv
+gpu-check-sanitizer: gpu-here ## not of them, slow: one scenario of each form under compute-sanitizer
+	@timeout -k 10 460 $(GPU_TESTS) --timeout=300 -k compute_sanitizer tests/gpu/test_kernels.py
 
-gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write them into kernels/configs.json
-	@$(GPU_PYTHON) -m ringattn.bench.tune write=true
+gpu-check-speed: gpu-here ## of them: speed beside cuDNN and FlashAttention at 32,768 tokens, ring steps, launch costs
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels
+
+gpu-check-speed-short: gpu-here ## of them: the same at 8,192 tokens, one sequence
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels total=8192 tokens=4096,8192 file=kernels_short
+
+gpu-check-tune: gpu-here ## of them: the most promising block sizes of out and of dK and dV; nothing is written back
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune dims=128 forms=descriptors kernels=forward,grad_kv limit=25
+
+gpu-check-qkv: gpu-here ## of them: the projection
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.qkv
+
+gpu-check-nccl: gpu-here ## of them: the transport over real NCCL, in one process, then in several
+	@mkdir -p build; failed=0; for part in loopback:190 processes:250; do name=$${part%:*}; \
+		timeout -k 10 $${part#*:} $(GPU_TESTS) tests/gpu/test_$$name.py > build/gpu-$$name.log 2>&1 || failed=1; \
+		tail -n 25 build/gpu-$$name.log; $(call gpu-copy,build/gpu-$$name.log) done; exit $$failed
+
+gpu-copy = $(if $(OUT),mkdir -p $(OUT) && cp $(1) $(OUT);)
+
+gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write them into kernels/configs.json; run it again to go on
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune write=true
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) build dist outputs multirun .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ringattn.bench.crash_proof import told
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
 from ringattn.engine.base import KV, Engine, Seed, Softmax
@@ -59,16 +60,16 @@ def made_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tok
 
 
 def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
-    """All that can run here (or those named in `only`), and why the others cannot."""
+    """All that can run here (or those named in `only`), what matters most first, and why the others cannot."""
     found, refused = [], {}
     made: dict[str, Callable[[], Contestant]] = {
         "cudnn": lambda: _of_op("cudnn", aten.CUDNN),
+        "descriptors": lambda: ours("descriptors", TritonEngine(form="descriptors")),
+        "gluon": lambda: ours("gluon", TritonEngine(form="gluon")),
         "flash": lambda: _of_op("flash", aten.FLASH),
         **{name: (lambda name=name: _of_flash(name, dim, dtype)) for name in NEEDS},  # type: ignore[misc]
         "pointers": lambda: ours("pointers", TritonEngine(form="pointers")),
-        "descriptors": lambda: ours("descriptors", TritonEngine(form="descriptors")),
         "specialized": lambda: ours("specialized", TritonEngine(form="specialized")),
-        "gluon": lambda: ours("gluon", TritonEngine(form="gluon")),
         "fused": lambda: ours("fused", TritonEngine(deterministic=False)),
         **{f"engine {name}": (lambda name=name: _engine(name, dim, dtype)) for name in RIVALS},  # type: ignore[misc]
     }
@@ -85,6 +86,14 @@ def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Conte
     return found, refused
 
 
+def implementation(name: str, dim: int, dtype: str) -> Contestant:
+    """By its name. Raises UnsupportedError where it cannot run here."""
+    found, refused = contestants(dim, dtype, (name,))
+    if not found:
+        raise UnsupportedError(refused[name])
+    return found[0]
+
+
 def passes(one: Contestant, dim: int, dtype: str) -> str | None:
     """Why a contestant's results are wrong, or None: both masks, a length that is no multiple of any block."""
     inputs = made_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
@@ -95,7 +104,7 @@ def passes(one: Contestant, dim: int, dtype: str) -> str | None:
             forward, backward = one.passes(inputs, causal)
             found = [_error(x, y) for x, y in zip((forward(), *backward()), truth, strict=True)]
         except Exception as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            return told(error)
         worse = [f"{n} {a:.2e} > {MARGIN} x {b:.2e}" for n, a, b in zip(("out", "dQ", "dK", "dV"), found, bound,
                  strict=True) if not a <= MARGIN * b]  # fmt: skip
         if worse:

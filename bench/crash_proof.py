@@ -1,65 +1,136 @@
-"""Runs jobs in worker processes of which each may die, as a compiler that fails an assertion takes its process along.
+"""Runs jobs in worker processes that may die or hang: a compiler that fails an assertion, a kernel that never ends.
 
-Promises: every job is run once; those whose process died are named; a dead worker is replaced.
+Promises: each job is run once, for its time limit at most. One that raises, dies or takes longer ends its process,
+whose CUDA context may be broken, and the next job gets a new one.
 Does not know: what the jobs do.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 
-def run_all(job: Callable[..., None], arguments: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, bool]]:
-    """(index, whether its process lived) of each `job(*arguments[index])`, in the order in which they end.
+class JobFailed(Exception):
+    """Says in one line why a job has no result."""
 
-    `job` is importable by name; what it raises ends that job alone.
-    """
-    context, todo = get_context("spawn"), list(range(len(arguments)))[::-1]
-    busy: dict[Connection, int] = {}
 
-    def give(connection: Connection) -> None:
-        if todo:
-            busy[connection] = todo.pop()
-            connection.send(arguments[busy[connection]])
-        else:
+class Budget:
+    """The seconds that all jobs together may take from now on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, monotonic() + seconds
+
+    def limit(self, most: float) -> float:
+        """The seconds that the next job may take, `most` or what is left. Raises JobFailed where nothing is."""
+        left = self._end - monotonic()
+        if left <= 0:
+            raise JobFailed(f"not tried: the {self._seconds:.0f} s of budget_s are spent")
+        return min(most, left)
+
+
+class Worker:
+    """A process that does one job after another."""
+
+    def __init__(self) -> None:
+        self._running: tuple[BaseProcess, Connection] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, job: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+        """`job(*arguments)`, where `job` is importable by name; a new process's start counts as well.
+
+        Raises JobFailed where there is no result.
+        """
+        process, connection = self._running = self._running or _started()
+        connection.send((job, arguments))
+        try:
+            if not connection.poll(limit_s):
+                raise JobFailed(f"no answer within {limit_s:.0f} s")
+            failed, result = connection.recv()
+            if failed:
+                raise JobFailed(failed)
+        except EOFError:
+            process.join(10)
+            self.close()
+            raise JobFailed(f"its process ended with exit code {process.exitcode}") from None
+        except JobFailed:
+            self.close()
+            raise
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        if self._running is not None:
+            process, connection = self._running
+            self._running = None
             connection.close()
+            process.kill()
+            process.join(10)  # one that the driver holds may not end even so
 
-    def start() -> None:
-        ours, theirs = context.Pipe()
-        context.Process(target=_work, args=(job, theirs), daemon=True).start()
-        theirs.close()
-        give(ours)
+
+def run_all(
+    job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], workers: int, limit_s: float, budget: Budget
+) -> Iterator[tuple[int, Any]]:
+    """(index, result or JobFailed) of each `job(*arguments[index])`, in the order in which they end.
+
+    `limit_s`: of one job.
+    """
+    todo, done = deque(enumerate(arguments)), SimpleQueue[tuple[int, Any]]()
+
+    def work() -> None:
+        with Worker() as worker:
+            while todo:
+                try:
+                    index, given = todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                try:
+                    done.put((index, worker.ask(job, *given, limit_s=budget.limit(limit_s))))
+                except Exception as error:
+                    done.put((index, error if isinstance(error, JobFailed) else JobFailed(told(error))))
 
     for _ in range(min(workers, len(arguments))):
-        start()
-    while busy:
-        for connection in wait(list(busy)):
-            assert isinstance(connection, Connection)
-            index = busy.pop(connection)
-            try:
-                connection.recv()
-            except EOFError:
-                connection.close()
-                if todo:
-                    start()
-                yield index, False
-            else:
-                give(connection)
-                yield index, True
+        Thread(target=work, daemon=True).start()
+    for _ in arguments:
+        yield done.get()
 
 
-def _work(job: Callable[..., None], connection: Connection) -> None:
-    """Jobs one after another, until nobody sends any more."""
+def told(error: BaseException) -> str:
+    """An error in a line of 200 characters."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _started() -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _work(connection: Connection) -> None:
+    """Jobs one after another, until one raises or nobody sends any more."""
     while True:
         try:
-            arguments = connection.recv()
+            job, arguments = connection.recv()
         except EOFError:
             return
         try:
-            job(*arguments)
-        except Exception:  # the caller runs it again and reports
-            pass
-        connection.send(None)
+            result = job(*arguments)
+        except Exception as error:
+            connection.send((told(error), None))
+            return
+        connection.send(("", result))

@@ -2,9 +2,10 @@
 
 `python -m ringattn.bench.kernels [key=value ...]`. Three tables: forward and backward by sequence length; eight ring
 steps against one launch of the same work, carried in the kernel and merged outside; and the host's cost of a launch.
-Promises: an engine is timed only after its out, dQ, dK and dV have passed a dense float64 truth at 1.25 times the error
-of torch's own kernel; device time by events, the median of the repetitions; FLOPs are those of the visible pairs, 4 a
-pair and element forward and 10 backward. Engines that are missing or refuse are listed with their reason.
+Promises: an implementation is timed only after its out, dQ, dK and dV have passed a dense float64 truth at 1.25 times
+the error of torch's own kernel; device time by events, the median of the repetitions. Each implementation runs in a
+process of its own, every answer has a time limit and is kept when it is there: one that fails, hangs or breaks its CUDA
+context costs its own figures. What is missing or refuses is listed with its reason.
 Does not know: several GPUs.
 """
 
@@ -14,77 +15,22 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ringattn.bench.contestants import Contestant, Inputs, contestants, made_inputs, passes
-from ringattn.bench.device_clock import device_facts, device_us, host_us
+from ringattn.bench.contestants import Contestant, contestants
+from ringattn.bench.crash_proof import Budget, JobFailed, Worker
+from ringattn.bench.device_clock import device_facts
+from ringattn.bench.kernel_jobs import Options, gate, launch_costs, ring_steps, speed
 from ringattn.bench.options import parse
-from ringattn.bench.report import Table, finish, progress
+from ringattn.bench.report import Table, finish, keep, progress
 from ringattn.engine import measured
-from ringattn.engine.base import KV, Softmax
 from ringattn.engine.measured import TABLE, Measurement, measurements
-from ringattn.engine.triton import TritonEngine
-from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
-from ringattn.kernels.merge import merge_call
 
-BANDS: dict[str, Band] = {"full": FULL, "causal": CAUSAL}
-
-
-@dataclass(frozen=True)
-class Options:
-    """`tokens`: sequence lengths; `total`: batch times tokens; `steps`, `step_tokens`: of the ring; `ms`: per timing.
-
-    `measured`: put the engines' times into the table that engine="auto" reads.
-    """
-
-    tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    total: int = 32768
-    heads: int = 16
-    head_dim: int = 128
-    dtype: str = "bfloat16"
-    masks: tuple[str, ...] = ("full", "causal")
-    only: tuple[str, ...] = ("",)
-    steps: int = 8
-    step_tokens: int = 8192
-    ms: int = 60
-    measured: bool = False
-    results: str = "bench/results/gpu"
-
-
-def attention_flops(inputs: Inputs, tokens: int, mask: str) -> float:
-    """4 for each visible pair and element of a head, forward; backward takes 2.5 times as many."""
-    pairs = tokens * tokens if mask == "full" else tokens * (tokens + 1) // 2
-    return 4.0 * inputs.q.shape[0] * inputs.q.shape[2] * inputs.q.shape[3] * pairs
-
-
-def speeds(options: Options, entrants: list[Contestant], say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Microseconds and TFLOP/s by mask, tokens and contestant."""
-    found = []
-    for mask in options.masks:
-        for tokens in options.tokens:
-            inputs = made_inputs(
-                max(1, options.total // tokens), tokens, options.heads, options.head_dim, options.dtype
-            )
-            flops = attention_flops(inputs, tokens, mask)
-            for one in entrants:
-                say(f"{mask}, {tokens} tokens: {one.name}")
-                row: dict[str, Any] = {"mask": mask, "tokens": tokens, "engine": one.name}
-                try:
-                    forward, backward = one.passes(inputs, mask == "causal")
-                    for name, work, factor in (("forward", forward, 1.0), ("backward", backward, 2.5)):
-                        row[f"{name}_us"] = device_us(work, options.ms)
-                        row[f"{name}_tflops"] = factor * flops / row[f"{name}_us"] / 1e6
-                except Exception as error:  # a contestant that cannot do one size is a result, not an end
-                    row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                found.append(row)
-            torch.cuda.empty_cache() if torch.cuda.is_available() else None
-    return found
+MOST_FAILURES = 2
+"""Sizes at which an implementation fails before its other sizes are left out: each may cost a whole time limit."""
 
 
 def put_measured(options: Options, rows: list[dict[str, Any]]) -> None:
@@ -101,72 +47,65 @@ def put_measured(options: Options, rows: list[dict[str, Any]]) -> None:
     Path(measured.__file__).with_name(TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def ring_steps(options: Options, engine: TritonEngine) -> dict[str, float]:
-    """Microseconds of one launch over all keys, of carried steps, and of steps that are merged outside."""
-    rows, steps = options.step_tokens, options.steps
-    inputs = made_inputs(1, rows, options.heads, options.head_dim, options.dtype, k_tokens=rows * steps)
-    q, k, v = (x.transpose(0, 1) for x in inputs[:3])
-    heads = Run(0, options.heads)
-    tiles = [
-        Tile(Strip(Run(0, rows), Run(0, rows)), Strip(Run(0, rows), Run(0, rows)), FULL, heads) for _ in range(steps)
-    ]
-    every = Strip(Run(0, rows * steps), Run(0, rows * steps))
-    softmax = Softmax(options.head_dim**-0.5)
-    blocks = [KV(k[i * rows : (i + 1) * rows], v[i * rows : (i + 1) * rows]) for i in range(steps)]
-    whole = engine.prepare([(tiles[0]._replace(k=every),)], softmax, rows, options.heads)
-    carried = engine.prepare([(tile,) for tile in tiles], softmax, rows, options.heads)
-    alone = [engine.prepare([(tile,)], softmax, rows, options.heads) for tile in tiles]
+class Found:
+    """What is known so far; `keep` writes it."""
 
-    def one_launch() -> Tensor:
-        carry = engine.begin(whole, q, options.head_dim, None)
-        engine.attend(q, KV(k, v), carry, whole[0])
-        return carry.out.settled(q.dtype)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.rows: list[dict[str, Any]] = []
+        self.ring: dict[str, dict[str, float]] = {}
+        self.costs: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
+        self.facts = device_facts()
 
-    def steps_carried() -> Tensor:
-        carry = engine.begin(carried, q, options.head_dim, None)
-        for kv, work in zip(blocks, carried, strict=True):
-            engine.attend(q, kv, carry, work)
-        return carry.out.settled(q.dtype)
-
-    def steps_merged() -> Tensor:
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.full((q.shape[1], q.shape[2], rows), float("-inf"), device=q.device)
-        for kv, works in zip(blocks, alone, strict=True):
-            carry = engine.begin(works, q, options.head_dim, None)
-            engine.attend(q, kv, carry, works[0])
-            merge_call(out, lse, carry.out.settled(q.dtype).float(), carry.lse).run()
-        return out.to(q.dtype)
-
-    truth = one_launch().double()
-    for work in (steps_carried, steps_merged):
-        error = float((work().double() - truth).norm() / truth.norm())
-        if not error < 0.01:
-            raise ArithmeticError(f"{work.__name__} is off by {error:.2e}: not timed")
-    timed = {work.__name__: device_us(work, options.ms) for work in (one_launch, steps_carried, steps_merged)}
-    return timed | {
-        "efficiency_carried": timed["one_launch"] / timed["steps_carried"],
-        "efficiency_merged": timed["one_launch"] / timed["steps_merged"],
-    }
+    def keep(self, how: Callable[..., None] = keep, complete: bool = False) -> None:
+        """By `how`: to files, or to the screen as well."""
+        data = {
+            "measured on": self.facts, "complete": complete, "speed": self.rows, "ring steps": self.ring,
+            "launch": self.costs, "refused": self.refused,
+        }  # fmt: skip
+        shown = tables(self.options, self.rows, self.ring, self.costs, self.refused)
+        how("kernels", self.options, shown, data, self.options.results, self.options.file)
 
 
-def launch_costs(engine: TritonEngine) -> dict[str, float]:
-    """Microseconds of host time for one engine call, and of a captured graph's replay for each call in it."""
-    inputs = made_inputs(1, 64, 2, 64, "bfloat16")
-    q, k, v = (x.transpose(0, 1) for x in inputs[:3])
-    tile = Tile(Strip(Run(0, 64), Run(0, 64)), Strip(Run(0, 64), Run(0, 64)), CAUSAL, Run(0, 2))
-    works = engine.prepare([(tile,)], Softmax(0.1), 64, 2)
-    carry = engine.begin(works, q, 64, None)
-    call = partial(engine.attend, q, KV(k, v), carry, works[0])
-    call()
-    found = {"engine call by kept handle": host_us(call)}
-    if torch.cuda.is_available():
-        graph, count = torch.cuda.CUDAGraph(), 100
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                call()
-        found["call in a graph, host"] = host_us(graph.replay) / count
-        found["call in a graph, device"] = device_us(graph.replay, 50) / count
-    return found
+def measure(one: Contestant, found: Found, budget: Budget, say: Callable[[str], None]) -> None:
+    """Gate and time an implementation in a process of its own; what has no result says why."""
+    options, failures = found.options, 0
+
+    def ask(job: Callable[..., Any], *given: Any) -> Any:
+        return worker.ask(job, *given, limit_s=budget.limit(options.limit_s))
+
+    with Worker() as worker:
+        say(f"gate: {one.name}")
+        try:
+            why = ask(gate, options, one.name)
+        except JobFailed as error:
+            why = str(error)
+        if why:
+            found.refused[one.name] = why
+            found.keep()
+            return
+        for mask in options.masks:
+            for tokens in options.tokens:
+                say(f"{mask}, {tokens} tokens: {one.name}")
+                row = {"mask": mask, "tokens": tokens, "engine": one.name}
+                try:
+                    if failures == MOST_FAILURES:
+                        raise JobFailed(f"not tried: {failures} sizes have failed")
+                    for part in ("forward", "backward"):
+                        row |= ask(speed, options, one.name, mask, tokens, part)
+                except JobFailed as error:  # one that cannot do a size is a result, not an end
+                    row["failed"] = str(error)
+                    failures = min(failures + 1, MOST_FAILURES)
+                found.rows.append(row)
+                found.keep()
+        if one.engine is not None and not one.name.startswith("engine "):
+            say(f"ring steps: {one.name}")
+            try:
+                found.ring[one.name] = ask(ring_steps, options, one.name)
+            except JobFailed as error:
+                found.refused[f"ring steps, {one.name}"] = str(error)
+            found.keep()
 
 
 def tables(options: Options, rows: list[dict[str, Any]], ring: dict[str, dict[str, float]], costs: dict[str, float],
@@ -174,6 +113,8 @@ def tables(options: Options, rows: list[dict[str, Any]], ring: dict[str, dict[st
     """What a person reads."""
     speed = Table("TFLOP/s, and the share of cuDNN's", ["mask", "tokens", "engine", "forward", "", "backward", ""])
     base = {(row["mask"], row["tokens"]): row for row in rows if row["engine"] == "cudnn"}
+    speed.notes += [f"failed: {row['engine']}, {row['mask']}, {row['tokens']}: {row['failed']}"
+                    for row in rows if "failed" in row]  # fmt: skip
     for row in rows:
         cudnn = base.get((row["mask"], row["tokens"]), {})
         cells = []
@@ -194,29 +135,25 @@ def tables(options: Options, rows: list[dict[str, Any]], ring: dict[str, dict[st
 
 
 def main(words: list[str]) -> None:
-    """Gate, time, print, keep."""
+    """Gate, time, keep, print."""
     options = parse(Options(), words)
+    budget, found = Budget(options.budget_s), Found(options)
     with progress("kernels") as say:
-        entrants, refused = contestants(options.head_dim, options.dtype, tuple(name for name in options.only if name))
-        able = []
+        say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
+        entrants, found.refused = contestants(
+            options.head_dim, options.dtype, tuple(name for name in options.only if name)
+        )
         for one in entrants:
-            say(f"gate: {one.name}")
-            why = passes(one, options.head_dim, options.dtype)
-            if why is None:
-                able.append(one)
-            else:
-                refused[one.name] = why
-        rows = speeds(options, able, say)
-        ring = {}
-        for one in able:
-            if one.engine is not None and not one.name.startswith("engine "):
-                say(f"ring steps: {one.name}")
-                ring[one.name] = ring_steps(options, one.engine)
-        costs = launch_costs(TritonEngine())
+            measure(one, found, budget, say)
+        say("launch cost")
+        with Worker() as worker:
+            try:
+                found.costs = worker.ask(launch_costs, limit_s=budget.limit(options.limit_s))
+            except JobFailed as error:
+                found.refused["launch cost"] = str(error)
     if options.measured:
-        put_measured(options, rows)
-    data = {"measured on": device_facts(), "speed": rows, "ring steps": ring, "launch": costs, "refused": refused}
-    finish("kernels", options, tables(options, rows, ring, costs, refused), data, options.results)
+        put_measured(options, found.rows)
+    found.keep(finish, complete=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
 and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
 Promises: one is timed only after its q, message and every gradient have passed a float64 truth at 1.25 times eager's
-error, with a number of tokens that no block divides; device time by events, the median of the repetitions.
+error, with a number of tokens that no block divides; device time by events, the median of the repetitions. Each runs
+in a process of its own with a time limit, and is kept when it is timed: one that fails or hangs costs its own figures.
 Does not know: rings, attention.
 """
 
@@ -23,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn import projection
+from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts, device_us
 from ringattn.bench.options import parse
-from ringattn.bench.report import Table, finish, progress
+from ringattn.bench.report import Table, finish, keep, progress
 from ringattn.errors import InputError
 from ringattn.projection import TABLE, Backend, MeasuredProjection, measured_projections, project_kv, project_q
 from ringattn.rotary import Rotation, rotation
@@ -41,7 +43,8 @@ class Options:
     """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads.
 
     There is one key and value head for four query heads. `ms`: how long each timing repeats; `table`: put the times of
-    this GPU into the table that backend="auto" reads, with the commit in GPU_CHECK_COMMIT; `results`: a folder.
+    this GPU into the table that backend="auto" reads, with the commit in GPU_CHECK_COMMIT; `limit_s`: for one figure or
+    gate, compiling included; `budget_s`: for all; `results`: a folder.
     """
 
     tokens: int = 8192
@@ -49,6 +52,8 @@ class Options:
     head_dim: int = 128
     dtype: str = "bfloat16"
     ms: int = 100
+    limit_s: float = 60.0
+    budget_s: float = 300.0
     table: bool = False
     results: str = "bench/results/gpu"
 
@@ -152,8 +157,8 @@ def gradients(given: Inputs, made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tenso
     return torch.autograd.grad(made, given[:4], seeds, retain_graph=True)
 
 
-def faults(options: Options, model: int) -> dict[str, str]:
-    """Which contestants are wrong, and in what."""
+def fault(options: Options, model: int, name: str) -> str | None:
+    """In what an implementation is wrong, or None."""
     given = made_inputs(options, model, min(options.tokens, GATE_TOKENS))
     wide = given._replace(
         **{name: getattr(given, name).detach().double().requires_grad_() for name in Inputs._fields[:4]},
@@ -161,14 +166,12 @@ def faults(options: Options, model: int) -> dict[str, str]:
         turn=_turn(options, len(given.message), torch.float64),
     )
     truth, bound = _results(ours("plain"), wide), _results(eager, given)
-    wrong = {}
-    for name, forward in CONTESTANTS.items():
-        given.message.fill_(float("nan"))
-        for part, mine, theirs, exact in zip(PARTS, _results(forward, given), bound, truth, strict=True):
-            error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
-            if not error <= most:
-                wrong[name] = f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
-    return wrong
+    given.message.fill_(float("nan"))
+    for part, mine, theirs, exact in zip(PARTS, _results(CONTESTANTS[name], given), bound, truth, strict=True):
+        error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
+        if not error <= most:
+            return f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
+    return None
 
 
 def _results(forward: Forward, given: Inputs) -> tuple[Tensor, ...]:
@@ -186,7 +189,7 @@ def _error(x: Tensor, truth: Tensor) -> float:
 
 
 def times(options: Options, model: int, name: str) -> dict[str, Any]:
-    """Microseconds of one contestant."""
+    """Microseconds of one implementation."""
     given, forward = made_inputs(options, model, options.tokens), CONTESTANTS[name]
     made = forward(given)
     return {
@@ -222,27 +225,40 @@ def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
 
 
 def main(words: list[str]) -> None:
-    """Gate, time, print, keep."""
+    """Gate, time, keep, print."""
     options = parse(Options(), words)
     if options.table and DEVICE == "cpu":
         raise InputError("table: needs a CUDA device; times of a rehearsal decide nothing")
+    budget = Budget(options.budget_s)
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
+    facts = device_facts()
+
+    def kept(how: Callable[..., None] = keep, complete: bool = False) -> None:
+        data = {"measured on": facts, "complete": complete, "times": rows, "refused": refused}
+        how("qkv", options, [shown(rows, refused)], data, options.results)
+
     with progress("qkv") as say:
-        for model in options.models:
-            say(f"gate: model {model}")
-            refused |= faults(options, model)
-            for name in CONTESTANTS:
-                if name not in refused:
+        say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
+        for name in CONTESTANTS:
+            with Worker() as worker:
+                for model in options.models:
                     say(f"model {model}: {name}")
-                    rows.append(times(options, model, name))
+                    try:
+                        if why := worker.ask(fault, options, model, name, limit_s=budget.limit(options.limit_s)):
+                            raise JobFailed(why)
+                        rows.append(worker.ask(times, options, model, name, limit_s=budget.limit(options.limit_s)))
+                    except JobFailed as error:  # wrong at one model is not to be trusted at the next
+                        refused[name] = str(error)
+                        break
+                    finally:
+                        kept()
     if options.table:
         commit = os.environ.get("GPU_CHECK_COMMIT", "unknown")
-        kept = measured_rows(options, rows, torch.cuda.get_device_name(), commit)
-        lines = ",\n".join(json.dumps(row._asdict()) for row in kept)
+        measured = measured_rows(options, rows, torch.cuda.get_device_name(), commit)
+        lines = ",\n".join(json.dumps(row._asdict()) for row in measured)
         Path(projection.__file__).with_name(TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    data = {"measured on": device_facts(), "times": rows, "refused": refused}
-    finish("qkv", options, [shown(rows, refused)], data, options.results)
+    kept(finish, complete=True)
 
 
 if __name__ == "__main__":

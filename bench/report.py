@@ -67,14 +67,42 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()} {family}".strip() + gpu
 
 
-def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str) -> None:
-    """Print the tables; keep them and `data` as `name`.md and `name`.json in `folder`, unless it is empty."""
-    facts: dict[str, Any] = {
+def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str, file: str = "") -> None:
+    """Print the tables, and `keep` them."""
+    print("\n" + _page(name, options, tables), end="", flush=True)
+    keep(name, options, tables, data, folder, file)
+
+
+def keep(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str, file: str = "") -> None:
+    """Write the tables and `data` as `file`.md and `file`.json, by default `name`, in `folder`, unless it is empty.
+
+    Each file is replaced at once, so that a reader finds the earlier one or this. The folder that GPU_CHECK_COPY names
+    gets the same.
+    """
+    texts = {
+        "md": _page(name, options, tables),
+        "json": json.dumps({**_facts(options), **data}, indent=1) + "\n",
+    }
+    for place in (folder, os.environ.get("GPU_CHECK_COPY", "")) if folder else ():
+        if place:
+            Path(place).mkdir(parents=True, exist_ok=True)
+            for ending, text in texts.items():
+                new = Path(place, f"{file or name}.{ending}.new")
+                new.write_text(text, encoding="utf-8")
+                new.replace(new.with_suffix(""))
+
+
+def _facts(options: Any) -> dict[str, Any]:
+    return {
         "hardware": hardware(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
         "options": {key: value for key, value in asdict(options).items() if key != "results"},
     }
+
+
+def _page(name: str, options: Any, tables: Sequence[Table]) -> str:
+    facts = _facts(options)
     chosen = " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, (tuple, list)) else v}"
                       for k, v in facts["options"].items())  # fmt: skip
     head = [
@@ -82,12 +110,7 @@ def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any
         f"{facts['hardware']}; torch {facts['torch']}; {facts['date']}",
         f"`python -m ringattn.bench.{name} {chosen}`",
     ]
-    page = "\n\n".join([*head, *(table.markdown() for table in tables)]) + "\n"
-    print("\n" + page, end="", flush=True)
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{name}.json").write_text(json.dumps({**facts, **data}, indent=1) + "\n", encoding="utf-8")
-        Path(folder, f"{name}.md").write_text(page, encoding="utf-8")
+    return "\n\n".join([*head, *(table.markdown() for table in tables)]) + "\n"
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

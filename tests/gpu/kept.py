@@ -41,7 +41,10 @@ def facts() -> dict[str, str]:
 
 
 def keep(file: str, name: str, found: Any) -> None:
-    """Put `found` under `name` into `bench/results/gpu/<file>.json`; what other machines measured there is dropped."""
+    """Put `found` under `name` into `bench/results/gpu/<file>.json`; what other machines measured there is dropped.
+
+    The folder that GPU_CHECK_COPY names gets the same.
+    """
     now = facts()
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / f"{file}.json", "a+", encoding="utf-8") as held:
@@ -52,7 +55,11 @@ def keep(file: str, name: str, found: Any) -> None:
             kept = {"measured on": now}
         kept[name] = found
         held.truncate(0)
-        held.write(json.dumps(kept, indent=1) + "\n")
+        text = json.dumps(kept, indent=1) + "\n"
+        held.write(text)
+        if copy := os.environ.get("GPU_CHECK_COPY"):
+            Path(copy).mkdir(parents=True, exist_ok=True)
+            Path(copy, f"{file}.json").write_text(text, encoding="utf-8")
 
 
 def _first_line(*command: str) -> str:

@@ -134,7 +134,7 @@ def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
     assert torch.equal(whole, spared)
 
 
-def test_no_kernel_of_half_precision_spills() -> None:
+def test_no_forward_kernel_of_half_precision_spills() -> None:
     """As the driver says of the loaded kernels, which is what the compile gate claims for this architecture."""
     from ringattn.engine.triton import kept
     from tests.gpu.kernel_checks import ring_errors
