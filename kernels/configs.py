@@ -2,8 +2,8 @@
 
 The data is configs.json, `[block_m, block_n, num_warps, num_stages]` for each kernel. Float32, whose products run
 without matrix units, each thread holding whole rows, has small blocks and many warps, alike on every architecture.
-Promises: every entry compiles within the architecture's shared memory, and without spills but for those that the golden
-table of the compile gate (tests/test_compile_gate.py) names; the same entry for the same question, nothing is timed or
+Promises: every entry compiles within the architecture's shared memory, and in half precision without spills in
+its loop over matrix products (tests/test_compile_gate.py); the same entry for the same question, nothing is timed or
 tuned at run time. Not yet tuned for speed on any GPU.
 Does not know: the kernels, any device.
 """

@@ -2,10 +2,12 @@
 
 Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's own launch wrappers
 with a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute
-Capability"; tensor memory of sm_100 is 512 columns. Half entries must not spill; float32, whose products run without
-matrix units, and dK, dV with a softcap must not spill more than the golden table says.
-`python -m tests.compile_gate.compiling renew`, by hand after a change of a kernel or an entry, compiles all
-architectures and writes the golden table; `test_the_golden_table_is_whole` then says what is wrong with it.
+Capability"; tensor memory of sm_100 is 512 columns. Half entries must not spill in the loop over matrix products;
+spills elsewhere, and those of float32, whose products run without matrix units, must not be more than the golden table
+says. There is a table for each Triton that was tried, since each brings its own assembler.
+`python -m tests.compile_gate.compiling renew`, by hand after a change of a kernel or an entry, with each of these
+versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER), compiles all architectures and
+writes the golden table; `test_the_golden_tables_are_whole` then says what is wrong with it.
 Does not know: numerics, speed.
 """
 
@@ -22,7 +24,7 @@ import pytest
 import triton
 
 from tests.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
-from tests.compile_gate.compiling import GOLDEN, Found
+from tests.compile_gate.compiling import GOLDEN, Found, golden_tables, loop_spills
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -33,8 +35,8 @@ Finding = dict[str, Any] | str
 
 
 def may_spill(name: str) -> bool:
-    """Whether only the golden table bounds a case's spills."""
-    return "/single/" in name or name.endswith("grad_kv/softcap")
+    """Whether only the golden table bounds a case's spills in its loop."""
+    return "/single/" in name
 
 
 def units(name: str) -> tuple[str, ...]:
@@ -53,8 +55,8 @@ def faults(name: str, finding: Finding) -> list[str]:
         return [f"did not compile: {finding}"]
     found, arch = Found(**finding), arch_of(name)
     wrong = []
-    if found.spills and not may_spill(name):
-        wrong.append(f"{found.spills} spill instructions")
+    if found.loop_spills and not may_spill(name):
+        wrong.append(f"{found.loop_spills} spill instructions in the loop over matrix products")
     if found.shared_bytes > SHARED_BYTES[arch]:
         wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
     if found.tensor_columns > TENSOR_COLUMNS:
@@ -71,8 +73,9 @@ def faults(name: str, finding: Finding) -> list[str]:
 def drift(finding: Found, golden: Found) -> list[str]:
     """How a case differs from the golden table, beyond the slack."""
     wrong = []
-    if finding.spills > golden.spills:
-        wrong.append(f"{finding.spills} spill instructions, {golden.spills} in the golden table")
+    for part in ("spills", "loop_spills"):
+        if getattr(finding, part) > getattr(golden, part):
+            wrong.append(f"{getattr(finding, part)} {part}, {getattr(golden, part)} in the golden table")
     if abs(finding.registers - golden.registers) > SLACK_REGISTERS:
         wrong.append(f"{finding.registers} registers, {golden.registers} in the golden table")
     if finding.matrix != golden.matrix:
@@ -102,33 +105,64 @@ def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
     return findings(tuple(PURPOSES), tmp_path_factory.mktemp("purposes"))
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return read
+TABLES = golden_tables(GOLDEN)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TESTED)
-def test_an_entry(name: str, entries: dict[str, Finding], golden: dict[str, Any]) -> None:
+def test_an_entry(name: str, entries: dict[str, Finding]) -> None:
     finding = entries[name]
     assert not faults(name, finding) and not isinstance(finding, str)
-    if golden["triton"] == triton.__version__:  # each brings its own assembler, which allots registers in its own way
-        assert not drift(Found(**finding), Found(**golden["entries"][name]))
+    if table := TABLES.get(triton.__version__):
+        assert not drift(Found(**finding), Found(**table[name]))
 
 
-def test_the_golden_table_is_whole(golden: dict[str, Any]) -> None:
-    """Every entry, of the architectures that are not compiled here too, and none that is at fault."""
-    assert tuple(golden["entries"]) == ENTRIES
-    assert not {name: wrong for name in ENTRIES if (wrong := faults(name, golden["entries"][name]))}
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_the_golden_tables_are_whole(version: str) -> None:
+    """Every entry, of the architectures that are not compiled here too, and none that is at fault.
+
+    3.6.0 is what a GPU machine's torch 2.11 brings, 3.7.1 what these tests are run with.
+    """
+    table = TABLES[version]
+    assert tuple(table) == ENTRIES
+    assert not {name: wrong for name in ENTRIES if (wrong := faults(name, table[name]))}
+
+
+LOOPS = """
+        /*0000*/ STL [R1], R2 ;
+.L_x_1:
+        /*0010*/ STL [R1], R2 ;
+.L_x_2:
+        /*0020*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0030*/ LDL R2, [R1] ;
+        /*0040*/ @!P0 BRA `(.L_x_2) ;
+        /*0050*/ LDL R2, [R1] ;
+        /*0060*/ @P1 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/ LDL R2, [R1] ;
+        /*0080*/ @P1 BRA `(.L_x_3) ;
+        /*0090*/ EXIT ;
+.L_x_4:
+        /*00a0*/ LDL R2, [R1] ;
+        /*00b0*/ BRA `(.L_x_2) ;
+.L_x_5:
+        /*00c0*/ BRA `(.L_x_5);
+"""
+
+
+def test_spills_of_the_innermost_products_are_told_apart() -> None:
+    """Not those around it, of a loop without products, or behind the body."""
+    assert loop_spills(LOOPS) == 1
+    assert loop_spills(LOOPS.replace("HGMMA", "MOV")) == 0
+    assert loop_spills(LOOPS.replace("BRA `(.L_x_2) ;\n        /*0050", "MOV R1, R2 ;\n        /*0050")) == 3
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("good", ""),
-        ("spilling", "spill instructions"),
+        ("spilling", "spill instructions in the loop"),
         ("too_much_shared", "bytes of shared memory, more than 166912"),
         ("crashing", "did not compile: status 6"),
     ],
@@ -140,7 +174,7 @@ def test_the_gate_sees(name: str, wrong: str, purposes: dict[str, Finding]) -> N
 
 def test_the_gate_reads_numbers() -> None:
     """What no small kernel brings about by itself."""
-    case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 1000, 512, "UTC", 4, 0)
+    case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 0, 1000, 512, "UTC", 4, 0)
     assert not faults(case, good._asdict())
     assert "576 columns" in faults(case, good._replace(tensor_columns=576)._asdict())[0]
     assert "nothing: its body may be a trap" in faults(case, good._replace(matrix="")._asdict())[0]
@@ -153,9 +187,9 @@ def test_the_gate_reads_numbers() -> None:
     assert not faults(split, warps._asdict())
     assert "0 handovers" in faults(split, warps._replace(handovers=0)._asdict())[0]
     assert "by HMMA" in faults(split, warps._replace(matrix="HMMA")._asdict())[0]
-    spilling = good._replace(spills=1)
+    spilling = good._replace(spills=1, loop_spills=1)
     assert "1 spill instructions" in faults(case, spilling._asdict())[0]
+    assert not faults(case, good._replace(spills=1)._asdict()) and len(drift(good._replace(spills=1), good)) == 1
     single = spilling._replace(matrix="FFMA", bulk_loads=0)
     assert not faults("sm_100/single/128/pointers/forward", single._asdict())
-    assert not faults("sm_100/half/128/descriptors/grad_kv/softcap", spilling._asdict())
     assert drift(spilling, good) and not drift(good, spilling)

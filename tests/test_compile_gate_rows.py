@@ -3,7 +3,7 @@
 What moves rows must do so by vectors: a bf16 row of 128 by 16 bytes a thread and instruction. Only vectors of one
 number for each row, such as an lse, and angles in the order of a matrix unit's results come narrower.
 `python -m tests.compile_gate.row_cases renew`, by hand after a change of a kernel, compiles every case and writes the
-golden table; `test_the_golden_table_is_whole` then says what is wrong with it.
+golden table of the installed Triton; `test_the_golden_tables_are_whole` then says what is wrong with it.
 Does not know: numerics, speed.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import triton
 
+from tests.compile_gate.compiling import golden_tables
 from tests.compile_gate.row_cases import CASES, GOLDEN, FoundRows, widths
 from tests.test_compile_gate import SHARED_BYTES, SLACK_REGISTERS
 
@@ -92,24 +93,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
     return {name: FoundRows(**one) for name, one in json.loads(result.read_text(encoding="utf-8")).items()}
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return read
+TABLES = golden_tables(GOLDEN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTED)
-def test_a_case(name: str, found: dict[str, FoundRows], golden: dict[str, Any]) -> None:
+def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
     assert not faults(name, found[name])
-    if golden["triton"] == triton.__version__:  # each brings its own assembler, which allots registers in its own way
-        assert not drift(found[name], FoundRows(**golden["cases"][name]))
+    if table := TABLES.get(triton.__version__):  # each brings its own assembler, which allots registers in its own way
+        assert not drift(found[name], FoundRows(**table[name]))
 
 
-def test_the_golden_table_is_whole(golden: dict[str, Any]) -> None:
+@pytest.mark.parametrize("version", ["3.7.1"])
+def test_the_golden_tables_are_whole(version: str) -> None:
     """Every case and no other, and none that is at fault."""
-    assert tuple(golden["cases"]) == CASES and set(TESTED) <= set(CASES)
-    wrong = {name: faults(name, FoundRows(**golden["cases"][name])) for name in CASES}
+    table = TABLES[version]
+    assert tuple(table) == CASES and set(TESTED) <= set(CASES)
+    wrong = {name: faults(name, FoundRows(**table[name])) for name in CASES}
     assert not {name: why for name, why in wrong.items() if why}
 
 

@@ -1,7 +1,7 @@
 """Compiles the gate's cases without a GPU, each in a forked child, and reads what came out of the machine code.
 
 `python -m tests.compile_gate.compiling FILE [case ...]` writes what it finds to FILE, for the test.
-`python -m tests.compile_gate.compiling renew` compiles every entry and writes the golden table.
+`python -m tests.compile_gate.compiling renew` compiles every entry and writes the golden table of the installed Triton.
 Promises: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
 in Triton's cache.
 Does not know: which findings are good.
@@ -25,22 +25,27 @@ from triton.runtime import driver
 from ringattn.bench.launch import StubDriver
 from tests.compile_gate.cases import ENTRIES, arch_of, call_of
 
-GOLDEN = Path(__file__).with_name("golden.json")
+GOLDEN = Path(__file__).with_name("golden")
+"""A folder with a table for each Triton version that was tried; each brings its own assembler."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 AT_ONCE = 2
 MATRIX = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|FFMA)\b")
 RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
+SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 
 class Found(NamedTuple):
     """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
 
+    `spills`: instructions that put registers into memory or take them back; `loop_spills`: those of them in the
+    innermost loops that multiply matrices, which run for every block of keys or queries.
     `bulk_loads`: instructions that load through a tensor descriptor (UTMALDG); `handovers`: of registers between groups
     of warps (USETMAXREG), which only a kernel that was split between them has.
     """
 
     registers: int
     spills: int
+    loop_spills: int
     shared_bytes: int
     tensor_columns: int
     matrix: str
@@ -63,13 +68,31 @@ def compiled(name: str) -> Found:
     units = set(MATRIX.findall(code))
     return Found(
         registers=int(registers[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        spills=len(SPILL.findall(code)),
+        loop_spills=loop_spills(code),
         shared_bytes=kernel.metadata.shared,
         tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
         bulk_loads=len(re.findall(r"\bUTMALDG\b", code)),
         handovers=len(re.findall(r"\bUSETMAXREG\b", code)),
     )
+
+
+def loop_spills(code: str) -> int:
+    """Spills in those loops that multiply matrices and hold no other such loop."""
+    lines, labels = list[str](), dict[str, int]()
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        elif ";" in line:
+            lines.append(line)
+    # Behind the last EXIT are waits that did not succeed at once, which jump back into the body.
+    body = max((at for at, line in enumerate(lines) if re.search(r"\bEXIT\b", line)), default=len(lines))
+    jumps = ((at, re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)) for at, line in enumerate(lines[:body]))
+    loops = [(labels[to[1]], at) for at, to in jumps if to and labels[to[1]] < at]
+    loops = [(first, last) for first, last in loops if any(map(MATRIX.search, lines[first : last + 1]))]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(any(first <= at <= last for first, last in inner) for at in range(body) if SPILL.search(lines[at]))
 
 
 def _tool(name: str, *args: str) -> str:
@@ -107,6 +130,17 @@ def _forked(name: str, said: Path) -> int:
         os._exit(1)
 
 
+def golden_tables(folder: Path) -> dict[str, dict[str, Any]]:
+    """The entries of each table in a folder, by Triton's version."""
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
+
+
+def write_golden(folder: Path, found: dict[str, Any]) -> None:
+    """The table of the installed Triton."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
+    (folder / f"{triton.__version__}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
 def main(words: Sequence[str]) -> None:
     """Compile the named cases, or all entries, and write the findings."""
     renewing = words[0] == "renew"
@@ -115,8 +149,7 @@ def main(words: Sequence[str]) -> None:
         print(name, finding, flush=True)
         found[name] = finding
     if renewing:
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in ENTRIES)
-        GOLDEN.write_text(f'{{"triton": "{triton.__version__}", "entries": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        write_golden(GOLDEN, {name: found[name] for name in ENTRIES})
     else:
         Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
 

@@ -15,13 +15,6 @@ from ringattn.kernels.launch_call import LaunchCall
 
 
 @triton.jit
-def _centered(x, COUNT: tl.constexpr):
-    at = x + tl.arange(0, COUNT)
-    values = tl.load(at)
-    tl.store(at, values - tl.sum(values))
-
-
-@triton.jit
 def product(a, b, out, steps, scale, SIZE: tl.constexpr, DEPTH: tl.constexpr):
     row, column = tl.arange(0, SIZE), tl.arange(0, DEPTH)
     total = tl.zeros((SIZE, SIZE), tl.float32)
@@ -43,9 +36,9 @@ def too_much_shared() -> LaunchCall:
 
 
 def spilling() -> LaunchCall:
-    """128 live values in each thread, which is given 32 registers."""
-    meta = {"COUNT": 4096, "num_warps": 1, "num_stages": 1, "maxnreg": 32}
-    return LaunchCall(_centered, (1,), (torch.zeros(4096),), meta)
+    """The same with 64 live values of the product in each thread, which is given 48 registers."""
+    call = _matrix_product(num_stages=3)
+    return call._replace(meta=call.meta | {"maxnreg": 48})
 
 
 def crashing() -> LaunchCall:

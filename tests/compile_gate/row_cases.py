@@ -1,7 +1,8 @@
 """Compiles the projection and row kernels without a GPU, and reads what came out of the machine code.
 
 `python -m tests.compile_gate.row_cases FILE CASE ...` writes what it finds to FILE, for the test;
-`python -m tests.compile_gate.row_cases renew` compiles every case and writes the golden table.
+`python -m tests.compile_gate.row_cases renew` compiles every case and writes the golden table of the
+installed Triton.
 Promises: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers with
 the alignments of ordinary calls; nothing is left in Triton's cache.
 Does not know: which findings are good.
@@ -34,9 +35,9 @@ from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_c
 from ringattn.kernels.qkv_projection import projection_call
 from ringattn.kernels.quantize import quantize_call, restore_call
 from ringattn.kernels.rows import move_rows_call
-from tests.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, TOOLS
+from tests.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, TOOLS, write_golden
 
-GOLDEN = Path(__file__).with_name("rows.json")
+GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
 ORDINARY, OTHERS = (64, 4), ((37, 3), (1, 1))
 """Tokens and heads of the call whose machine code is read, and of those that should need no other."""
@@ -199,8 +200,7 @@ def main(words: Sequence[str]) -> None:
     renewing = words[0] == "renew"
     found = {name: one._asdict() for name, one in all_compiled(CASES if renewing else words[1:]).items()}
     if renewing:
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
-        GOLDEN.write_text(f'{{"triton": "{triton.__version__}", "cases": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        write_golden(GOLDEN, found)
     else:
         Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
 
