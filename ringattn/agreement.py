@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from ringattn.errors import DisagreementError, InputError
+from ringattn.errors import DisagreementError, InputError, RingError
 from ringattn.transport.base import Transport
 
 KEPT_AGREEMENTS = 4096
@@ -26,7 +26,7 @@ class Agreement:
         self.calls = 0
         """Calls so far: the number of the newest one, which all ranks that make the same calls give it."""
 
-    def announced(self, words: str, refusal: InputError | None, always: bool, backward_of: int | None) -> str | None:
+    def announced(self, words: str, refusal: RingError | None, always: bool, backward_of: int | None) -> str | None:
         """What to say to the other ranks, or None where they have agreed on these words before and would be noticed.
 
         A transport that itself notices a rank with another call needs one agreement on a call, unless `always`. It is

@@ -67,7 +67,7 @@ class Call:
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
             f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
             f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
-            f"scale {s.scale:g}, softcap {s.softcap}, K/V travel as {p.kv_dtype}, "
+            f"scale {s.scale!r}, softcap {s.softcap!r}, K/V travel as {p.kv_dtype}, "
             f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
         )
         return f"{facts} {extra} [{p.digest.hex()[:16]}]"
@@ -120,14 +120,14 @@ def checked_call(
 
 def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Call:
     """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all."""
-    call, refusal = None, None
-    try:
-        call = describe()
-    except InputError as error:
-        refusal = error
-    number = ring.agree(call.summary("sinks" if sinks is not None else "no sinks") if call else "", refusal)
-    assert call is not None
-    return replace(call, number=number)
+    calls: list[Call] = []
+
+    def described() -> str:
+        calls.append(describe())
+        return calls[0].summary("sinks" if sinks is not None else "no sinks")
+
+    number = ring.agree_on(described)
+    return replace(calls[0], number=number)
 
 
 def call_of(
@@ -185,7 +185,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, kept = ctx.saved_tensors
+        with ctx.ring.refused_by_all():  # autograd refuses here what was changed in place, or freed
+            q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None)
 
 
@@ -202,7 +203,9 @@ def forward_pass(
     with ring.accounted(executor):
         arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
         kept = ring.run(executor, arithmetic, keep=keep)
-        return arithmetic.carry.out.settled(q.dtype).transpose(0, 1), arithmetic.carry.lse, kept
+        out = arithmetic.carry.out.settled(q.dtype).transpose(0, 1)
+        # Detached they are nobody's views, of which autograd would refuse to let a caller change one in place.
+        return out.detach(), arithmetic.carry.lse.detach(), kept
 
 
 def backward_pass(

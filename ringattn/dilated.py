@@ -67,7 +67,7 @@ def dilated_attention(
             out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0], seq, q.shape[2], k.shape[2]))
         return out, lse
 
-    if grad == "detached":
+    if isinstance(grad, str) and grad == "detached":
         first = attended(0)  # which refuses what is no list of branches
         out, lse = _mixed([first, *(attended(branch) for branch in range(1, len(segment_lengths)))])
     else:

@@ -197,11 +197,8 @@ class MultiheadDilation(Projections):
                 q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, pairs=options.pairs,
                 scale=options.scale, softcap=options.softcap, schedule=options.schedule,
             )  # fmt: skip
-        try:
+        with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
             q, k, v = self._projected(x, seq)
-        except InputError as refusal:
-            seq.ring.agree("", refusal)  # the other ranks are about to agree on their call, and hear of it there
-            raise
         return options(q, k, v, seq)
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:

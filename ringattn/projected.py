@@ -54,11 +54,11 @@ def projected_attention(
     sequence's own positions; `pairs` says which pairs meet, and the other options are those of `Ring.attention`. All
     ranks call it together; it raises as they do.
     """
-    ring, dtype = seq.ring, stored_dtype(x)
+    ring = seq.ring
     turns: list[Rotation | None] = [None, None]
 
     def described() -> Call:
-        tokens = seq.counts[ring.rank]
+        dtype, tokens = stored_dtype(x), seq.counts[ring.rank]
         rows = (heads.query + 2 * heads.kv) * heads.dim
         model = weight.shape[-1]
         if x.dim() != 3 or x.shape[1:] != (tokens, model):

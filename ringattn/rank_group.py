@@ -7,7 +7,7 @@ Does not know: attention, plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from types import TracebackType
@@ -67,16 +67,21 @@ class RankGroup:
 
     def all_reduce(self, tensors: Many[Tensor]) -> None:
         """Sum tensors over the ranks, in place; the same bits on every rank."""
+        self.agree_on(lambda: f"all_reduce of {collectives.shapes(list(tensors))}")
         tensors = list(tensors)
-        self.agree(f"all_reduce of {collectives.shapes(tensors)}")
         with self.guarded():
             collectives.all_reduce(self.transport, tensors)
 
     def broadcast(self, tensors: Many[Tensor], src: int = 0) -> None:
         """Copy `src`'s tensors to every rank, in place."""
+
+        def described() -> str:
+            if type(src) is not int or not 0 <= src < self.world_size:
+                raise InputError(f"broadcast: there is no rank {src}")
+            return f"broadcast from {src} of {collectives.shapes(list(tensors))}"
+
+        self.agree_on(described)
         tensors = list(tensors)
-        refusal = None if 0 <= src < self.world_size else InputError(f"broadcast: there is no rank {src}")
-        self.agree(f"broadcast from {src} of {collectives.shapes(tensors)}", refusal)
         with self.guarded():
             collectives.broadcast(self.transport, tensors, src)
 
@@ -91,7 +96,7 @@ class RankGroup:
             self.transport.replay(graph.replay)
 
     def agree(
-        self, summary: str, refusal: InputError | None = None, always: bool = False, backward_of: int | None = None
+        self, summary: str, refusal: RingError | None = None, always: bool = False, backward_of: int | None = None
     ) -> int:
         """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere.
 
@@ -118,6 +123,27 @@ class RankGroup:
             raise refusal
         self._agreement.settle(summary, backward_of, answers)
         return self._agreement.calls
+
+    def agree_on(self, describe: Callable[[], str]) -> int:
+        """`agree` on the call that `describe` gives in words; whatever it raises, all ranks refuse the call for."""
+        with self.refused_by_all():
+            words = describe()
+        return self.agree(words)
+
+    @contextmanager
+    def refused_by_all(self) -> Iterator[None]:
+        """Whatever this rank raises inside is raised by the next call of every rank, so that none waits for this one.
+
+        Inside must be no collective call. What is no `RingError` becomes an `InputError`, with the other as its cause.
+        """
+        try:
+            yield
+        except RingError as error:
+            self.agree("", error)
+        except Exception as error:
+            refusal = InputError(f"rank {self.rank}: {type(error).__name__}: {error}")
+            refusal.__cause__ = error
+            self.agree("", refusal)
 
     def check_open(self) -> None:
         """Raise `ClosedError` unless the ring is alive."""

@@ -154,8 +154,9 @@ class Ring(RankGroup):
         auto, ring, all_gather, direct, sub_rings or all_to_all.
 
         Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
-        natural log, accumulator dtype. Rows that see no key give 0 and -inf. Raises `InputError` on every rank when one
-        rank refuses or the ranks disagree.
+        natural log, accumulator dtype. Rows that see no key give 0 and -inf. Backward needs them, as that of torch's
+        scaled_dot_product_attention does, and raises where they were changed in place. Raises `InputError` on every
+        rank when one rank refuses or the ranks disagree.
         """
         return api.attention(
             self, q, k, v, seq, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, kv_seq=kv_seq,

@@ -86,19 +86,19 @@ class Sequence:
 
         A collective call. Raises `InputError` on every rank when a shard has the wrong length or the ranks disagree.
         """
-        refusal = None
-        try:
-            dim = _dimension(x, dim)
-            if x.shape[dim] != self.counts[self.ring.rank]:
+
+        def described() -> str:
+            at = _dimension(x, dim)
+            if x.shape[at] != self.counts[self.ring.rank]:
                 raise InputError(
-                    f"rank {self.ring.rank}: gather got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
+                    f"rank {self.ring.rank}: gather got {x.shape[at]} tokens in dimension {at} of {tuple(x.shape)}, "
                     f"this rank has {self.counts[self.ring.rank]}"
                 )
-        except InputError as error:
-            refusal = error
-        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-        number = self.ring.agree(f"gather of dim {dim}, other dimensions {rest}, {x.dtype}, {self.layout}", refusal)
-        return _Gather.apply(x, self, dim, number)
+            rest = (*x.shape[:at], *x.shape[at + 1 :])
+            return f"gather of dim {at}, other dimensions {rest}, {x.dtype}, {self.layout}"
+
+        number = self.ring.agree_on(described)
+        return _Gather.apply(x, self, _dimension(x, dim), number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """Next-token labels of this rank's tokens, int64: shifted over the whole sequence, then sharded.
@@ -179,7 +179,7 @@ class _Gather(torch.autograd.Function):
         _swap(ring, [local] * ring.world_size, parts, "gather")
         full = local.new_empty(seq.length, *local.shape[1:])
         full[torch.from_numpy(seq.layout.order()).to(full.device)] = torch.cat(parts)
-        return full.movedim(0, dim)
+        return full.movedim(0, dim).detach()  # nobody's view, so that the caller may change it in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable

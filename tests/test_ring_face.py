@@ -5,6 +5,7 @@ Does not know: results (see test_exact.py), failures in a pass (see test_ring_fa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,7 @@ DISAGREE: dict[str, tuple[Change, str, str]] = {
     "batch": (lambda ring, a: a.update({n: torch.cat([a[n]] * 2) for n in "qkv"}), "batch 1", "batch 2"),
     "scale": (setting(scale=0.5), "scale 0.353553", "scale 0.5"),
     "softcap": (setting(softcap=2.0), "softcap None", "softcap 2.0"),
+    "a bit of scale": (setting(scale=1 / math.sqrt(8) + 2**-54), "0.35355339059327373,", "0.3535533905932738,"),
     "sinks": (setting(sinks=torch.zeros(4)), "no sinks", "'sinks'"),
     "schedule": (setting(schedule="direct"), "schedule ring", "schedule direct"),
     "wire": (lambda ring, a: setattr(ring, "dkv_wire_dtype", "bfloat16"), "dK/dV in float32", "dK/dV in bfloat16"),

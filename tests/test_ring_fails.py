@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import ClosedError, DisagreementError, InputError, PeerLostError, Ring
+from ringattn import (
+    ClosedError,
+    DisagreementError,
+    InputError,
+    PeerLostError,
+    Ring,
+    RingMultiheadAttention,
+    RingMultiheadDilatedAttention,
+)
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
-from tests.face import RANKS, TOKENS, X, attend, errors, good_call
+from tests.face import DEADLINE_S, RANKS, TOKENS, X, attend, errors, good_call
 
 
 class Breaking(PlainEngine):
@@ -150,6 +159,80 @@ def test_a_wrong_type_on_one_rank(name: str) -> None:
 
     for error in errors(lambda ring: attend(ring, change)):
         assert isinstance(error, InputError) and name in str(error)
+
+
+class Odd:
+    """Nothing can be known of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError("odd")
+
+    def __bool__(self) -> bool:
+        raise TypeError("odd")
+
+    __eq__ = __hash__ = __lt__ = __gt__ = __len__ = __iter__ = __getattr__  # type: ignore[assignment]
+
+
+SEVERAL = torch.tensor([True, False])
+
+
+def one_odd(ring: Ring, **changes: Any) -> dict[str, Any]:
+    """The arguments of a good call; those of rank 1 with changes."""
+    return {**good_call(ring), **(changes if ring.rank == 1 else {})}
+
+
+ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
+    **{
+        f"attention, {name}": lambda ring, odd, name=name: ring.attention(**one_odd(ring, **{name: odd}))
+        for name in ("q", "k", "v", "seq", "causal", "window", "scale", "softcap", "sinks", "kv_seq", "schedule")
+    },
+    **{
+        f"dilated, {name}": lambda ring, odd, name=name: ring.dilated_attention(
+            **{"segment_lengths": [4], "dilation_rates": [2], **one_odd(ring, **{name: odd})}
+        )
+        for name in ("segment_lengths", "dilation_rates", "causal", "offset", "layer", "grad", "tail")
+    },
+    **{
+        f"operator, {name}": lambda ring, odd, name=name: ring_attention(**one_odd(ring, **{name: odd}))
+        for name in ("causal", "window", "scale", "softcap", "sinks", "schedule")
+    },
+    "layer": lambda ring, odd: layer(RingMultiheadAttention(8, 1), ring, odd),
+    "dilated layer": lambda ring, odd: layer(RingMultiheadDilatedAttention(8, 1, [4], [1]), ring, odd),
+    "dilated layer, detached": lambda ring, odd: layer(
+        RingMultiheadDilatedAttention(8, 1, [4], [1], grad="detached", offset="block"), ring, odd
+    ),
+    "gather": lambda ring, odd: ring.sequence(TOKENS).gather(odd if ring.rank == 1 else good_call(ring)["q"]),
+    "gather, dim": lambda ring, odd: ring.sequence(TOKENS).gather(good_call(ring)["q"], odd if ring.rank == 1 else 1),
+    "all_reduce": lambda ring, odd: ring.all_reduce([odd if ring.rank == 1 else torch.ones(2)]),
+    "all_reduce, list": lambda ring, odd: ring.all_reduce(odd if ring.rank == 1 else [torch.ones(2)]),
+    "broadcast, src": lambda ring, odd: ring.broadcast([torch.ones(2)], odd if ring.rank == 1 else 0),
+}
+
+
+def layer(made: torch.nn.Module, ring: Ring, odd: Any) -> object:
+    seq = ring.sequence(TOKENS)
+    return made(odd if ring.rank == 1 else seq.shard(X[..., 0, :]), seq)
+
+
+@pytest.mark.parametrize("odd", [Odd(), SEVERAL], ids=["object", "tensor"])
+@pytest.mark.parametrize("call", ODD_CALLS)
+def test_an_odd_argument_of_one_rank_is_refused_by_all_at_once(call: str, odd: Any) -> None:
+    """Whatever it is that describing the call trips over; and the ring lives on."""
+
+    def body(ring: Ring) -> tuple[Exception | None, torch.Tensor]:
+        found = None
+        try:
+            ODD_CALLS[call](ring, odd)
+        except Exception as error:
+            found = error
+        return found, attend(ring)
+
+    began = time.monotonic()
+    for rank, (error, out) in enumerate(run_ranks(2, body, engine="plain", timeout_s=DEADLINE_S)):
+        assert isinstance(error, InputError), error
+        assert isinstance(error, DisagreementError) or str(error).startswith("rank 1 refused the call") == (rank != 1)
+        assert out.isfinite().all()
+    assert time.monotonic() - began < DEADLINE_S / 2
 
 
 def test_a_dimension_that_does_not_exist_on_one_rank() -> None:

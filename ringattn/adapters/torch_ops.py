@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -21,8 +22,8 @@ from ringattn import api
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads
-from ringattn.errors import ClosedError
-from ringattn.mask import Banded
+from ringattn.errors import ClosedError, InputError
+from ringattn.mask import Banded, make_mask
 from ringattn.partial import accumulator_dtype
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence, sequence_with
@@ -42,6 +43,7 @@ class _Kept:
 
 KEPT_CALLS = 1024
 """Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
+TICKET = 1 << 32
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
 _kept_of: WeakKeyDictionary[Ring, dict[api.Call, _Kept]] = WeakKeyDictionary()
@@ -70,13 +72,29 @@ def ring_attention(
     """
     (q, k, v), whole = local_heads((q, k, v), 2)
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
-    if seq is None and not torch.compiler.is_compiling():
-        seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
+    if not torch.compiler.is_compiling():
+        if seq is None:
+            seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
+        with seq.ring.refused_by_all():
+            _check_options(causal, window, scale, softcap, sinks, schedule)
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
     out, _, _ = attention(
         q, k, v, sinks, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap, schedule
     )
     return whole(out)
+
+
+def _check_options(*options: Any) -> None:
+    """Raise `InputError` for what the operator's schema would refuse, on this rank alone."""
+    causal, window, *others = options
+    number = (int, float, NoneType)
+    wanted: dict[str, Any] = {
+        "causal": bool, "scale": number, "softcap": number, "sinks": (Tensor, NoneType), "schedule": str,
+    }  # fmt: skip
+    for (name, kinds), given in zip(wanted.items(), (causal, *others), strict=True):
+        if not isinstance(given, kinds):
+            raise InputError(f"{name} cannot be a {type(given).__name__}")
+    make_mask(0, 0, causal=causal, window=window)
 
 
 @torch.library.custom_op("ringattn::attention", mutates_args=())
@@ -93,9 +111,9 @@ def attention(
     softcap: float | None,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens), and a ticket: (2,) int64 on the host.
+    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
 
-    The ticket holds the number under which the call is kept here, and its own number on the ring.
+    The ticket is the number under which the call is kept here, times `TICKET`, plus its number on the ring.
 
     `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded. Raises what
     `Ring.attention` raises.
@@ -113,7 +131,7 @@ def attention(
 
     call = api.agreed(ring, described, sinks)
     out, lse, _ = api.forward_pass(ring, call, q, k, v, sinks, keep=False)
-    return _row_first(out), lse.contiguous(), torch.tensor([_ticket(ring, call), call.number])
+    return _row_first(out).detach(), lse.contiguous(), torch.tensor(_ticket(ring, call) * TICKET + call.number)
 
 
 @torch.library.custom_op("ringattn::attention_backward", mutates_args=())
@@ -129,7 +147,7 @@ def attention_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
-    place, number = ticket.tolist()
+    place, number = divmod(int(ticket.item()), TICKET)
     kept = _kept.get(place)
     ring = None if kept is None else kept.ring()
     if kept is None or ring is None:
@@ -167,7 +185,7 @@ def _(
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
     lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty(2, dtype=torch.int64)
+    return out, lse, torch.empty((), dtype=torch.int64)
 
 
 @attention_backward.register_fake

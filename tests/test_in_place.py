@@ -1,0 +1,105 @@
+"""What may be done in place to results: as much as to those of torch's fused scaled_dot_product_attention.
+
+That one saves its output for backward. So its caller may change it where nothing is recorded, and elsewhere autograd's
+count of versions raises in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ringattn import InputError, Ring
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.testing import run_ranks
+from tests.face import TOKENS, X, attend, errors
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul_": lambda out: out.mul_(2),
+    "relu_": lambda out: out.relu_(),
+    "dropout": lambda out: F.dropout(out, 1.0, inplace=True),
+    "a view": lambda out: out.transpose(1, 2).mul_(2).transpose(1, 2),
+    "a part": lambda out: out.index_fill_(1, torch.tensor([0]), 0.0),
+    "a copy": lambda out: out.clone().mul_(2),
+}
+CALLS: dict[str, Callable[[Ring, Tensor], Tensor]] = {
+    "attention": lambda ring, x: ring.attention(x, x, x, ring.sequence(TOKENS)),
+    "lse": lambda ring, x: ring.attention(x, x, x, ring.sequence(TOKENS), return_lse=True)[1],
+    "dilated": lambda ring, x: ring.dilated_attention(
+        x, x, x, ring.sequence(TOKENS), segment_lengths=[12], dilation_rates=[1]
+    ),
+    "operator": lambda ring, x: ring_attention(x, x, x, ring.sequence(TOKENS)),
+}
+
+
+def sdpa(x: Tensor) -> Tensor:
+    x = x.transpose(1, 2)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(x, x, x).transpose(1, 2)
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What it raised, as far as it concerns the change; or nothing."""
+    try:
+        call()
+    except RuntimeError as error:
+        return "raises in backward" if "modified by an inplace operation" in str(error) else str(error)
+    return "works"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_result_may_be_changed_as_that_of_sdpa(call: str, change: str) -> None:
+    changed = CHANGES[change]
+    whole = X.clone().requires_grad_()
+    expected = changed(sdpa(whole))
+    verdict = told(lambda: expected.sum().backward())
+    assert verdict == ("works" if change == "a copy" else "raises in backward")
+
+    def body(ring: Ring) -> None:
+        mine = ring.sequence(TOKENS).shard(X)
+        x = mine.clone().requires_grad_()
+        with torch.no_grad():
+            out = CALLS[call](ring, mine)
+            before = out.clone()
+            assert torch.equal(changed(out), changed(before))
+        result = changed(CALLS[call](ring, x))  # without an error
+        assert told(lambda: result.sum().backward()) == verdict
+        assert attend(ring).isfinite().all()
+
+    run_ranks(2, body, engine="plain")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_gathered_may_be_changed(change: str) -> None:
+    """Its backward does not need it."""
+    whole = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(CHANGES[change](whole * 1).sum(), whole)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        x = seq.shard(X).requires_grad_()
+        (found,) = torch.autograd.grad(CHANGES[change](seq.gather(x)).sum(), x)
+        assert torch.equal(found, ring.world_size * seq.shard(expected))
+
+    run_ranks(2, body, engine="plain")
+
+
+def test_a_result_changed_on_one_rank_is_refused_by_all() -> None:
+    def body(ring: Ring) -> None:
+        x = ring.sequence(TOKENS).shard(X).requires_grad_()
+        out = CALLS["attention"](ring, x)
+        try:
+            (out.mul_(2) if ring.rank == 1 else out).sum().backward()
+        finally:
+            assert attend(ring).isfinite().all()
+
+    for error in errors(body):
+        assert isinstance(error, InputError)
+        assert "rank 1: " in str(error) and "modified by an inplace operation" in str(error)
