@@ -1,7 +1,8 @@
 """The compile gate of the projection and row kernels: their machine code, for GPUs that are not here.
 
 What moves rows must do so by vectors: a bf16 row of 128 by 16 bytes a thread and instruction. Only vectors of one
-number for each row, such as an lse, and angles in the order of a matrix unit's results come narrower.
+number for each row, such as an lse, and angles in the order of a matrix unit's results come narrower. None may spill in
+a loop over products, nor elsewhere more than the golden table of the installed Triton says.
 `python -m tests.compile_gate.row_cases renew`, by hand after a change of a kernel, compiles every case and writes the
 golden table of the installed Triton; `test_the_golden_tables_are_whole` then says what is wrong with it.
 Does not know: numerics, speed.
@@ -53,8 +54,8 @@ def faults(name: str, found: FoundRows) -> list[str]:
     """What is wrong with a compiled case, whatever the golden table says."""
     arch, kernel = int(name.split("/")[0].removeprefix("sm_")), name.split("/")[1]
     wrong = []
-    if found.spills:
-        wrong.append(f"{found.spills} spill instructions")
+    if found.loop_spills:
+        wrong.append(f"{found.loop_spills} spill instructions in the loop over products")
     if found.shared_bytes > SHARED_BYTES[arch]:
         wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
     if kernel == "project_heads" and found.matrix != ("FFMA" if "single" in name else MATRIX[arch]):
@@ -76,6 +77,8 @@ def drift(found: FoundRows, golden: FoundRows) -> list[str]:
     wrong = []
     if abs(found.registers - golden.registers) > SLACK_REGISTERS:
         wrong.append(f"{found.registers} registers, {golden.registers} in the golden table")
+    if found.spills > golden.spills:
+        wrong.append(f"{found.spills} spills, {golden.spills} in the golden table")
     for part in ("shared_bytes", "matrix", "loads", "stores", "compilations"):
         if getattr(found, part) != getattr(golden, part):
             wrong.append(f"{part} {getattr(found, part)}, {getattr(golden, part)} in the golden table")
@@ -104,7 +107,7 @@ def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
         assert not drift(found[name], FoundRows(**table[name]))
 
 
-@pytest.mark.parametrize("version", ["3.7.1"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
     """Every case and no other, and none that is at fault."""
     table = TABLES[version]
@@ -113,14 +116,14 @@ def test_the_golden_tables_are_whole(version: str) -> None:
     assert not {name: why for name, why in wrong.items() if why}
 
 
-GOOD = FoundRows(200, 0, 90_000, "HGMMA", {"64": 4, "128": 8}, {"128": 4}, 1)
+GOOD = FoundRows(200, 0, 0, 90_000, "HGMMA", {"64": 4, "128": 8}, {"128": 4}, 1)
 PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"spills": 2}, "2 spill instructions"),
+        ({"loop_spills": 2}, "2 spill instructions in the loop"),
         ({"shared_bytes": 232_449}, "232449 bytes of shared memory, more than 232448"),
         ({"matrix": "FFMA"}, "multiplies matrices by FFMA"),
         ({"matrix": ""}, "multiplies matrices by nothing"),
@@ -147,6 +150,7 @@ def test_what_each_kernel_may() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
+        {"spills": 1},
         {"registers": 209},
         {"registers": 191},
         {"shared_bytes": 1},

@@ -35,7 +35,7 @@ from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_c
 from ringattn.kernels.qkv_projection import projection_call
 from ringattn.kernels.quantize import quantize_call, restore_call
 from ringattn.kernels.rows import move_rows_call
-from tests.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, TOOLS, write_golden
+from tests.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, SPILL, TOOLS, loop_spills, write_golden
 
 GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
@@ -46,12 +46,14 @@ ORDINARY, OTHERS = (64, 4), ((37, 3), (1, 1))
 class FoundRows(NamedTuple):
     """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
 
+    `loop_spills`: those of the spills that are in the innermost loops with products, which run for every block.
     `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `compilations`: how many it
     takes to serve calls of other numbers of tokens and heads as well.
     """
 
     registers: int
     spills: int
+    loop_spills: int
     shared_bytes: int
     matrix: str
     loads: dict[str, int]
@@ -169,7 +171,8 @@ def compiled(name: str) -> FoundRows:
     units = set(MATRIX.findall(code))
     return FoundRows(
         registers=int(registers[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        spills=len(SPILL.findall(code)),
+        loop_spills=loop_spills(code),
         shared_bytes=kernel.metadata.shared,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
         loads=widths("LDG", code),
