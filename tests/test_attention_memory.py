@@ -93,9 +93,13 @@ SHAPES = [  # query rows, key rows, batch, query heads, K/V heads, dims
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-(1 << 60), 0), Band(0, 90)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("engine", [AtenEngine(torch.device("cpu")), PlainEngine()], ids=["aten", "plain"])
+@pytest.mark.parametrize(
+    ("engine", "scale"),
+    [(AtenEngine(torch.device("cpu")), 0.1), (AtenEngine(torch.device("cpu")), -0.1), (PlainEngine(), 0.1)],
+    ids=["aten", "aten-negative-scale", "plain"],
+)
 def test_workspace_is_what_the_allocator_gave(
-    engine: Engine, shape: tuple[int, ...], band: Band, dtype: torch.dtype
+    engine: Engine, scale: float, shape: tuple[int, ...], band: Band, dtype: torch.dtype
 ) -> None:
     """To the byte, but for the two 0-dimensional tensors of torch.where."""
     n, m, batch, heads, kv_heads, dim, value_dim = shape
@@ -105,7 +109,7 @@ def test_workspace_is_what_the_allocator_gave(
 
     q, kv = normal(n, heads, dim), KV(normal(m, kv_heads, dim), normal(m, kv_heads, value_dim))
     tile = Tile(Strip(Run(0, n), Run(0, n)), Strip(Run(0, m), Run(0, m)), band, Run(0, heads))
-    (work,) = engine.prepare([[tile]], Softmax(0.1, heads // kv_heads), n, heads)
+    (work,) = engine.prepare([[tile]], Softmax(scale, heads // kv_heads), n, heads)
     carry, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
     there = allocated(lambda: engine.attend(q, kv, carry, work))
     assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there

@@ -10,7 +10,7 @@ from ringattn.engine import aten
 from ringattn.engine.aten import CPU, CUDNN, FLASH, AtenEngine, BlockOp, choose
 from ringattn.engine.base import KV, Softmax
 from ringattn.errors import UnsupportedError
-from tests.contract.engine_contract import EngineContract, Trial
+from tests.contract.engine_contract import SCALE, EngineContract, Trial
 from tests.contract.engine_scenarios import SCENARIOS
 
 HOST = torch.device("cpu")
@@ -37,24 +37,28 @@ class TestAtenWithSquareCausalOnly(EngineContract):
 
 @pytest.mark.parametrize("name", ["zigzag", "window", "dilated", "wider-keys", "wider-values", "odd-dims"])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_an_op_with_the_needs_of_cuda(name: str, with_dlse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [SCALE, -SCALE, 0.0])
+def test_an_op_with_the_needs_of_cuda(
+    name: str, scale: float, with_dlse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in that computes on the CPU and insists on what the CUDA ops insist on."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
-        assert not causal or q.shape[2] == k.shape[2]
+        assert (not causal or q.shape[2] == k.shape[2]) and scale >= torch.finfo(torch.float32).tiny
         out, lse = CPU.forward(q, k, v, causal, scale)
         return out, lse.contiguous()
 
     def backward(*operands: Tensor | bool | float) -> tuple[Tensor, Tensor, Tensor]:
         assert all(x.shape[-1] % 8 == 0 for x in operands[:5] if isinstance(x, Tensor))
+        assert isinstance(operands[-1], float) and operands[-1] >= torch.finfo(torch.float32).tiny
         return CPU.backward(*operands)  # type: ignore[arg-type]
 
     strict = BlockOp("strict", forward, backward, True, True, 8, 256)
     monkeypatch.setattr(aten, "OPS", {"cpu": (strict,)})
     monkeypatch.setattr(aten, "choose", lambda device, dtype, dim: strict)
     odd_dims = SCENARIOS["causal-more-queries"]._replace(d_k=13, d_v=13)
-    trial = Trial(SCENARIOS.get(name, odd_dims), torch.float64, with_dlse)
+    trial = Trial(SCENARIOS.get(name, odd_dims), torch.float64, with_dlse, scale=scale)
     trial.check(trial.run(AtenEngine(HOST)), 1e-10)
 
 

@@ -2,8 +2,8 @@
 
 Promises no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
 one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
-float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), and a reversed
-rectangle. The ops recompute the weights from the merged lse, and delta from dout and out.
+float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), a reversed
+rectangle, and queries where the scale is not positive. The ops recompute the weights from the merged lse, and delta from dout and out.
 Bits repeat on the CPU. The fused CUDA kernels round their partials and gradients, and of a half input the gradient of
 lse too, to the input dtype. Their backward repeats bit for bit only under `torch.use_deterministic_algorithms`, which
 leaves cuDNN out, as torch itself does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "cuDNN SDPA is not
@@ -14,6 +14,7 @@ Does not know: ranks, schedules, softcap (refused).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -31,6 +32,9 @@ from ringattn.geometry import Run, Tile
 from ringattn.partial import accumulator_dtype, by_row, merge_
 
 ops = torch.ops.aten
+
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""The ops multiply the -inf of a masked score by the scale, and their row maximum too: it must not be less."""
 
 
 class BlockOp(NamedTuple):
@@ -121,11 +125,25 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+class Scaling(NamedTuple):
+    """A call's scale as what q is multiplied by, and the `scale`, of at least `LEAST_SCALE`, that an op is given."""
+
+    of_q: float
+    scale: float
+
+
+def scaling(scale: float) -> Scaling:
+    """The two factors of `scale`; q stays as it is wherever it can, and keeps its bits where the scale is negative."""
+    if abs(scale) >= LEAST_SCALE:
+        return Scaling(math.copysign(1.0, scale), abs(scale))
+    return Scaling(scale, 1.0)
+
+
 class AtenWork(NamedTuple):
     """The rectangles of one step with their heads, and the same tiles for the plain engine."""
 
     rectangles: tuple[tuple[Rectangle, HeadGroup], ...]
-    softmax: Softmax
+    scaling: Scaling
     plain: PlainWork
 
 
@@ -149,7 +167,7 @@ class AtenEngine(Accumulating):
         for tiles, plain in zip(steps, self._plain.prepare(steps, softmax, rows, heads), strict=True):
             cut = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
             pieces = tuple((one, part) for one in joined(cut) for part in head_groups(one.heads, softmax.group))
-            works.append(AtenWork(pieces, softmax, plain))
+            works.append(AtenWork(pieces, scaling(softmax.scale), plain))
         return works
 
     def attend(self, q: Tensor, kv: KV, carry: Carry, work: AtenWork) -> None:
@@ -160,17 +178,17 @@ class AtenEngine(Accumulating):
             return
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            self._attend_rectangle(at, op, width, q, kv, carry, work.softmax.scale)
+            self._attend_rectangle(at, op, width, q, kv, carry, work.scaling)
 
     def _attend_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, carry: Carry, scale: float
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, carry: Carry, by: Scaling
     ) -> None:
         """One rectangle, in a call of its own so that what it allocates is gone before the next one."""
         out, lse, rectangle = carry.out.carried, carry.lse, at.rectangle
         assert out is not None
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-        q_part, k, v = (_operand(x, width) for x in (at.queries(q), at.keys(kv.k), at.keys(kv.v)))
-        part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, scale)
+        q_part, k, v = (_operand(x, width) for x in (_times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
+        part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, by.scale)
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
         merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
@@ -182,10 +200,10 @@ class AtenEngine(Accumulating):
             return
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.softmax.scale)
+            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.scaling)
 
     def _grad_of_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, scale: float
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, by: Scaling
     ) -> None:
         """As `_attend_rectangle`."""
         into, rectangle = dq.carried, at.rectangle
@@ -197,10 +215,11 @@ class AtenEngine(Accumulating):
             # is the wanted p (dout.v + dlse - dout.out).
             dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
         dout, q_part, k, v, out = (
-            _operand(x, width) for x in (dout, at.queries(q), at.keys(kv.k), v, at.queries(seed.out))
+            _operand(x, width)
+            for x in (dout, _times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
         )
-        grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, scale)
-        at.view(into).add_(at.restored(grads[0], q.shape[-1]))
+        grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
+        at.view(into).add_(at.restored(grads[0], q.shape[-1]), alpha=by.of_q)
         at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
         at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
 
@@ -211,7 +230,7 @@ class AtenEngine(Accumulating):
         if op is None:
             return self._plain.workspace_bytes(work.plain, sizes, backward)
         dtype = sizes.dtype if op.keeps_half else accumulator_dtype(sizes.dtype)
-        pieces = (Strips(one, heads, sizes, width, dtype, dlse) for one, heads in work.rectangles)
+        pieces = (Strips(one, heads, sizes, width, dtype, dlse, work.scaling.of_q != 1) for one, heads in work.rectangles)
         return max((one.backward_bytes() if backward else one.forward_bytes() for one in pieces), default=0)
 
     def _op_and_width(
@@ -272,6 +291,11 @@ class _Place(NamedTuple):
 def _dims(q: Tensor, kv: KV) -> tuple[int, int, torch.dtype, torch.device]:
     """Of keys and of values, with the dtype and the device of the call."""
     return kv.k.shape[-1], kv.v.shape[-1], q.dtype, q.device
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """`x` itself where the factor is 1."""
+    return x if factor == 1 else x * factor
 
 
 def _operand(x: Tensor, width: int) -> Tensor:

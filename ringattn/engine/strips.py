@@ -38,7 +38,7 @@ def kernel_bytes(q_rows: int, k_rows: int, dim: int, item_bytes: int, backward: 
 class Strips(NamedTuple):
     """A rectangle for some heads of a call with `sizes`; the kernel works on `width` columns in `dtype`.
 
-    `dlse`: backward with a gradient of lse, which is one more column of dout and v.
+    `dlse`: backward with a gradient of lse, which is one more column of dout and v. `scaled`: q is multiplied first.
     """
 
     rectangle: Rectangle
@@ -47,6 +47,7 @@ class Strips(NamedTuple):
     width: int
     dtype: torch.dtype
     dlse: bool = False
+    scaled: bool = False
 
     def forward_bytes(self) -> int:
         """The most at once: copies of operands with the kernel's call, with its order restored, or with the merge."""
@@ -61,7 +62,8 @@ class Strips(NamedTuple):
         operands = (self._q(sizes.head_dim), self._k(sizes.head_dim), self._k(sizes.value_dim))
         padded = (self._q(self.width), self._k(self.width), self._k(self.width))
         widths = (sizes.head_dim, sizes.head_dim, sizes.value_dim)
-        return self._copied(operands, padded, widths, max(result + inside, result + restored, kept + merging))
+        after = max(result + inside, result + restored, kept + merging)
+        return self._copied(operands, padded, widths, after, made=(self.scaled, False, False))
 
     def backward_bytes(self) -> int:
         """The same of the gradient, which is added where it belongs without a merge."""
@@ -77,18 +79,18 @@ class Strips(NamedTuple):
         counts = (self._q, self._q, self._k, self._k, self._q)  # dout, q, k, v, out
         operands = tuple(count(dim) for count, dim in zip(counts, dims, strict=True))
         padded = tuple(count(self.width) for count in counts)
-        return self._copied(operands, padded, dims, grads + inside, made=(self.dlse, False, False, self.dlse, False))
+        return self._copied(operands, padded, dims, grads + inside, made=(self.dlse, self.scaled, False, self.dlse, False))
 
     def _copied(
         self, operands: tuple[int, ...], padded: tuple[int, ...], widths: tuple[int, ...], after: int,
-        made: tuple[bool, ...] = (False,) * 5,
+        made: tuple[bool, ...],
     ) -> int:
         """The most at once while operands are converted, then padded, and then with what comes `after`.
 
         `made`: which operands are new in any case.
         """
         every = self._converted or self.rectangle.reversed
-        first = [nbytes if every or new else 0 for nbytes, new in zip(operands, made, strict=False)]
+        first = [nbytes if every or new else 0 for nbytes, new in zip(operands, made, strict=True)]
         narrow = [width < self.width for width in widths]
         padding = sum(nbytes for nbytes, pads in zip(padded, narrow, strict=True) if pads)
         left = sum(nbytes for nbytes, pads in zip(first, narrow, strict=True) if not pads)

@@ -56,13 +56,14 @@ class Trial:
     """A scenario with its random tensors: what an engine makes of them and what is true."""
 
     def __init__(
-        self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0, device: str = "cpu"
+        self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0, device: str = "cpu",
+        scale: float = SCALE,
     ) -> None:
         s, self.device = scenario, torch.device(device)
         self.scenario = scenario
         self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
         self.generator = torch.Generator().manual_seed(seed)
-        self.softmax = Softmax(SCALE, s.group, s.softcap)
+        self.softmax = Softmax(scale, s.group, s.softcap)
         self.sinks: Tensor | None = None
         self.storage: list[Tensor] = []
         every_tile = [tile for step in s.steps for tile in step.tiles]
@@ -134,7 +135,7 @@ class Trial:
             columns += [(whole, self._allowed(tile, step.k_rows)) for tile in step.tiles]
         k, v = (torch.cat([whole[i] for whole, _ in columns]).transpose(0, 1) for i in range(2))
         allowed = torch.cat([mask for _, mask in columns], -1)
-        out, lse = attention(q.transpose(0, 1), k, v, allowed, SCALE, s.softcap)
+        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap)
         seen = allowed.any(-1)
         wanted = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
         if self.dlse is not None:
@@ -210,6 +211,14 @@ class EngineContract:
                 self.engine().prepare([()], Softmax(SCALE, 1, SCENARIOS[name].softcap), 1, 1)
             return
         self.tried(SCENARIOS[name], dtype, with_dlse)
+
+    @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
+    @pytest.mark.parametrize("name", ["causal", "window", "zigzag"])
+    def test_a_scale_that_is_not_positive(self, name: str, scale: float) -> None:
+        """No masked score may turn with the sign of the scale, or become 0 times infinity."""
+        trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device, scale)
+        trial.check(trial.run(self.engine()), TOLERANCE[torch.float32])
+        trial.check_margins()
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tiles(self, seed: int) -> None:
