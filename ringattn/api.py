@@ -6,6 +6,7 @@ Does not know: how the ranks were started, where the schedule's steps lead.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,7 +21,7 @@ from ringattn.errors import InputError
 from ringattn.mask import Banded
 from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
-from ringattn.problem import Problem
+from ringattn.problem import FLOATS, Problem
 from ringattn.records import Home
 from ringattn.schedule.routes import Route
 from ringattn.sequence import Sequence
@@ -146,7 +147,7 @@ def call_of(
     name = str(dtype).removeprefix("torch.")
     problem = make_problem(ring, seq, kv_seq, *sizes, name, pairs)
     softmax = Softmax(_scale(scale, sizes[3]), problem.group, _softcap(softcap))
-    engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softcap)
+    engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax.softcap)
     return Call(problem, choose_route(problem, schedule), softmax, engine)
 
 
@@ -195,12 +196,16 @@ def forward_pass(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Out and lse of a call that all ranks agreed on, and with `keep` what its backward pass begins with, if anything.
 
-    Out lies in memory as (tokens, batch, heads, dim), whatever the strides of q.
+    Out lies in memory as (tokens, batch, heads, dim), whatever the strides of q. Without a batch nothing is sent.
     """
+    batch, tokens, heads, _ = q.shape
+    if not batch:
+        lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
+        return q.new_empty((batch, tokens, heads, v.shape[3])), lse, None
     rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
     executor = ring.executor_of(call, backward=False)
-    logits = None if sinks is None else sinks.detach()
-    with ring.accounted(executor):
+    logits = None if sinks is None else sinks.detach().contiguous()
+    with ring.accounted(executor), _uncast(q):
         arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
         kept = ring.run(executor, arithmetic, keep=keep)
         out = arithmetic.carry.out.settled(q.dtype).transpose(0, 1)
@@ -223,10 +228,13 @@ def backward_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and of the sinks, from the inputs and outputs of `forward_pass` and their gradients."""
     ring.agree(call.summary(), backward_of=call.number)
+    if not q.shape[0]:
+        nothing = None if sinks is None else torch.zeros_like(sinks)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing
     if dout is None:
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)
-    with ring.accounted(executor):
+    with ring.accounted(executor), _uncast(q):
         seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
         dtype = accumulator_dtype(q.dtype)
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
@@ -236,8 +244,13 @@ def backward_pass(
         ring.run(executor, arithmetic, kept)
         dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
-    dsinks = None if sinks is None else _sinks_grad(sinks, seed)
+        dsinks = None if sinks is None else _sinks_grad(sinks, seed)
     return dq, dk, dv, dsinks
+
+
+def _uncast(like: Tensor) -> torch.autocast:
+    """Where engines and the merge compute: in the dtypes that they choose, also under the caller's torch.autocast."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:
@@ -284,9 +297,20 @@ def check_tensors(
     if q.shape[3] != k.shape[3]:
         raise InputError(where + f"q has head_dim {q.shape[3]} and k has {k.shape[3]}")
     check_recordable(where, {"q": q, "k": k, "v": v, "sinks": sinks})
-    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],)):
+    check_sinks(where, sinks, q.shape[2], q.device)
+
+
+def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.device) -> None:
+    """Raise `InputError` unless there are none, or one for each query head: of any dtype that q may have."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (heads,):
         got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise InputError(where + f"sinks must be a tensor of shape ({q.shape[2]},), one per query head, got {got}")
+        raise InputError(where + f"sinks must be a tensor of shape ({heads},), one per query head, got {got}")
+    if str(sinks.dtype).removeprefix("torch.") not in FLOATS:
+        raise InputError(where + f"sinks are {sinks.dtype}; use one of {', '.join(FLOATS)}")
+    if sinks.device != device:
+        raise InputError(where + f"sinks are on {sinks.device} and q is on {device}")
 
 
 def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
@@ -302,12 +326,21 @@ def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise InputError(f"scale must be a number or None, got {scale!r}")
-    return 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not _finite(scale):
+        raise InputError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
 
 
 def _softcap(softcap: float | None) -> float | None:
-    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
-        raise InputError(f"softcap must be positive or None, got {softcap}")
-    return softcap
+    if softcap is None:
+        return None
+    if not _finite(softcap) or softcap <= 0:
+        raise InputError(f"softcap must be positive and finite, or None, got {softcap!r}")
+    return float(softcap)
+
+
+def _finite(x: object) -> bool:
+    """Whether it is a number that a float can hold; True is none, and nan compares with nothing."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 
 from ringattn.errors import InputError
 from ringattn.geometry import CAUSAL, FULL, Run
-from ringattn.mask import Branch, Mask
+from ringattn.mask import Branch, Mask, check_causal
 from ringattn.presets import OFFSETS, check, head_offsets
 
 
@@ -33,8 +33,9 @@ class Dilated:
     layer: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for branches, a rule or a layer that make no sense."""
+        """Raises `InputError` for branches, a `causal`, a rule or a layer that make no sense."""
         check(self.segment_lengths, self.dilation_rates)
+        check_causal(self.causal)
         if self.offset not in OFFSETS:
             raise InputError(f"offset={self.offset!r} is not known; choose one of {', '.join(OFFSETS)}")
         if (self.layer is None) == (self.offset == "layer_rotated"):

@@ -94,8 +94,10 @@ def make_mask(
 ) -> Mask:
     """The mask of one call. `window` = (left, right) tokens besides the query itself; None or -1 is unbounded.
 
-    Raises `InputError` for a window of wrong sign, a right window beside causal, and documents that do not pair.
+    Raises `InputError` for a `causal` that is no bool, a window of wrong sign, a right window beside causal, and
+    documents that do not pair.
     """
+    check_causal(causal)
     if (documents is None) != (kv_documents is None):
         raise InputError("either both sequences have documents or neither has")
     if documents is not None and kv_documents is not None and len(documents) != len(kv_documents):
@@ -107,6 +109,12 @@ def make_mask(
         raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
     band = Band(0 if causal else -right, left)
     return Mask((Branch(documents or (0, length), kv_documents or (0, kv_length), band),))
+
+
+def check_causal(causal: object) -> None:
+    """Raise `InputError` for what is not True or False, such as "no" and a tensor, whose truth is not what is meant."""
+    if not isinstance(causal, bool):
+        raise InputError(f"causal must be True or False, got {causal!r} ({type(causal).__name__})")
 
 
 def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:

@@ -52,7 +52,10 @@ class Problem:
             raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
         if self.kv_wire_dtype is not None and self.dtype == "float64":
             raise InputError(f"float64 K and V do not travel as {self.kv_wire_dtype}; use kv_wire_dtype=None")
-        if self.kv_heads < 1 or self.q_heads % self.kv_heads:
+        for name, size in (("query heads", self.q_heads), ("K/V heads", self.kv_heads), ("head_dim", self.head_dim)):
+            if size < 1:
+                raise InputError(f"{name}: {size}, where attention needs at least 1")
+        if self.q_heads % self.kv_heads:
             raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
         if self.q_layout != self.kv_layout and any(
             branch.band.lo > -UNBOUNDED and branch.band.hi < UNBOUNDED for branch in self.mask.branches

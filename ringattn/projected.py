@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ringattn.api import Attention, Call, Pairs, agreed, call_of, check_recordable
+from ringattn.api import Attention, Call, Pairs, agreed, call_of, check_recordable, check_sinks
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.mask import Banded
@@ -71,6 +71,7 @@ def projected_attention(
         except InputError as error:
             raise InputError(f"rank {ring.rank}: {error}") from error
         check_recordable(f"rank {ring.rank}: ", {"x": x, "weight": weight})
+        check_sinks(f"rank {ring.rank}: ", sinks, heads.query, x.device)
         if rope is not None:
             turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
         sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
@@ -93,7 +94,7 @@ def projected_attention(
         return Home(*(one.detach().transpose(0, 1) for one in made))
 
     executor = ring.executor_of(call, backward=False)
-    if executor.begins_with_keys:
+    if call.problem.batch and executor.begins_with_keys:
         ring.begin(executor, make)
     else:
         make(None)

@@ -149,9 +149,10 @@ class Ring(RankGroup):
 
         `q`: (batch, tokens, q_heads, d_k), `k`: (batch, tokens, kv_heads, d_k), `v`: (batch, tokens, kv_heads, d_v),
         this rank's shards of `seq` (of `kv_seq` for k and v in cross attention). `window` = (left, right) tokens
-        besides the query, None or -1 for unbounded. `scale`: None for 1/sqrt(d_k). `softcap`: scores become
-        softcap * tanh(score / softcap). `sinks`: (q_heads,) logits that take weight and give no value. `schedule`:
-        auto, ring, all_gather, direct, sub_rings or all_to_all.
+        besides the query, None or -1 for unbounded. `scale`: any finite number, None for 1/sqrt(d_k). `softcap`: scores
+        become softcap * tanh(score / softcap). `sinks`: (q_heads,) logits of any float dtype that take weight and give
+        no value. `schedule`: auto, ring, all_gather, direct, sub_rings or all_to_all. torch.autocast changes nothing
+        here: out is in q's dtype, and engines compute as they do without.
 
         Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
         natural log, accumulator dtype. Rows that see no key give 0 and -inf. Backward needs them, as that of torch's

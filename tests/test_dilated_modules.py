@@ -344,6 +344,7 @@ def test_a_wrong_input_of_a_layer_alone(x: Any, told: str) -> None:
         ({"dilation_rates": (1,)}, "every branch needs"),
         ({"offset": "modulo"}, "choose one of mod, block, kv_head, layer_rotated"),
         ({"offset": "layer_rotated"}, "layer"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:

@@ -130,7 +130,7 @@ PROBLEM = Problem(LAYOUT, LAYOUT, make_mask(16, 16, causal=True), 1, 4, 2, 8, 8,
         ({"dtype": "int8"}, r"dtype int8 is not supported; use one of float64"),
         ({"wire_dtype": "float8_e4m3fn"}, r"dkv_wire_dtype float8_e4m3fn is not supported"),
         ({"kv_heads": 3}, r"4 query heads are not a multiple of 3 K/V heads"),
-        ({"kv_heads": 0}, r"4 query heads are not a multiple of 0 K/V heads"),
+        ({"kv_heads": 0}, r"K/V heads: 0, where attention needs at least 1"),
     ],
 )
 def test_facts_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:

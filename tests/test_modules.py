@@ -128,6 +128,49 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
+        ({"softcap": float("inf")}, "softcap must be positive and finite"),
+    ],
+)
+def test_options_of_one_rank_are_refused_on_all(options: dict[str, Any], told: str) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        layer(**options if ring.rank == 1 else {})(seq.shard(X), seq)
+
+    found = errors(body)
+    assert all(isinstance(error, InputError) and told in str(error) for error in found)
+    assert "rank 1 refused" in str(found[0])
+
+
+def test_sinks_that_a_layer_cannot_have_are_refused_on_all() -> None:
+    def body(ring: Ring) -> None:
+        made, seq = layer(sinks=True), ring.sequence(TOKENS)
+        if ring.rank == 1:
+            made.attention.sinks = nn.Parameter(torch.zeros(HEADS, dtype=torch.int64), requires_grad=False)
+        made(seq.shard(X), seq)
+
+    found = errors(body)
+    assert all(isinstance(error, InputError) and "sinks are torch.int64" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_no_batch_gives_no_output_and_gradients_of_zero(ranks: int) -> None:
+    def body(ring: Ring) -> None:
+        made, seq = layer(sinks=True, causal=True), ring.sequence(TOKENS)
+        x = seq.shard(X[:0]).clone().requires_grad_()
+        out = made(x, seq)
+        assert out.shape == x.shape
+        grads = torch.autograd.grad(out.sum(), [x, *made.parameters()])
+        assert not any(grad.any() for grad in grads) and grads[0].shape == x.shape
+        assert ring.counters()["bytes_sent"] == 0
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
         ({"num_kv_heads": 0}, "num_kv_heads must divide"),
         ({"num_heads": 5}, "embed_dim 24 is no multiple of num_heads 5"),

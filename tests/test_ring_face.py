@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, UnsupportedError
+from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
 from tests.face import DEADLINE_S, RANKS, TOKENS, Change, X, attend, errors
 
@@ -58,7 +60,32 @@ BAD: dict[str, tuple[Change, str]] = {
     "last dimension": (editing("q", lambda q: q.transpose(2, 3).contiguous().transpose(2, 3)), r"rank R: the last dim"),
     "integers": (lambda ring, a: a.update({n: a[n].int() for n in "qkv"}), r"dtype int32 is not supported"),
     "sinks": (setting(sinks=torch.zeros(2)), r"rank R: sinks must be a tensor of shape \(4,\), .* got \(2,\)"),
-    "softcap": (setting(softcap=0.0), r"softcap must be positive or None, got 0\.0"),
+    "sinks of integers": (setting(sinks=torch.zeros(4, dtype=torch.int64)), r"rank R: sinks are torch\.int64; use one"),
+    "complex sinks": (setting(sinks=torch.zeros(4, dtype=torch.complex64)), r"rank R: sinks are torch\.complex64"),
+    "sinks elsewhere": (setting(sinks=torch.zeros(4, device="meta")), r"rank R: sinks are on meta and q is on cpu"),
+    "softcap": (setting(softcap=0.0), r"softcap must be positive and finite, or None, got 0\.0"),
+    "softcap of infinity": (setting(softcap=math.inf), r"softcap must be positive and finite, or None, got inf"),
+    "softcap of nan": (setting(softcap=math.nan), r"softcap must be positive and finite, or None, got nan"),
+    "softcap of truth": (setting(softcap=True), r"softcap must be positive and finite, or None, got True"),
+    "softcap in words": (setting(softcap="30"), r"softcap must be positive and finite, or None, got '30'"),
+    "scale of nan": (setting(scale=math.nan), r"scale must be a finite number or None, got nan"),
+    "scale of infinity": (setting(scale=-math.inf), r"scale must be a finite number or None, got -inf"),
+    "scale beyond floats": (setting(scale=10**400), r"scale must be a finite number or None, got 10"),
+    "scale of truth": (setting(scale=True), r"scale must be a finite number or None, got True"),
+    "scale in words": (setting(scale="0.5"), r"scale must be a finite number or None, got '0\.5'"),
+    "scale in a tensor": (setting(scale=torch.tensor(0.5)), r"scale must be a finite number or None, got tensor"),
+    "causal in words": (setting(causal="no"), r"causal must be True or False, got 'no' \(str\)"),
+    "causal of a number": (setting(causal=1), r"causal must be True or False, got 1 \(int\)"),
+    "causal of numpy": (setting(causal=np.bool_(True)), r"causal must be True or False, got .*True.* \(bool"),
+    "causal of nothing": (setting(causal=None), r"causal must be True or False, got None"),
+    "causal in a tensor": (setting(causal=torch.ones(2)), r"causal must be True or False, got tensor\(\[1\., 1\.\]\)"),
+    "no query heads": (editing("q", lambda q: q[:, :, :0]), r"query heads: 0, where attention needs at least 1"),
+    "no K/V heads": (
+        lambda ring, a: a.update({n: a[n][:, :, :0] for n in "kv"}), r"K/V heads: 0, where attention needs at least 1"
+    ),
+    "no head_dim": (
+        lambda ring, a: a.update({n: a[n][..., :0] for n in "qk"}), r"head_dim: 0, where attention needs at least 1"
+    ),
     "schedule": (setting(schedule="star"), r"schedule='star' is not known"),
     "window sign": (setting(window=(-3, 0)), r"window left side is -3"),
     "window shape": (setting(window=5), r"window=5: expected \(left, right\)"),
@@ -224,3 +251,67 @@ def test_only_some_ranks_may_use_lse() -> None:
     some = run_ranks(RANKS, lambda ring: grad(ring, False), engine="plain", timeout_s=DEADLINE_S)
     truth = run_ranks(RANKS, lambda ring: grad(ring, True), engine="plain", timeout_s=DEADLINE_S)
     assert all(torch.equal(a, b) for a, b in zip(some, truth, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+def test_no_batch_and_values_without_dimensions_are_computed(engine: str, ranks: int) -> None:
+    """Empty outputs and gradients of their shapes; of no values, zero gradients and the lse of the scores."""
+
+    def shapes(ring: Ring, batch: int, value_dim: int) -> list[tuple[int, ...]]:
+        seq = ring.sequence(TOKENS)
+        q = seq.shard(X)[:1].expand(1, -1, -1, -1)[:batch].clone().requires_grad_()
+        k, v = (q.detach()[:, :, :2, :d].clone().requires_grad_() for d in (8, value_dim))
+        sinks = torch.zeros(4, requires_grad=True)
+        out, lse = ring.attention(q, k, v, seq, causal=True, sinks=sinks, return_lse=True)
+        grads = torch.autograd.grad(out.sum(), (q, k, v, sinks))
+        assert not any(grad.any() for grad in grads)
+        if batch:
+            given = seq.shard(X)
+            wanted = ring.attention(
+                given, given[:, :, :2], given[:, :, :2], seq, causal=True, sinks=sinks.detach(), return_lse=True
+            )[1]
+            torch.testing.assert_close(lse.detach(), wanted, rtol=0, atol=1e-6)
+        return [tuple(x.shape) for x in (out, lse, *grads)]
+
+    def body(ring: Ring) -> list[list[tuple[int, ...]]]:
+        return [shapes(ring, 0, 8), shapes(ring, 1, 0)]
+
+    n = TOKENS // ranks
+    for empty, narrow in run_ranks(ranks, body, engine=engine, timeout_s=DEADLINE_S):
+        assert empty == [(0, n, 4, 8), (0, 4, n), (0, n, 4, 8), (0, n, 2, 8), (0, n, 2, 8), (4,)]
+        assert narrow == [(1, n, 4, 0), (1, 4, n), (1, n, 4, 8), (1, n, 2, 8), (1, n, 2, 0), (4,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sinks_of_another_float_are_taken_and_their_gradient_is_theirs(dtype: torch.dtype) -> None:
+    def grads(ring: Ring, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        seq = ring.sequence(TOKENS)
+        q = seq.shard(X)
+        sinks = torch.linspace(-1, 2, 4).to(dtype).to(kind).requires_grad_()
+        out = ring.attention(q, q, q, seq, causal=True, sinks=sinks)
+        (grad,) = torch.autograd.grad(out.square().sum(), sinks)
+        return out.detach(), grad
+
+    for engine in ("plain", "aten"):
+        alike = run_ranks(2, lambda ring: grads(ring, torch.float32), engine=engine, timeout_s=DEADLINE_S)
+        other = run_ranks(2, lambda ring: grads(ring, dtype), engine=engine, timeout_s=DEADLINE_S)
+        for (out, grad), (wanted, of_float) in zip(other, alike, strict=True):
+            assert torch.equal(out, wanted) and grad.dtype == dtype and torch.equal(grad, of_float.to(dtype))
+
+
+def test_engines_get_sinks_that_lie_side_by_side() -> None:
+    """A kernel reads the sink of head h at h, whatever view the caller gave."""
+    seen: list[Tensor] = []
+
+    class Recording(PlainEngine):
+        def begin(self, works: Any, q: Tensor, value_dim: int, sinks: Tensor | None) -> Any:
+            assert sinks is not None and sinks.is_contiguous()
+            seen.append(sinks)
+            return super().begin(works, q, value_dim, sinks)
+
+    sinks = torch.arange(8.0)[::2]
+    with Ring() as ring:
+        ring.engine_for = lambda *_: Recording()  # type: ignore[method-assign]
+        attend(ring, setting(sinks=sinks))
+    assert len(seen) == 1 and torch.equal(seen[0], sinks)

@@ -3,7 +3,8 @@
 Promises no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
 one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
 float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), a reversed
-rectangle, and queries where the scale is not positive. The ops recompute the weights from the merged lse, and delta from dout and out.
+rectangle, and queries where the scale is not positive. The ops recompute the weights from the merged lse, and delta
+from dout and out.
 Bits repeat on the CPU. The fused CUDA kernels round their partials and gradients, and of a half input the gradient of
 lse too, to the input dtype. Their backward repeats bit for bit only under `torch.use_deterministic_algorithms`, which
 leaves cuDNN out, as torch itself does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "cuDNN SDPA is not
@@ -230,7 +231,8 @@ class AtenEngine(Accumulating):
         if op is None:
             return self._plain.workspace_bytes(work.plain, sizes, backward)
         dtype = sizes.dtype if op.keeps_half else accumulator_dtype(sizes.dtype)
-        pieces = (Strips(one, heads, sizes, width, dtype, dlse, work.scaling.of_q != 1) for one, heads in work.rectangles)
+        scaled = work.scaling.of_q != 1
+        pieces = (Strips(one, heads, sizes, width, dtype, dlse, scaled) for one, heads in work.rectangles)
         return max((one.backward_bytes() if backward else one.forward_bytes() for one in pieces), default=0)
 
     def _op_and_width(

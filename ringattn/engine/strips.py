@@ -79,7 +79,8 @@ class Strips(NamedTuple):
         counts = (self._q, self._q, self._k, self._k, self._q)  # dout, q, k, v, out
         operands = tuple(count(dim) for count, dim in zip(counts, dims, strict=True))
         padded = tuple(count(self.width) for count in counts)
-        return self._copied(operands, padded, dims, grads + inside, made=(self.dlse, self.scaled, False, self.dlse, False))
+        made = (self.dlse, self.scaled, False, self.dlse, False)
+        return self._copied(operands, padded, dims, grads + inside, made)
 
     def _copied(
         self, operands: tuple[int, ...], padded: tuple[int, ...], widths: tuple[int, ...], after: int,

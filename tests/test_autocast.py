@@ -1,0 +1,121 @@
+"""Under torch.autocast engines compute in their own dtypes: a call gives the very bits that it gives without.
+
+Does not know: what adapters and layers cast before they call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Ring, RingMultiheadAttention
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.engine.plain import PlainEngine
+from ringattn.testing import run_ranks
+from tests.trial import Trial, joined, on_rank
+
+BF16 = torch.bfloat16
+TRIAL = Trial(causal=True, heads=(4, 2), sinks=True, lse=True)
+CALLS = {
+    "plain": ("plain", TRIAL), "softcap": ("plain", TRIAL._replace(softcap=1.5)),
+    "default": ("auto", TRIAL), "default with softcap": ("auto", TRIAL._replace(softcap=1.5, window=(9, None))),
+    "aten": ("aten", TRIAL._replace(dims=(16, 8), window=(9, None))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16], ids=str)
+@pytest.mark.parametrize("schedule", ["ring", "all_to_all"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_and_its_backward_pass(name: str, schedule: str, dtype: torch.dtype) -> None:
+    engine, trial = CALLS[name]
+
+    def body(ring: Ring, enabled: bool) -> Any:
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            return on_rank(ring, trial, "zigzag", schedule, dtype)
+
+    found, wanted = (
+        joined(run_ranks(2, lambda ring, on=on: body(ring, on), engine=engine, poison=True)) for on in (True, False)
+    )
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": "detached"}, {"tail": "zero_pad"}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_dilated_attention(softcap: float | None, options: dict[str, Any]) -> None:
+    def body(ring: Ring, enabled: bool) -> list[Tensor]:
+        seq = ring.sequence(26, for_="dilated")
+        x = seq.shard(torch.randn(1, 26, 4, 8, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            out, lse = ring.dilated_attention(
+                x, x + 1, x - 1, seq, segment_lengths=[8, 16], dilation_rates=[1, 2], softcap=softcap, return_lse=True,
+                **options,
+            )  # fmt: skip
+            return [out, lse, *torch.autograd.grad(out.square().sum(), x)]
+
+    for found, wanted in zip(*(run_ranks(2, lambda ring, on=on: body(ring, on)) for on in (True, False)), strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+def test_the_operator_casts_its_inputs_and_nothing_else() -> None:
+    """As scaled_dot_product_attention does; what then happens is what happens to bfloat16 inputs."""
+    x = torch.randn(1, 26, 4, 8, generator=torch.Generator().manual_seed(1))
+
+    def body(ring: Ring, enabled: bool) -> list[Tensor]:
+        seq = ring.sequence(26)
+        mine = [(seq.shard(x) + n).requires_grad_() for n in range(3)]
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            out = ring_attention(*(mine if enabled else (x.to(BF16) for x in mine)), seq, causal=True, softcap=2.0)
+            return [out, *torch.autograd.grad(out, mine, seq.shard(x).to(BF16))]
+
+    for found, wanted in zip(*(run_ranks(2, lambda ring, on=on: body(ring, on)) for on in (True, False)), strict=True):
+        assert found[0].dtype == BF16
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+class Watching(PlainEngine):
+    """Says whether it was called under autocast."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, bool] = {}
+
+    def begin(self, *given: Any) -> Any:
+        return self._noted("begin", super().begin, given)
+
+    def attend(self, *given: Any) -> None:
+        self._noted("attend", super().attend, given)
+
+    def delta(self, *given: Any) -> Tensor:
+        return self._noted("delta", super().delta, given)
+
+    def begin_grad(self, *given: Any) -> Any:
+        return self._noted("begin_grad", super().begin_grad, given)
+
+    def attend_grad(self, *given: Any) -> None:
+        self._noted("attend_grad", super().attend_grad, given)
+
+    def _noted(self, name: str, call: Any, given: Any) -> Any:
+        self.seen[name] = self.seen.get(name, False) or torch.is_autocast_enabled("cpu")
+        return call(*given)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_that_projects_while_its_keys_travel(ranks: int) -> None:
+    """Its products are autocast's, the attention between them is not."""
+
+    def body(ring: Ring) -> tuple[dict[str, bool], torch.dtype]:
+        engine = Watching()
+        ring.engine_for = lambda *_: engine  # type: ignore[method-assign]
+        seq = ring.sequence(12)
+        layer = RingMultiheadAttention(16, 2, causal=True, softcap=2.0)
+        with torch.autocast("cpu", BF16):
+            out = layer(seq.shard(torch.ones(1, 12, 16)), seq)
+            out.sum().backward()
+            assert torch.is_autocast_enabled("cpu")
+        return engine.seen, out.dtype
+
+    for seen, dtype in run_ranks(ranks, body):
+        assert dtype == BF16
+        assert seen == dict.fromkeys(("begin", "attend", "delta", "begin_grad", "attend_grad"), False)
