@@ -100,6 +100,14 @@ def test_embeddings_scaled_by_the_mask_tokens_of_a_rank() -> None:
             r"config\.token_dropout=False")  # fmt: skip
 
 
+def test_embeddings_of_neighbors() -> None:
+    def make() -> Any:
+        return made("MobileBertModel", "MobileBertConfig", **HEADS, intra_bottleneck_size=32,
+                    attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)  # fmt: skip
+
+    refused(lambda seq: forward(seq, adapter.prepare(make())), r"config\.trigram_input=False")
+
+
 # --- places ---------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,8 @@ Step = Callable[[nn.Module, Sequence], Tensor]
 
 CAUSES = (
     "labels shifted on each rank (use seq.shard_labels), local position ids (use seq.positions), a mean over this "
-    "rank's labels (use loss_scale), or layers that mix tokens outside of attention"
+    "rank's labels (use loss_scale), rotary frequencies that each rank chooses by its own length (RoPE dynamic, "
+    "longrope), or layers that mix tokens outside of attention"
 )
 
 

@@ -28,6 +28,7 @@ from ringattn.adapters.context import sequence_of
 from ringattn.adapters.transformers_calls import attending, watch
 from ringattn.adapters.transformers_checks import check_tokens, known_mask, refuse_inputs, refuse_options
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
+from ringattn.adapters.transformers_rotary import watch_rotary
 from ringattn.adapters.transformers_towers import is_tower, mark_parts
 from ringattn.errors import UnsupportedError
 
@@ -68,6 +69,7 @@ def prepare(model: Any) -> Any:
     mark_parts(model, text)
     if model not in prepared_models:
         watch(model)
+        watch_rotary(model)
         prepared_models.add(model)
     return model
 
@@ -101,13 +103,15 @@ def attention_forward(
         spec = known_mask(module, attention_mask)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
-    positions = attending()
+    call = attending()
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
-    ids = kwargs.get("position_ids", positions)
-    rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs))
+    ids = kwargs.get("position_ids")  # some models hand on None
+    if ids is None and call is not None:
+        ids = call.positions
+    rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs, call))
     return _by_rows(rows, q, k, v, options).contiguous(), None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.adapters.alike import check_alike
 from ringattn.adapters.transformers_checks import check_nobody_is_empty
+from ringattn.adapters.transformers_places import own_places
 from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
@@ -26,27 +27,35 @@ WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_
 """Inputs that every rank gets as they are."""
 
 
-def shard_batch(ring: Ring, batch: Mapping[str, Any], layout: str = "auto") -> tuple[Sequence, dict[str, Any]]:
+def shard_batch(
+    ring: Ring, batch: Mapping[str, Any], layout: str = "auto", *, model: Any = None
+) -> tuple[Sequence, dict[str, Any]]:
     """How a whole batch, the same on every rank, lies over the ring, and this rank's inputs for a model.
 
     Tensors are (rows, tokens). Documents are those of `cu_seq_lens_q`, begin where `position_ids` of a lone row are 0,
     or where its `seq_idx` changes; where several of these are given they have to agree. `position_ids` are sharded as
-    they are given, and made where they are not. `labels` are shifted over the whole sequence, and given back as
+    they are given, and made where they are not: 0, 1, ... or, where the `model` that gets them is told, those that it
+    would make of whole rows. `labels` are shifted over the whole sequence, and given back as
     `labels` and as `shift_labels`. Raises on every rank: `DisagreementError` where anything in the batches differs,
-    `InputError` for inputs that it does not know, for positions that are neither those of rows, of documents nor of
-    real tokens, for fewer tokens than ranks, and for labels at the start of a document, which the last token of the one
-    before would have to foretell.
+    `InputError` for inputs that it does not know, for positions that are neither those of rows, of documents, of real
+    tokens nor the model's own, for fewer tokens than ranks, and for labels at the start of a document, which the last
+    token of the one before would have to foretell.
     """
     check_alike(ring, batch, "every rank of a ring has to read the same examples")  # from here on, all raise or none
     others = set(batch) - {*SHARDED, *WHOLE, "labels", "position_ids", "seq_idx"}
     if others:
         raise InputError(f"how {', '.join(sorted(others))} lies over ranks is not known; take it out of the batch")
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
-    seq = ring.sequence(tokens.shape[1], cu_seqlens=_documents(batch), layout=layout)
+    places = batch.get("position_ids")
+    cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
+    own = _own_places(model, batch, cuts)
+    if own is None or places is None or places.dim() != 2 or not torch.equal(places.expand_as(own), own):
+        cuts = _documents(batch)
+    seq = ring.sequence(tokens.shape[1], cu_seqlens=cuts, layout=layout)
     check_nobody_is_empty(seq)
     mine = {name: value for name, value in batch.items() if name in WHOLE}
     mine |= {name: seq.shard(batch[name]) for name in SHARDED if batch.get(name) is not None}
-    places = batch.get("position_ids")
+    places = own if places is None else places
     shard = seq.positions(per_document=True)[None] if places is None else seq.shard(places)
     mine["position_ids"] = shard.expand(len(tokens), -1)
     if "shift_labels" not in mine and batch.get("labels") is not None:
@@ -55,6 +64,14 @@ def shard_batch(ring: Ring, batch: Mapping[str, Any], layout: str = "auto") -> t
     if "shift_labels" in mine:
         mine["labels"] = mine["shift_labels"]
     return seq, mine
+
+
+def _own_places(model: Any, batch: Mapping[str, Any], cuts: list[int] | None) -> Tensor | None:
+    """The places that the model would make of the whole batch, cut into these documents, where not 0, 1, ...."""
+    if model is None:
+        return None
+    given = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}
+    return own_places(model, {name: x for name, x in given.items() if x is not None}, cuts)
 
 
 def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> None:

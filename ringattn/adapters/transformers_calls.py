@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.transformers_checks import check_tokens
+from ringattn.adapters.transformers_checks import check_tokens, short
+from ringattn.adapters.transformers_places import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -29,14 +30,18 @@ SHARDED = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "labels": -
 
 @dataclass
 class Call:
-    """A forward pass that is under way in a prepared model, over a ring of several ranks."""
+    """A forward pass that is under way in a prepared model, over a ring."""
 
     model: nn.Module
     seq: Sequence
-    positions: Tensor
+    positions: Any
     has_labels: bool
     outer: Call | None
     has_attended: bool = False
+    has_chosen: bool = False
+    """Frequencies of a rotary embedding, by the whole length."""
+    is_placed: bool = False
+    """Its positions are those that the model would make by itself of the whole rows."""
 
 
 _call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
@@ -66,21 +71,38 @@ def watch(model: Any) -> None:
     model.register_forward_hook(_after, always_call=True)
 
 
-def attending() -> Tensor | None:
-    """The positions that the call under way was given, if one is; notes that its attention goes through the ring."""
+def under_way() -> Call | None:
+    """The innermost call that goes over a ring, unless attention is local inside of it."""
     call = _call.get()
-    if call is None:
-        return None
-    call.has_attended = True
-    return call.positions
+    return call if call is not None and active_sequence() is not None else None
+
+
+def attending() -> Call | None:
+    """The same, as its attention goes through the ring."""
+    call = under_way()
+    if call is not None:
+        call.has_attended = True
+    return call
 
 
 @torch.compiler.disable
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     seq = active_sequence()
-    if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
+    if seq is None or torch._C._current_graph_task_id() != -1:
         return
     given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+    if seq.ring.world_size > 1:
+        _check_inputs(model, seq, given)
+    positions = given.get("position_ids")
+    is_placed = positions is not None and not _decodes(given) and counts_by_itself(model)
+    if is_placed:
+        _check_places(model, seq, given)
+    if is_placed or seq.ring.world_size > 1:
+        _call.set(Call(model, seq, positions, given.get("labels") is not None, _call.get(), is_placed=is_placed))
+
+
+def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
+    """Raise `InputError`, on all ranks, for what is not a shard, or would give something of this rank's tokens."""
     has_labels = given.get("labels") is not None
     with refused_by_all(seq.ring):
         if has_labels:
@@ -94,7 +116,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for name, dim in SHARDED.items():
                 if isinstance(x := given.get(name), Tensor):
                     check_tokens(seq, x.shape[dim], name)
-    _call.set(Call(model, seq, given["position_ids"], has_labels, _call.get()))
 
 
 @torch.compiler.disable
@@ -103,7 +124,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
     if call is None or call.model is not model:
         return None
     _call.set(call.outer)
-    if out is None:  # the call failed
+    if out is None or call.seq.ring.world_size == 1:  # without an output the call failed
         return None
     if call.outer is not None:
         call.outer.has_attended |= call.has_attended
@@ -112,6 +133,28 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
     if getattr(out, "pooler_output", None) is None:
         return None
     return type(out)(**{name: x for name, x in out.items() if name != "pooler_output"})
+
+
+def _check_places(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` unless the positions are those that the model would make of the whole rows, or documents.
+
+    A collective call. Padding may be anywhere.
+    """
+    ids, embeds, mask = (given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    whole = {} if ids is None else {"input_ids": seq.gather(ids)}
+    if embeds is not None:
+        whole["inputs_embeds"] = embeds[:, :1].expand(-1, seq.length, -1)  # only how many there are matters
+    if mask is not None:
+        whole["attention_mask"] = seq.gather(mask)
+    found: Tensor = given["position_ids"]
+    wanted = [seq.shard(own) for cuts in {None, seq.documents} if (own := own_places(model, whole, cuts)) is not None]
+    real = torch.ones_like(wanted[0], dtype=torch.bool) if mask is None else mask != 0
+    with refused_by_all(seq.ring):
+        if found.dim() != 2 or not any(torch.equal(found.expand_as(own)[real], own[real]) for own in wanted):
+            raise InputError(
+                f"rank {seq.ring.rank}: position_ids are {short(found.flatten())}, {type(model).__name__} by itself "
+                f"would count {short(wanted[0][0])} of whole rows; make them with shard_batch(ring, batch, model=model)"
+            )
 
 
 def _decodes(given: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,14 @@ from torch import Tensor, nn
 from ringattn.adapters.transformers_mask import MaskSpec, Rows
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
+
+
+class Watched(Protocol):
+    """What is known of the call of a prepared model, see `transformers_calls.Call`."""
+
+    has_chosen: bool
+    is_placed: bool
+
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
 """Layers, in `config.layer_types`, that mix tokens by softmax attention only, or not at all."""
@@ -60,9 +68,10 @@ def check_tokens(seq: Sequence, tokens: int, name: str = "attention") -> None:
 
 
 def refuse_inputs(
-    spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any]
-) -> None:
-    """What may be wrong on one rank alone, once for each mask; all ranks raise."""
+    spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any],
+    call: Watched | None,
+) -> None:  # fmt: skip
+    """What may be wrong on one rank alone, once for each mask; all ranks raise. `call`: of a prepared model."""
     refusal = None
     try:
         _refuse_layers(module)
@@ -71,7 +80,16 @@ def refuse_inputs(
                 f"the models of {type(module).__name__} take no position_ids, so they count places from 0 on every rank"
             )
         _check_documents(seq, kwargs)
-        if ids is not None:
+        if seq.ring.world_size > 1:
+            _check_rotary(module, call is not None and call.has_chosen)
+        if call is None and (ids is not None or seq.ring.world_size > 1) and _counts_by_itself(type(module).__mro__):
+            raise UnsupportedError(
+                f"the models of {type(module).__name__} may count places by their padding or mask, which is not known "
+                "here: call ringattn.adapters.transformers.prepare(model) once"
+            )
+        if call is not None and call.is_placed:
+            pass
+        elif ids is not None:
             _check_positions(ids, spec, rows, seq)
         elif seq.ring.world_size > 1:
             raise InputError(
@@ -102,6 +120,50 @@ def _refuse_layers(module: nn.Module) -> None:
             f"{type(config).__name__} scales embeddings by the mask tokens that it counts on every rank alone; set "
             "config.token_dropout=False before the model is made"
         )
+    if getattr(config, "trigram_input", False):
+        raise UnsupportedError(
+            f"{type(config).__name__} embeds each token with its two neighbors, which another rank may have; set "
+            "config.trigram_input=False before the model is made, or take another model"
+        )
+
+
+def depends_on_length(kind: Any) -> bool:
+    """Whether a rotary embedding of this type does.
+
+    `kind`: a rope_type, or several: by kind of layer, or a list.
+    """
+    if isinstance(kind, str):
+        return "dynamic" in kind or kind == "longrope"
+    return any(depends_on_length(one) for one in (kind.values() if isinstance(kind, dict) else kind or ()))
+
+
+def _check_rotary(module: nn.Module, is_chosen: bool) -> None:
+    """Raise `UnsupportedError` where an attention module's rotary embedding was chosen by this rank's tokens alone."""
+    config: Any = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes: list[dict[str, Any]] = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    kinds = sorted({str(one.get("rope_type", one.get("type", ""))) for one in ropes} - {""})
+    if not is_chosen and depends_on_length(kinds):
+        raise UnsupportedError(
+            f"{type(config).__name__} has rotary embeddings of type {', '.join(kinds)}, whose frequencies depend on "
+            "the length, and this rank chose them by its own tokens: call ringattn.adapters.transformers.prepare("
+            "model) once, before the model is copied or compiled, or take another rope_type"
+        )
+
+
+def _beside(kinds: tuple[type, ...]) -> list[Any]:
+    """The classes and functions in the file of an attention module, of these classes, that has models in it."""
+    from transformers import PreTrainedModel
+
+    for kind in kinds:
+        beside = list(vars(sys.modules[kind.__module__]).values())
+        if any(_is_a(one, PreTrainedModel) and one is not PreTrainedModel for one in beside):
+            return beside
+    return []
+
+
+def _is_a(one: Any, kind: type) -> bool:
+    return isinstance(one, type) and issubclass(one, kind)
 
 
 @cache
@@ -112,13 +174,20 @@ def _takes_positions(kinds: tuple[type, ...]) -> bool:
     """
     from transformers import PreTrainedModel
 
-    for kind in kinds:
-        beside = vars(sys.modules[kind.__module__]).values()
-        models: list[Any] = [one for one in beside if isinstance(one, type) and issubclass(one, PreTrainedModel)]
-        models = [one for one in models if one is not PreTrainedModel]
-        if models:
-            return any("position_ids" in inspect.signature(one.forward).parameters for one in models)
-    return True
+    models = [one for one in _beside(kinds) if _is_a(one, PreTrainedModel) and one is not PreTrainedModel]
+    return not models or any("position_ids" in inspect.signature(one.forward).parameters for one in models)
+
+
+@cache
+def _counts_by_itself(kinds: tuple[type, ...]) -> bool:
+    """Whether code beside an attention module makes places of tokens or masks; asked where no model is known."""
+    beside = _beside(kinds)
+    makes = {getattr(one, "__name__", "") for one in beside}
+    makes |= {name for one in beside if isinstance(one, type) for name in vars(one)}
+    learned = [one for one in beside if _is_a(one, nn.Embedding) and one is not nn.Embedding]
+    return "create_position_ids_from_input_ids" in makes or any(
+        "attention_mask" in inspect.signature(one.forward).parameters for one in learned
+    )
 
 
 def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
@@ -151,12 +220,13 @@ def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> 
         if torch.equal(ids.expand_as(wanted)[spec.padding], wanted[spec.padding]):
             return
     raise InputError(
-        f"rank {seq.ring.rank}: position_ids are {_short(ids[0])}, this rank's tokens of {seq!r} have {_short(places)}"
-        + ("" if seq.documents is None else f" or, in their documents, {_short(starts)}")
+        f"rank {seq.ring.rank}: position_ids are {short(ids[0])}, this rank's tokens of {seq!r} have {short(places)}"
+        + ("" if seq.documents is None else f" or, in their documents, {short(starts)}")
         + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents, "
         "which the sequence must know too: ring.sequence(cu_seqlens=...)"
     )
 
 
-def _short(values: Tensor) -> str:
+def short(values: Tensor) -> str:
+    """The first few, for a message."""
     return ", ".join(str(value) for value in values[:6].tolist()) + (", ..." if len(values) > 6 else "")

@@ -164,13 +164,14 @@ class RingTrainerMixin:
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        if not any(part in prepared_models for part in model.modules()):
+        prepared = next((part for part in model.modules() if part in prepared_models), None)
+        if prepared is None:
             host: Any = self
             raise InputError(
                 f"{type(host.accelerator.unwrap_model(model)).__name__}, which is not the model that the Trainer began "
                 "with, would attend to this rank's tokens alone; call ringattn.adapters.transformers.prepare(model)"
             )
-        seq, mine = shard_batch(self.ring, inputs, self.layout)
+        seq, mine = shard_batch(self.ring, inputs, self.layout, model=prepared)
         return partial(self.ring.activate, seq), mine
 
 
