@@ -7,13 +7,15 @@ Does not know: how a step is trained.
 from __future__ import annotations
 
 import json
-import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ringattn.errors import DisagreementError, InputError
 from ringattn.launch.batches import load
 from ringattn.launch.documents import Documents
+from ringattn.launch.folders import FolderLock, locked
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.options import leaves
 from ringattn.launch.train_config import TrainConfig
@@ -21,6 +23,8 @@ from ringattn.rank_group import RankGroup
 
 OF_A_PROCESS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s"})
 """Keys in which ranks may differ: machines keep files where they like, and what these say is compared instead."""
+DYING_S = 5.0
+"""How long to wait for the folder of a run: the ranks of a command that was killed need a while to end."""
 
 
 def load_alike(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Documents:
@@ -49,27 +53,29 @@ def check_keys(everyone: RankGroup, config: TrainConfig) -> None:
     _compare_all(everyone, config, _keys(config))
 
 
-def agree_on_folder(everyone: RankGroup, config: TrainConfig) -> None:
-    """Make `out_dir` on rank 0, which writes the result; raises `InputError` on all ranks where it cannot be written.
+@contextmanager
+def folder_of_run(everyone: RankGroup, config: TrainConfig, keeps_result: bool) -> Iterator[FolderLock | None]:
+    """`out_dir` for this run alone, locked by rank 0, which gets the lock; nothing where the run writes nothing there.
 
-    All ranks call it together.
+    All ranks call it together. Raises `InputError` on all of them where it cannot be written or another run has it.
     """
-    refusal = None
-    try:
-        if everyone.rank == 0:
-            make_folder(config.out_dir)
-    except InputError as error:
-        refusal = error
-    everyone.agree("where the result goes", refusal, always=True)
+    if not keeps_result and config.checkpoint_every_steps is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        lock, refusal = None, None
+        try:
+            if everyone.rank == 0:
+                lock = stack.enter_context(locked_folder(config.out_dir))
+        except InputError as error:
+            refusal = error
+        everyone.agree("where the result goes", refusal, always=True)
+        yield lock
 
 
-def make_folder(out_dir: str) -> None:
-    """Make the folder of a run's results. Raises `InputError`, with the key first, if it cannot be written."""
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out_dir).close()
-    except OSError as error:
-        raise InputError(f"out_dir={out_dir}: {error.strerror}; name a folder that can be written") from error
+def locked_folder(out_dir: str) -> AbstractContextManager[FolderLock]:
+    """The folder of a run's results and checkpoints for this process alone; see `locked`."""
+    return locked(Path(out_dir), "out_dir", "run", "give this run a folder of its own", DYING_S)
 
 
 def _keys(config: TrainConfig) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from rich.table import Table
 from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.explain import Explanation
+from ringattn.launch.folders import write_json
 from ringattn.launch.model import head_dim
 from ringattn.launch.options import help_text
 from ringattn.launch.pictures import Agreement, Bars, draw_losses, draw_memory
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.train import write_json
 from ringattn.launch.train_config import TrainConfig, load_train
 from ringattn.testing import run_ranks
 

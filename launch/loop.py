@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,11 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
 from ringattn.errors import InputError, NonFiniteError, RingError
-from ringattn.launch.alike import agree_on_folder, load_alike
+from ringattn.launch.alike import folder_of_run, load_alike
 from ringattn.launch.batches import Part, drawn
 from ringattn.launch.checkpoints import Curve, checkpoints_of
 from ringattn.launch.documents import Documents
 from ringattn.launch.finite import all_finite, nonfinite_step
+from ringattn.launch.folders import FolderLock, write_json
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.mesh import opened_mesh, replica_of
 from ringattn.launch.model import Attend, ModelConfig, Transformer
@@ -52,7 +54,7 @@ IGNORE = -100
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, each over a mesh of its own.
 
-    `spec["keeps_result"]`: whether the caller writes into `out_dir`, which is made before the first step then.
+    `spec["keeps_result"]`: whether rank 0 writes the result into `out_dir`.
     Returns {"rank": ..., "runs": [the result of `train`, ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
@@ -61,33 +63,54 @@ def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     results = []
     for config in configs:
         with opened_mesh(config) as (ring, everyone):
-            if spec.get("keeps_result"):
-                agree_on_folder(everyone, config)
-            results.append(train(ring, config, everyone.rank == 0, everyone))
+            keeps = bool(spec.get("keeps_result"))
+            results.append(train(ring, config, everyone.rank == 0, everyone, keeps))
             rank = everyone.rank
     return {"rank": rank, "runs": results}
 
 
-def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: RankGroup | None = None) -> dict[str, Any]:
+def train(
+    ring: Ring,
+    config: TrainConfig,
+    verbose: bool = False,
+    everyone: RankGroup | None = None,
+    keeps_result: bool = False,
+) -> dict[str, Any]:
     """Train one model on this rank; all ranks of all replicas call it together.
 
     `ring`: the ranks that share this rank's sequences. `everyone`: those of all replicas; the ring if None.
+    `keeps_result`: rank 0 writes the result to `out_dir`/result.json.
     Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, replicas, ranks (of a
     ring), tokens per rank (of the last step's first sequence), per step `losses` and `grad_norms` since the run began,
-    in whatever process; `first_step` of this process, `step_s` from there, and `tokens_per_s` (median, without the
-    first step; 0 if none was left), `replicated_bytes` (weights, gradients and optimizer state that every rank has; its
-    own part under sharding), `memory_growth_bytes` (by rank: these, activations and messages, counted from after a tiny
-    warm-up), `memory_method` and `counters`. Raises `InputError`, with the key first, on all ranks: also where they
-    have other configurations or texts than each other, and at a step without a label; `NonFiniteError` at a step whose
-    loss or gradient norm is not finite, unless it is skipped; `RingError` where a step would begin after `timeout_s`.
+    in whatever process; `damaged_checkpoints` that were passed over; `first_step` of this process, `step_s` from there,
+    and `tokens_per_s` (median, without the first step; 0 if none was left), `replicated_bytes` (weights, gradients and
+    optimizer state that every rank has; its own part under sharding), `memory_growth_bytes` (by rank: these,
+    activations and messages, counted from after a tiny warm-up), `memory_method` and `counters`. Raises `InputError`,
+    with the key first, on all ranks: also where they have other configurations or texts than each other, where another
+    run writes to `out_dir`, and at a step without a label; `NonFiniteError` at a step whose loss or gradient norm is
+    not finite, unless it is skipped; `RingError` where a checkpoint cannot be written, and where a step would begin
+    after `timeout_s`.
     """
     everyone, ends = everyone or ring, time.monotonic() + config.timeout_s
-    text, replica = load_alike(everyone, ring, config), replica_of(everyone, ring)
+    text = load_alike(everyone, ring, config)
+    with folder_of_run(everyone, config, keeps_result) as lock:
+        result = _trained(ring, everyone, text, config, verbose, lock, ends)
+        if keeps_result and everyone.rank == 0:
+            write_json(Path(config.out_dir) / "result.json", result)
+    return result
+
+
+def _trained(
+    ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig, verbose: bool, lock: FolderLock | None,
+    ends: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
+    replica = replica_of(everyone, ring)
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
     model, optimizer = make_model(everyone, config, text.vocabulary)
-    checkpoints = checkpoints_of(everyone, config, text)
+    checkpoints = checkpoints_of(everyone, config, text, lock)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
     tokens = config.batch * config.length_tokens
@@ -124,6 +147,7 @@ def train(ring: Ring, config: TrainConfig, verbose: bool = False, everyone: Rank
         "ranks": ring.world_size,
         "tokens_of_rank": list(drawn(ring, replica, text, config.steps - 1, config)[0].seq.counts),
         **asdict(curve),
+        "damaged_checkpoints": checkpoints.damaged if checkpoints else [],
         "first_step": first_step,
         "step_s": step_s,
         "tokens_per_s": tokens / median(step_s[1:] or step_s) if step_s else 0.0,

@@ -9,7 +9,6 @@ Does not know: how points are measured.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
+from ringattn.launch.folders import locked, write_json
 from ringattn.launch.run_config import RunConfig, spec_of
 
 STATUSES = ("ok", "oom", "error", "timeout")
@@ -30,7 +30,7 @@ MEASURED = (
 """Keys that a point has only after it ran; null in a record of a failure."""
 BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s")
 """Options that leave the result as it is."""
-POINTS, ENVIRONMENTS, SWEEP, LOCK = "points.jsonl", "environments.json", "sweep.json", ".lock"
+POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
 
 
 def hash_of(config: RunConfig) -> str:
@@ -39,8 +39,14 @@ def hash_of(config: RunConfig) -> str:
 
 
 def make_record(
-    config: RunConfig, status: str, message: str, facts: Mapping[str, Any], started: datetime, wall_s: float,
-    commit: str, command: str,
+    config: RunConfig,
+    status: str,
+    message: str,
+    facts: Mapping[str, Any],
+    started: datetime,
+    wall_s: float,
+    commit: str,
+    command: str,
 ) -> dict[str, Any]:
     """A point's record with every key; `facts` are those of `point.measure`, empty for a failure.
 
@@ -95,7 +101,7 @@ class Folder:
         if name is not None:
             known = _read_json(self.path / ENVIRONMENTS) or {}
             if name not in known:
-                _write_whole(self.path / ENVIRONMENTS, {**known, name: environment})
+                write_json(self.path / ENVIRONMENTS, {**known, name: environment}, indent=1)
         line = json.dumps({**record, "environment": name}) + "\n"
         if read_points(self.path).get(record["hash"]) == json.loads(line):
             return
@@ -115,7 +121,7 @@ class Folder:
         if owner is None:
             if (self.path / POINTS).exists():
                 raise InputError(f"out={self.path}: holds points, and no {SWEEP} says whose they are; {OTHER}")
-            _write_whole(self.path / SWEEP, mine)
+            write_json(self.path / SWEEP, mine, indent=1)
         elif owner["points"] != mine["points"]:
             raise InputError(
                 f"out={self.path}: holds the points of another sweep ({' '.join(owner['words'])}); "
@@ -137,18 +143,7 @@ def opened(path: Path) -> Iterator[Folder]:
 
     Raises `InputError` where it cannot be written, or while another process has it.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK).open("a")
-    except OSError as error:
-        raise InputError(
-            f"out={path}: cannot be written ({error.strerror}); choose a folder that you may write"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"out={path}: another sweep is writing there; wait for its end, or {OTHER}") from None
+    with locked(path, "out", "sweep", OTHER):
         yield Folder(path)
 
 
@@ -158,13 +153,6 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _write_whole(path: Path, content: Any) -> None:
-    """All of it or nothing, whenever this process is killed."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.rename(path)
 
 
 def _ends_within_a_line(path: Path) -> bool:

@@ -6,7 +6,6 @@ Does not know: how a rank trains.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.alike import make_folder
+from ringattn.launch.alike import locked_folder
 from ringattn.launch.batches import load
+from ringattn.launch.checkpoint_files import latest
 from ringattn.launch.failures import RanksError
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import agreed_ranks_of_ring, device_type
@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
         refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
         return 2 if refused else 1
     if place is None or place.rank == 0:
-        path = write_json(Path(config.out_dir) / "result.json", result)
         print(summary(result))
-        print(f"wrote {path}")
+        print(f"wrote {Path(config.out_dir) / 'result.json'}")
     return 0
 
 
@@ -68,7 +67,8 @@ def _run(config: TrainConfig) -> dict[str, Any]:
     assert config.ranks is not None
     processes = config.ranks * config.replicas
     if place_in_torchrun() is None:
-        make_folder(config.out_dir)  # before any rank starts
+        with locked_folder(config.out_dir):  # before any rank starts; then rank 0 has it
+            pass
     if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
         # Alone, importing the model's room here costs less than a new process.
         from ringattn.launch.loop import train_rank
@@ -80,15 +80,13 @@ def _run(config: TrainConfig) -> dict[str, Any]:
 def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
     """Rank 0's result; where ranks fail, all are started again from the last checkpoint, `restarts` times at most."""
     for left in range(config.restarts, -1, -1):
-        spec = {"runs": [asdict(config)]}
+        spec = {"runs": [asdict(config)], "keeps_result": True}
         try:
             answers = run_ranks_in_processes(ENTRY, spec, processes, config.timeout_s, config.threads_per_rank)
             break
         except RanksError as error:
             if error.refused or not left:
                 raise
-            from ringattn.launch.checkpoints import latest  # only here: it takes a second to import
-
             saved = latest(Path(config.out_dir))
             print(f"ringattn train: {error}", file=sys.stderr)
             print(f"ringattn train: starting again from {saved or 'the first step'}", file=sys.stderr)
@@ -112,10 +110,3 @@ def summary(result: dict[str, Any]) -> str:
             f"memory by rank, MiB: {memory} ({result['memory_method']})",
         ]
     )
-
-
-def write_json(path: Path, content: Any) -> Path:
-    """Write `content` to `path`, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return path

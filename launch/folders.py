@@ -1,0 +1,117 @@
+"""Folders that one process writes at a time, and files in them that are there whole or not at all.
+
+Promises: a lock ends with the process that holds it, however that ends; who holds it is told. What a full disk or a
+refused write leaves half is removed, and said with the disk, the path and the bytes.
+Does not know: what is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from ringattn.errors import InputError, RingError
+
+LOCK = ".lock"
+LOOK_S = 0.1
+"""Seconds between two tries to get a lock."""
+
+
+class FolderLock:
+    """What `locked` gives: this process alone writes to the folder."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self.path, self._file = path, file
+
+    def lost(self) -> str | None:
+        """Why the folder is not this process's any more, where somebody moved or removed it or its lock; else None."""
+        with suppress(OSError):
+            if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._file.fileno())):
+                return None
+        return f"the folder was removed or replaced while this process wrote to it ({LOCK} there is not its own)"
+
+
+@contextmanager
+def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -> Iterator[FolderLock]:
+    """The folder at `path`, made if need be, for this process alone until the end of the block.
+
+    `key`: the option that names it; `what`: who else may write there, as "run"; `instead`: what to do otherwise.
+    Raises `InputError` where it cannot be written, or while another process has it, for `wait_s` at least.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{key}={path}: cannot be written ({error.strerror}); choose a folder that you may write"
+        ) from error
+    with file:
+        ends = time.monotonic() + wait_s
+        while not _taken(file):
+            if time.monotonic() >= ends:
+                file.seek(0)
+                holder = file.read().strip() or "one that has just begun"
+                raise InputError(
+                    f"{key}={path}: another {what} is writing there, {holder}; wait for its end, or {instead}"
+                )
+            time.sleep(LOOK_S)
+        with suppress(OSError):  # on a full disk it cannot be said, and is locked all the same
+            file.truncate(0)
+            since = datetime.now(UTC).isoformat(" ", "seconds")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            file.flush()
+        yield FolderLock(path, file)
+
+
+def _taken(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_json(path: Path, content: Any, indent: int = 2) -> Path:
+    """Write `content` to `path`, making its folder: all of it or nothing, whenever this process is killed.
+
+    Raises `RingError` where the disk does not take it, and ValueError for numbers that JSON does not have.
+    """
+    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise not_written(path, error, len(text)) from error
+    return path
+
+
+def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingError:
+    """The error for what a disk did not take: where, why, how much it needs and how much is free."""
+    there = path
+    while not there.exists():
+        there = there.parent
+    disk = there.resolve()
+    while not disk.is_mount():
+        disk = disk.parent
+    why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}".splitlines()[0]
+    return RingError(
+        f"{path} could not be written: {why}; it needs about {_mib(needed_bytes)}, and the disk at {disk} has "
+        f"{_mib(shutil.disk_usage(there).free)} free; what was written of it is removed"
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"
