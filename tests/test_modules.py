@@ -252,3 +252,31 @@ def test_a_rank_without_anything_to_do(ranks: int, tokens: int, layout: str, dil
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:branch", "ignore:no branch")
+@pytest.mark.parametrize(
+    "options", [None, {}, {"grad": "detached", "offset": "block"}], ids=["plain", "dilated", "detached"]
+)
+def test_an_empty_batch_between_others(options: dict[str, Any] | None) -> None:
+    """It gives empty results and no gradients, and begins nothing that the next call would find under way."""
+
+    def body(ring: Ring) -> list[Tensor]:
+        if options is None:
+            made: nn.Module = layer(rope="neox", qk_norm=True, sinks=True)
+        else:
+            made = RingMultiheadDilatedAttention(EMBED, HEADS, [8], [1], dtype=torch.float64, **options)
+            for weight in made.parameters():
+                nn.init.constant_(weight, 0.1)
+        seq, grads = ring.sequence(TOKENS), []
+        for batch in (2, 0, 2, 0):
+            made.zero_grad()
+            out = made(seq.shard(X[:batch]), seq)
+            assert out.shape == (batch, len(seq.positions()), EMBED)
+            out.square().sum().backward()
+            grads.append(torch.cat([weight.grad.flatten() for weight in made.parameters()]))
+        return grads
+
+    for full, empty, again, last in run_ranks(2, body, poison=True):
+        assert torch.equal(full, again) and full.abs().sum() > 0
+        assert not empty.any() and not last.any()

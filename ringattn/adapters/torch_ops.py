@@ -88,10 +88,8 @@ def _check_options(*options: Any) -> None:
     """Raise `InputError` for what the operator's schema would refuse, on this rank alone."""
     causal, window, *others = options
     number = (int, float, NoneType)
-    wanted: dict[str, Any] = {
-        "causal": bool, "scale": number, "softcap": number, "sinks": (Tensor, NoneType), "schedule": str,
-    }  # fmt: skip
-    for (name, kinds), given in zip(wanted.items(), (causal, *others), strict=True):
+    wanted: dict[str, Any] = {"scale": number, "softcap": number, "sinks": (Tensor, NoneType), "schedule": str}
+    for (name, kinds), given in zip(wanted.items(), others, strict=True):
         if not isinstance(given, kinds):
             raise InputError(f"{name} cannot be a {type(given).__name__}")
     make_mask(0, 0, causal=causal, window=window)
