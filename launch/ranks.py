@@ -1,8 +1,8 @@
 """Starts the ranks of one job as processes of this machine, and ends them whatever happens.
 
 Processes are started by torchrun, isolated from this one, each with its own share of the cores. Promises: results by
-rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C
-or SIGTERM.
+rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C,
+SIGTERM or SIGKILL of this process.
 Does not know: what the ranks do.
 """
 
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
+from ringattn.launch import parent
 from ringattn.launch.failures import RanksError, root_cause
 
 GRACE_S = 10.0
@@ -101,6 +102,10 @@ def threads_for(ranks: int) -> int:
 
 def agent_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
     """The words that start torchrun for `ranks` processes of this machine; what they run comes after these."""
+    return [sys.executable, "-m", "torch.distributed.run", *_agent_words(ranks, nodes)]
+
+
+def _agent_words(ranks: int, nodes: Nodes) -> list[str]:
     if nodes.endpoint:
         meeting = [
             *(f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", "--rdzv-backend=static"),
@@ -108,7 +113,7 @@ def agent_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
         ]
     else:
         meeting = ["--standalone"]
-    return [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={ranks}"]
+    return [*meeting, f"--nproc-per-node={ranks}"]
 
 
 def run_ranks_in_processes(
@@ -131,8 +136,18 @@ def run_ranks_in_processes(
         job = folder / "job.json"
         job.write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
         with (folder / "torchrun.txt").open("wb") as log, _terminated_like_interrupted():
+            # torchrun through a script that ends it when this process ends.
             agent = subprocess.Popen(
-                [*agent_command(ranks, nodes), "-m", "ringattn.launch.worker", str(job)],
+                [
+                    sys.executable,
+                    "-P",
+                    parent.__file__,
+                    str(os.getpid()),
+                    *_agent_words(ranks, nodes),
+                    "-m",
+                    "ringattn.launch.worker",
+                    str(job),
+                ],
                 env=_environment(threads_per_rank or threads_for(ranks)),
                 stderr=log,
                 start_new_session=True,

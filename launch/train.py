@@ -6,6 +6,7 @@ Does not know: how a rank trains.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from ringattn.launch.failures import RanksError
 from ringattn.launch.memory_switches import check_switches
 from ringattn.launch.mesh import agreed_ranks_of_ring, device_type
 from ringattn.launch.options import help_text
+from ringattn.launch.parent import end_with_parent
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.train_config import TrainConfig, check_sizes, load_train, unreached
 
@@ -69,6 +71,8 @@ def _run(config: TrainConfig) -> dict[str, Any]:
     if place_in_torchrun() is None:
         with locked_folder(config.out_dir):  # before any rank starts; then rank 0 has it
             pass
+    if place_in_torchrun() is not None:
+        end_with_parent(os.getppid())
     if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
         # Alone, importing the model's room here costs less than a new process.
         from ringattn.launch.loop import train_rank

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
+from ringattn.launch.parent import AGENT, end_with_parent
 
 
 def main(job: Path) -> int:
     """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
+    end_with_parent(int(os.environ.get(AGENT) or os.getppid()))
     rank, folder = int(os.environ["RANK"]), job.parent
     if rank != 0:
         with (folder / f"output-{rank}.txt").open("wb") as output:
@@ -30,7 +32,7 @@ def main(job: Path) -> int:
     module, _, function = described["entry"].partition(":")
     try:
         answer = getattr(importlib.import_module(module), function)(described["spec"])
-    except Exception as error:
+    except BaseException as error:  # torch's own errors of checkpoints are no Exceptions
         failure = {
             "rank": rank,
             "time_s": time.time(),

@@ -24,6 +24,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.launch import loop, train
+from ringattn.launch.alike import locked_folder
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.model import ModelConfig, Transformer
 from ringattn.launch.pictures import Agreement, Bars, draw_losses, draw_memory
@@ -273,7 +274,7 @@ def test_no_process_is_left(planted: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal.Signals) -> None:
     code = (
         # A test run that was started in the background inherits an ignored SIGINT.
@@ -284,10 +285,74 @@ def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
     pids = written_pids(tmp_path, 2)
+    agents, shared = [parent_of(pid) for pid in pids], set(os.listdir("/dev/shm"))
     parent.send_signal(number)
     parent.communicate(timeout=60)
     assert parent.returncode
-    assert all_end(pids)
+    assert all_end([*pids, *agents])
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def parent_of(pid: int) -> int:
+    """Who started a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
+    words = ["length_tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    agent = subprocess.Popen(
+        [*torchrun, "-m", "ringattn", "train", *words, f"out_dir={tmp_path}"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for _ in range(1200):
+        if list(tmp_path.glob("checkpoints/step-*/run.json")):
+            break
+        time.sleep(0.1)
+    ranks = [
+        int(one.name) for one in Path("/proc").glob("[0-9]*") if runs(int(one.name)) and parent_of_any(one) == agent.pid
+    ]
+    assert len(ranks) == 2
+    agent.kill()
+    agent.wait()
+    assert all_end(ranks)
+    with locked_folder(str(tmp_path)):  # nobody writes there any more
+        pass
+
+
+def parent_of_any(process: Path) -> int | None:
+    """Who started it, None where it has ended meanwhile."""
+    try:
+        return parent_of(int(process.name))
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_process_ends_with_its_parent(kernel: bool) -> None:
+    """The kernel's signal, and the look at the parent where there is no such kernel; also if it had ended before."""
+    child = (
+        "import sys, time\nfrom ringattn.launch import parent\n"
+        f"parent._asked_the_kernel = parent._asked_the_kernel if {kernel} else lambda number: False\n"
+        "parent.LOOK_S = 0.05\nparent.end_with_parent(int(sys.argv[1]))\nprint('lives', flush=True)\ntime.sleep(60)"
+    )
+    starts = (
+        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())],"
+        " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\nsys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", starts, child], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert runs(pid)
+    starter.kill()
+    starter.communicate()
+    assert all_end([pid])
+    of_another = subprocess.run([sys.executable, "-c", child, "1"], env=environment, capture_output=True)
+    assert (of_another.returncode, of_another.stdout) == (-signal.SIGKILL, b"")
 
 
 def test_torchruns_ranks_are_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
