@@ -10,8 +10,9 @@ from ringattn.engine import aten
 from ringattn.engine.aten import CPU, CUDNN, FLASH, AtenEngine, BlockOp, choose
 from ringattn.engine.base import KV, Softmax
 from ringattn.errors import UnsupportedError
-from tests.contract.engine_contract import SCALE, EngineContract, Trial
+from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS
+from tests.contract.engine_trial import SCALE, Trial
 
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

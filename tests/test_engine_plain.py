@@ -9,8 +9,9 @@ import torch
 
 from ringattn.engine import plain
 from ringattn.engine.plain import PlainEngine
-from tests.contract.engine_contract import EngineContract, Trial
+from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS
+from tests.contract.engine_trial import Trial
 
 
 class TestPlain(EngineContract):

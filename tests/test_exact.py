@@ -219,3 +219,28 @@ def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str
     for name in ("dk", "dv"):
         # At most P-1 roundings of a partial sum, each half a unit in the last place of 8 bits.
         assert 2**-12 < relative_error(found[name], wanted[name]) <= (ranks - 1) * 2**-9
+
+
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_query_of_nan_is_nan_and_no_other_row_changes(ranks: int, schedule: str, engine: str) -> None:
+    given, token, head = inputs(Trial(causal=True, heads=(4, 2)), torch.float32), 11, 2
+    spoilt = given.q.clone()
+    spoilt[0, token, head, 5] = float("nan")
+
+    def body(ring: Ring, q: torch.Tensor) -> list[torch.Tensor]:
+        seq = ring.sequence(q.shape[1])
+        mine = [seq.shard(x).clone().requires_grad_() for x in (q, given.k, given.v)]
+        out, lse = ring.attention(*mine, seq, causal=True, schedule=schedule, return_lse=True)
+        grads = torch.autograd.grad(out, mine, seq.shard(given.dout))
+        return [seq.gather(x) for x in (out.detach(), lse.detach().transpose(1, 2), *grads)]
+
+    found, clean = (run_ranks(ranks, lambda ring, q=q: body(ring, q), engine=engine)[0] for q in (spoilt, given.q))
+    for ours, before in zip(found[:3], clean[:3], strict=True):  # out, lse, dq
+        assert ours[0, token, head].isnan().all()
+        ours[0, token, head] = before[0, token, head]
+        assert torch.equal(ours, before)
+    for ours, before in zip(found[3:], clean[3:], strict=True):  # dk, dv
+        assert ours[0, : token + 1, head // 2].isnan().all()
+        assert torch.equal(ours[0, :, 1 - head // 2], before[0, :, 1 - head // 2])

@@ -30,12 +30,14 @@ from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined
 from ringattn.engine.strips import Strips
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Run, Tile
-from ringattn.partial import accumulator_dtype, by_row, merge_
+from ringattn.partial import NEG_INF, accumulator_dtype, by_row, merge_
 
 ops = torch.ops.aten
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """The ops multiply the -inf of a masked score by the scale, and their row maximum too: it must not be less."""
+HIDDEN_ROWS = 64
+"""Rows whose scores are looked at together where the CPU op has hidden a NaN."""
 
 
 class BlockOp(NamedTuple):
@@ -58,7 +60,28 @@ class BlockOp(NamedTuple):
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if not lse.is_meta and (lse == 0).any():
+        _show_hidden(out, lse, q, k, causal)
+    return out, lse
+
+
+def _show_hidden(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -> None:
+    """Set right, in place, the rows of which no score is a number above -inf; `_cpu_forward` calls it where lse is 0.
+
+    The op takes them for rows without a key and says (0, 0), which weighs like a key. A row with a NaN is NaN; one of
+    -inf alone has seen nothing. That is found by its scores, a few rows at a time, as its keys may hold the NaN.
+    """
+    group = q.shape[1] // k.shape[1]
+    hidden = (lse == 0) & ~out.any(-1)
+    for batch, head in hidden.any(-1).nonzero().tolist():
+        for rows in hidden[batch, head].nonzero()[:, 0].split(HIDDEN_ROWS):
+            scores = q[batch, head, rows] @ k[batch, head // group].mT
+            if causal:
+                scores.masked_fill_(torch.arange(k.shape[2]) > rows[:, None], NEG_INF)
+            greatest = scores.amax(-1)  # of numbers and a NaN it is NaN
+            lse[batch, head, rows] = torch.where(greatest.isfinite(), 0.0, greatest)
+            out[batch, head, rows] = torch.where(greatest.isnan(), greatest, 0.0)[:, None].expand(-1, out.shape[3])
 
 
 def _cpu_backward(

@@ -84,7 +84,7 @@ def test_more_steps_lose_no_accuracy(dtype: str, form: str, steps: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> None:
     """Each gradient of every form within 1.25 times the error of the engine by plain loads, in half precision."""
-    from tests.contract.engine_contract import Trial
+    from tests.contract.engine_trial import Trial
 
     scenario = SCENARIOS[name]._replace(d_k=64, d_v=64)
     trial = Trial(scenario, HALVES[dtype], True, 0, "cuda")

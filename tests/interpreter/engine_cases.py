@@ -24,9 +24,9 @@ from ringattn.geometry import CAUSAL, Run, Tile
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
 from ringattn.kernels.launch_call import Config, Table
-from tests.contract import engine_contract
-from tests.contract.engine_contract import SCALE, TOLERANCE, EngineContract, Trial
+from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
+from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 from tests.gpu.kernel_checks import SCALE as CHECK_SCALE
 from tests.gpu.kernel_checks import carried_steps
 from tests.gpu.kernel_checks import inputs as check_inputs
@@ -173,11 +173,10 @@ def test_offsets_beyond_int32() -> None:
 
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
-def test_wide_and_odd_head_dimensions(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
     """float32 with the blocks that the engine takes by itself, and the customary scale."""
-    monkeypatch.setattr(engine_contract, "SCALE", dims[0] ** -0.5)
     scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), Run(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
-    trial = Trial(scenario, torch.float32, True)
+    trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
     trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
     trial.check_margins()
 

@@ -1,0 +1,103 @@
+"""The part of the engine contract on numbers that are none: a NaN is never hidden, and -inf is no weight.
+
+Does not know: how any engine cuts its tiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.engine.base import KV, Engine, Softmax
+from ringattn.geometry import CAUSAL, FULL, Band, Tile
+from tests.contract.engine_scenarios import SCENARIOS, Run, strip
+from tests.contract.engine_trial import NAN, SCALE, TOLERANCE, Trial
+
+
+class NotFinite:
+    """What an engine makes of NaN and of infinite scores.
+
+    `infinite_scores`: false where rows of which all scores of a step are -inf may be NaN, and not only as without a
+    key.
+    """
+
+    infinite_scores = True
+    device = "cpu"
+
+    def engine(self) -> Engine:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("name", ["full", "one-pair", "zigzag", "window"])
+    def test_a_query_of_nan_stays_visible_and_stays_in_its_row(self, name: str) -> None:
+        """In out, lse and dq, and in dK and dV of the keys that it sees; other rows keep their bits."""
+        trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
+        clean = trial.run(self.engine())
+        row, _, head, _ = trial.q_touched.nonzero()[-1].tolist()
+        trial.q[row, 0, head, 2] = NAN
+        found = trial.run(self.engine())
+        assert not found["lse"][0, head, row].isfinite()
+        for result in ("out", "dq"):
+            assert found[result][row, 0, head].isnan().all(), result
+            found[result][row, 0, head] = clean[result][row, 0, head]
+        found["lse"][0, head, row] = clean["lse"][0, head, row]
+        for result in ("out", "lse", "dq"):
+            assert torch.equal(found[result].nan_to_num(7.0), clean[result].nan_to_num(7.0)), result
+        for i, step in enumerate(trial.scenario.steps):
+            for tile in (one for one in step.tiles if head in one.heads.members()):
+                seen = trial._allowed(tile, step.k_rows)[head, row]
+                held = head // trial.scenario.group - step.held.start
+                for result in (f"dk{i}", f"dv{i}"):
+                    assert found[result][seen, 0, held].isnan().all(), result
+
+    @pytest.mark.parametrize("what", ["k", "v"])
+    @pytest.mark.parametrize("name", ["one-pair", "zigzag", "window"])
+    def test_a_key_or_a_value_of_nan_reaches_every_query_that_sees_it(self, name: str, what: str) -> None:
+        trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
+        clean, step = trial.run(self.engine()), trial.scenario.steps[0]
+        tile = step.tiles[0]
+        key, head = tile.k.rows.last, tile.heads.start
+        held = head // trial.scenario.group
+        getattr(trial.kvs[0], what)[key, 0, held - step.held.start, 2] = NAN
+        found = trial.run(self.engine())
+        seen = trial._allowed(tile, step.k_rows)[head, :, key]
+        out, lse = found["out"][:, 0, head], found["lse"][0, head]
+        assert seen.any()
+        if what == "k":
+            assert out[seen].isnan().all() and not lse[seen].isfinite().any()
+            unseen = trial.q_touched[:, 0, head, 0] & ~seen
+            assert torch.equal(lse[unseen], clean["lse"][0, head][unseen])
+            assert torch.equal(out[unseen], clean["out"][unseen, 0, head])
+        else:
+            assert out[seen, 2].isnan().all()
+            assert torch.equal(lse.nan_to_num(7.0), clean["lse"][0, head].nan_to_num(7.0))
+
+    @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
+    def test_scores_of_minus_infinity_have_no_weight(self, order: tuple[int, ...], band: Band) -> None:
+        """Keys of step 0 that a caller has put out of sight; rows that see no others are rows without a key."""
+        rows = 21
+        q, *others = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
+        q[..., 0] = 1.0
+        others[0][..., 0] = -math.inf
+        tile = Tile(strip(0, rows), strip(0, rows), band, Run(0, 2))
+
+        def run(steps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+            engine = self.engine()
+            works = engine.prepare([[tile]] * len(steps), Softmax(SCALE), rows, 2)
+            carry = engine.begin(works, q, 16, None)
+            for step, work in zip(steps, works, strict=True):
+                engine.attend(q, KV(others[2 * step], others[2 * step + 1]), carry, work)
+            return carry.out.settled(q.dtype), carry.lse
+
+        wanted = run((1,)) if 1 in order else (torch.zeros_like(q), torch.full((1, 2, rows), -math.inf).to(q.device))
+        out, lse = run(order)
+        if not self.infinite_scores and out.isnan().any():
+            assert out.isnan().all()
+            return
+        torch.testing.assert_close((out, lse), wanted, rtol=0, atol=TOLERANCE[torch.float32])
+        others[0][0, :, :, 3] = NAN
+        out, lse = run(order)
+        assert out.isnan().all() and not lse.isfinite().any()

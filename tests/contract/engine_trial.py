@@ -1,0 +1,183 @@
+"""A scenario of the engine contract with its random tensors: what an engine makes of it, and what is true.
+
+Does not know: how any engine cuts its tiles; which engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.base import KV, Engine, Output, Seed, Softmax
+from ringattn.geometry import Tile
+from ringattn.partial import accumulator_dtype
+from tests.contract.engine_scenarios import Scenario
+from tests.oracle import attention
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+SCALE = 0.3
+NAN = float("nan")
+
+
+def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
+    """`values` (rows, batch, heads, dim) as a strided view into memory that holds NaN elsewhere, and that memory."""
+    rows, batch, heads, dim = values.shape
+    if memory == "records":
+        held = values.new_full((rows + 2, batch, heads, dim + 3), NAN)
+        view = held[1:-1, :, :, :dim]
+    elif memory == "tokens":
+        held = values.new_full((batch, rows + 2, heads, dim), NAN)
+        view = held.transpose(0, 1)[1:-1]
+    else:
+        held = values.new_full((batch, heads, rows + 2, dim), NAN)
+        view = held.permute(2, 0, 1, 3)[1:-1]
+    view.copy_(values)
+    return view, held
+
+
+def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like: Tensor) -> Tensor:
+    """(rows, 1, heads, 1) booleans: the rows and heads of a buffer that the tiles of a step may read or write."""
+    mask = torch.zeros(like.shape[0], 1, like.shape[2], 1, dtype=torch.bool)
+    for tile in tiles:
+        for row in (tile.q if side == "q" else tile.k).rows.members():
+            for head in tile.heads.members():
+                mask[row, 0, head if side == "q" else head // group - first_head] = True
+    return mask.to(like.device)
+
+
+class Trial:
+    """A scenario with its random tensors: what an engine makes of them and what is true."""
+
+    def __init__(
+        self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0, device: str = "cpu",
+        scale: float = SCALE,
+    ) -> None:
+        s, self.device = scenario, torch.device(device)
+        self.scenario = scenario
+        self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.softmax = Softmax(scale, s.group, s.softcap)
+        self.sinks: Tensor | None = None
+        self.storage: list[Tensor] = []
+        every_tile = [tile for step in s.steps for tile in step.tiles]
+        self.q = self._input((s.q_rows, s.batch, s.heads, s.d_k), every_tile, "q", 0)
+        self.kvs = [
+            KV(
+                self._input((step.k_rows, s.batch, step.held.count, s.d_k), step.tiles, "k", step.held.start),
+                self._input((step.k_rows, s.batch, step.held.count, s.d_v), step.tiles, "k", step.held.start),
+                step.held.start,
+            )
+            for step in s.steps
+        ]
+        self.q_touched = touched(every_tile, "q", s.group, 0, self.q)
+        self.dout = self._input((s.q_rows, s.batch, s.heads, s.d_v), every_tile, "q", 0)
+        self.dlse = self._random((s.batch, s.heads, s.q_rows)).to(self.accumulator) if with_dlse else None
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
+
+    def _input(self, shape: tuple[int, ...], tiles: Sequence[Tile], side: str, first_head: int) -> Tensor:
+        values = self._random(shape)
+        values[~touched(tiles, side, self.scenario.group, first_head, values).expand(shape)] = NAN
+        return laid_out(values, self.scenario.memory)[0]
+
+    def _output(self, values: Tensor) -> Tensor:
+        view, held = laid_out(values, self.scenario.memory)
+        self.storage.append(held)
+        return view
+
+    def _relaid(self, output: Output, touched: Tensor) -> Output:
+        """What an engine begins with, in memory of ours: NaN wherever it promises not to read."""
+        carried, result = output
+        if result is not None:  # every row is written by some step before another reads it
+            touched = torch.zeros_like(touched)
+        return Output(*(
+            None if x is None else self._output(x.masked_fill(~touched, NAN)) for x in (carried, result)
+        ))  # fmt: skip
+
+    def run(self, engine: Engine) -> dict[str, Tensor]:
+        """out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers."""
+        s = self.scenario
+        works = engine.prepare([step.tiles for step in s.steps], self.softmax, s.q_rows, s.heads)
+        begun = engine.begin(works, self.q, s.d_v, self.sinks)
+        carry = begun._replace(out=self._relaid(begun.out, self.q_touched))
+        carry.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
+        for kv, work in zip(self.kvs, works, strict=True):
+            engine.attend(self.q, kv, carry, work)
+        final, dq = (
+            carry.out.settled(self.dtype),
+            self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched)),
+        )
+        results = {"out": final, "lse": carry.lse}
+        seed = Seed(self.dout, final, carry.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
+        for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
+            dkv = KV(*(self._output(torch.ones(x.shape, dtype=self.accumulator)) for x in kv[:2]), kv.first_head)
+            engine.attend_grad(self.q, kv, seed, dq, dkv, work)
+            results |= {f"dk{i}": dkv.k - 1, f"dv{i}": dkv.v - 1}
+        return results | {"dq": dq.settled(self.dtype)}
+
+    def truth(self) -> dict[str, Tensor]:
+        """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""
+        s = self.scenario
+        q = self.q.double().nan_to_num(0.0).requires_grad_()
+        leaves = [[x.double().nan_to_num(0.0).requires_grad_() for x in (kv.k, kv.v)] for kv in self.kvs]
+        columns: list[tuple[list[Tensor], Tensor]] = []
+        for step, leaf in zip(s.steps, leaves, strict=True):
+            missing = s.kv_heads - step.held.start - step.held.count
+            whole = [torch.nn.functional.pad(x, (0, 0, step.held.start, missing)) for x in leaf]
+            columns += [(whole, self._allowed(tile, step.k_rows)) for tile in step.tiles]
+        k, v = (torch.cat([whole[i] for whole, _ in columns]).transpose(0, 1) for i in range(2))
+        allowed = torch.cat([mask for _, mask in columns], -1)
+        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap)
+        seen = allowed.any(-1)
+        wanted = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
+        if self.dlse is not None:
+            wanted = wanted + (lse[:, seen] * self.dlse.double()[:, seen]).sum()
+        wanted.backward()
+        truth = {"out": out.detach().transpose(0, 1), "lse": lse.detach(), "dq": q.grad}
+        for i, leaf in enumerate(leaves):
+            truth |= {f"dk{i}": leaf[0].grad, f"dv{i}": leaf[1].grad}
+        return {name: x for name, x in truth.items() if x is not None}
+
+    def _allowed(self, tile: Tile, k_rows: int) -> Tensor:
+        mask = torch.zeros(self.scenario.heads, self.scenario.q_rows, k_rows, dtype=torch.bool)
+        q_positions, q_rows, k_positions, key_rows = (torch.tensor(run.members()) for run in (*tile.q, *tile.k))
+        distance = q_positions[:, None] - k_positions[None, :]
+        inside = (distance >= tile.band.lo) & (distance <= tile.band.hi)
+        for head in tile.heads.members():
+            mask[head, q_rows[:, None], key_rows[None, :]] = inside
+        return mask.to(self.device)
+
+    def check(self, results: dict[str, Tensor], tolerance: float) -> None:
+        """Compare with the truth where tiles are, and with what was there before elsewhere."""
+        truth, rows_touched = self.truth(), self.q_touched.expand(self.dout.shape)
+        assert results["out"][~rows_touched].isnan().all()
+        per_row = self.q_touched[:, :, :, 0].permute(1, 2, 0).expand(results["lse"].shape)
+        assert results["lse"][~per_row].isnan().all()
+        blind = truth["lse"].isneginf()
+        assert torch.equal(results["lse"].isneginf() & per_row, blind & per_row)
+        assert not results["out"].permute(1, 2, 0, 3)[blind & per_row].any()
+        results = results | {
+            "out": results["out"].masked_fill(~rows_touched, 0.0),
+            "lse": results["lse"].masked_fill(blind, 0.0),
+        }
+        truth["lse"] = truth["lse"].masked_fill(blind, 0.0)
+        for name, expected in truth.items():
+            error = (results[name].double() - expected).abs().max().item()
+            assert error <= tolerance, f"{name}: {error:.2e}"
+
+        assert not results["dq"][~self.q_touched.expand(self.q.shape)].any()
+        for i, (step, kv) in enumerate(zip(self.scenario.steps, self.kvs, strict=True)):
+            held = touched(step.tiles, "k", self.scenario.group, kv.first_head, kv.k)
+            for name in (f"dk{i}", f"dv{i}"):
+                assert not results[name][~held.expand(results[name].shape)].any(), f"{name} outside the tiles"
+
+    def check_margins(self) -> None:
+        """Blank every output view; what is left of its memory must be as it was made."""
+        for held in self.storage:
+            values = held[1:-1, :, :, :-3] if self.scenario.memory == "records" else (
+                held[:, 1:-1] if self.scenario.memory == "tokens" else held[:, :, 1:-1])  # fmt: skip
+            values.fill_(NAN)
+            assert held.isnan().all()
