@@ -155,9 +155,10 @@ class Ring(RankGroup):
         here: out is in q's dtype, and engines compute as they do without.
 
         Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
-        natural log, accumulator dtype. Rows that see no key give 0 and -inf. Backward needs them, as that of torch's
-        scaled_dot_product_attention does, and raises where they were changed in place. Raises `InputError` on every
-        rank when one rank refuses or the ranks disagree.
+        natural log, accumulator dtype. Rows that see no key give 0 and -inf, as do those whose scores are all -inf; a
+        NaN in a query makes its row NaN. Backward needs them, as that of torch's scaled_dot_product_attention does, and
+        raises where they were changed in place. Raises `InputError` on every rank when one rank refuses or the ranks
+        disagree.
         """
         return api.attention(
             self, q, k, v, seq, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks, kv_seq=kv_seq,
