@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +59,13 @@ class Layers(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """No compiled code of other tests, and no processes that compile beside this one."""
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No compiled code of other tests, and no processes that compile beside this one.
+
+    Inductor's cache on disk knows neither an operator's fake shapes nor ATEN_CPU_CAPABILITY.
+    """
     torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._inductor.config.patch(compile_threads=1):
         yield
 

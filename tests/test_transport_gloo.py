@@ -236,13 +236,6 @@ def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) ->
 # --- sudden ends -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mortals() -> Iterator[Processes]:
-    """Processes that die one after another; the test that takes rank 0, the store's host, is the last."""
-    with Processes(4) as started:
-        yield started
-
-
 def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
     ring = meet(rank, world_size, members, 20.0)
     after, before = contract.neighbors(ring)
@@ -260,7 +253,7 @@ def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_exits_is_named_by_all(mortals: Processes) -> None:
+def exit_is_named_by_all(mortals: Processes) -> None:
     told = mortals.run(exits_mid_exchange, mortals.ranks, exits=3)
     assert sorted(told) == [0, 1, 2]
     for rank, text in told.items():
@@ -286,7 +279,7 @@ def exits_mid_write(rank: int, world_size: int, members: list[int]) -> str:
     return message
 
 
-def test_a_rank_that_exits_mid_write_is_named_in_time(mortals: Processes) -> None:
+def exit_mid_write_is_named_in_time(mortals: Processes) -> None:
     told = mortals.run(exits_mid_write, mortals.ranks, exits=mortals.ranks[-1])
     assert f"rank 0 send to rank {len(told)} 'big' ({2**28} bytes of torch.float32)" in told[0]
     assert f"rank {len(told)} is silent (stopped, stuck or gone)" in told[0]
@@ -305,7 +298,15 @@ def loses_the_host(rank: int, world_size: int, members: list[int]) -> str:
     return str(caught.value)
 
 
-def test_a_lost_store_is_said(mortals: Processes) -> None:
+def lost_store_is_said(mortals: Processes) -> None:
     told = mortals.run(loses_the_host, mortals.ranks, exits=0)
     assert "rank 1 recv from rank 0 'kv 5' (64 bytes of torch.float32)" in told[1]
     assert all("the store's host (rank 0) is gone" in text for text in told.values())
+
+
+def test_ranks_that_exit_are_named() -> None:
+    """One set of processes, which die one after another; rank 0, the store's host, is the last."""
+    with Processes(4) as mortals:
+        exit_is_named_by_all(mortals)
+        exit_mid_write_is_named_in_time(mortals)
+        lost_store_is_said(mortals)
