@@ -6,14 +6,15 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-# Before torch loads: the ranks of a test are threads or processes, each with one intra-op thread of its own.
+# Before torch loads: the ranks of a test are threads or processes, each with one intra-op thread of its own, unless
+# OMP_NUM_THREADS asks for more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A GPU machine may have torch and pytest and nothing else; see pytest_ignore_collect.
 if find_spec("hypothesis") is not None:
