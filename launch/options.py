@@ -17,7 +17,10 @@ CONF = "ringattn.launch.conf"
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
-    """A field with its help line and its limits: `least` and `above` (inclusive, exclusive), `choices`."""
+    """A field with its help line and its limits: `least`, `most` and `above` (the last exclusive), `choices`.
+
+    A number that is not finite is refused for every option.
+    """
     return field(default=default, metadata={"about": about, **limits})
 
 
@@ -37,6 +40,8 @@ def check_limits(config: Any) -> None:
                 raise InputError(f"{key}={value}: must be a finite number")
         if "least" in limits and not value >= limits["least"]:
             raise InputError(f"{key}={value}: must be at least {limits['least']}")
+        if "most" in limits and not value <= limits["most"]:
+            raise InputError(f"{key}={value}: must be at most {limits['most']}")
         if "above" in limits and not value > limits["above"]:
             raise InputError(f"{key}={value}: must be more than {limits['above']}")
         if "choices" in limits and value not in limits["choices"]:

@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 
 from ringattn.errors import InputError
 from ringattn.explain import Explanation
+from ringattn.geometry import Run
 from ringattn.mask import Branch
 from ringattn.problem import Problem
 from ringattn.sweep import branch_tiles
@@ -28,24 +29,32 @@ COLUMNS = 1024
 
 
 class Rows(NamedTuple):
-    """Of one branch and rank, by position: whose rows its queries read (owner + 1, or 0), and which it sends."""
+    """Of one branch and rank, by bin of positions: whose its queries read (owner + 1, or 0), and which it sends."""
 
     read: np.ndarray
     sent: np.ndarray
 
 
-def rows_of(problem: Problem, branch: Branch, rank: int) -> Rows:
-    """The rows of a branch that `rank` reads, its own included, and those of its own that others read."""
-    read, sent = (np.zeros(problem.kv_layout.length, np.int64) for _ in range(2))
+def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows:
+    """The rows of a branch that `rank` reads, its own included, and those of its own that others read.
+
+    In bins of `width` positions; a bin has the greatest value of its positions.
+    """
+    read, sent = (np.zeros(-(-problem.kv_layout.length // width), np.int64) for _ in range(2))
     for reader in range(problem.world_size):
         for (owner, _, _), table in branch_tiles(problem, branch, reader, by_segment=False).items():
-            for tile in table:
-                positions = np.array(tile.k.positions.members())
-                if reader == rank:
-                    read[positions] = owner + 1
-                elif owner == rank:
-                    sent[positions] = owner + 1
+            for tile in table if rank in (reader, owner) else ():
+                _mark(read if reader == rank else sent, tile.k.positions, width, owner + 1)
     return Rows(read, sent)
+
+
+def _mark(line: np.ndarray, positions: Run, width: int, value: int) -> None:
+    """Raise the bins of these positions to `value`."""
+    if positions.stride <= width:  # no bin between the first and the last is without one
+        at: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)
+    else:
+        at = np.arange(positions.start, positions.stop, positions.stride) // width
+    line[at] = np.maximum(line[at], value)
 
 
 def branches_of(problem: Problem, head: int) -> list[Branch]:
@@ -64,8 +73,9 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     figure, axes = plt.subplots(ranks, 1, figsize=(13, 1.1 + ranks * (0.45 + 0.42 * len(branches))), squeeze=False)
     labels = [f"w={branch.segment or problem.kv_layout.length} r={branch.dilation} {what}"
               for branch in branches for what in ("reads", "sends")]  # fmt: skip
+    width = max(1, -(-problem.kv_layout.length // COLUMNS))
     for rank, ax in enumerate(axes[:, 0]):
-        lines = [_binned(line) for branch in branches for line in rows_of(problem, branch, rank)]
+        lines = [line for branch in branches for line in rows_of(problem, branch, rank, width)]
         ax.imshow(np.stack(lines), aspect="auto", interpolation="nearest", cmap=colors, vmin=0, vmax=ranks,
                   extent=(0, problem.kv_layout.length, len(lines) - 0.5, -0.5))  # fmt: skip
         ax.hlines(np.arange(len(lines) - 1) + 0.5, 0, problem.kv_layout.length, color="white", linewidth=2)
@@ -82,8 +92,3 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
-
-def _binned(line: np.ndarray) -> np.ndarray:
-    """The greatest value of each of at most `COLUMNS` bins."""
-    width = max(1, -(-len(line) // COLUMNS))
-    return np.pad(line, (0, -len(line) % width)).reshape(-1, width).max(1)

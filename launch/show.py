@@ -28,7 +28,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 class ExplainConfig:
     """One attention call. Sizes count the whole sequence."""
 
-    ranks: int = option(4, "ranks to plan for", least=1)
+    ranks: int = option(4, "ranks to plan for", least=1, most=1024)
     length_tokens: int = option(8192, "tokens of the sequence", least=0)
     cu_seqlens: list[int] | None = option(None, "document boundaries, as cu_seqlens=[0,100,300]")
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))

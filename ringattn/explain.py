@@ -22,11 +22,12 @@ from ringattn.mask import Banded
 from ringattn.plan import Plan, record_bytes
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
+from ringattn.planner.extent import check_extent, excess
 from ringattn.planner.simulate import simulate
 from ringattn.presets import check
 from ringattn.problem import Problem
 from ringattn.schedule.ops import Schedule
-from ringattn.schedule.routes import schedule_of
+from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.sweep import branch_tiles, pieces_of, tiles_of
@@ -119,7 +120,10 @@ def explain(
     Sizes come from `q`, `k`, `v` or the four numbers. `cluster`: what times are predicted for; or the name of a preset,
     or a file of `ringattn calibrate`.
 
-    Local: the other ranks need not call it. Raises `InputError` where neither is given, or the cluster is not known.
+    Memory and time follow the pieces of the layout and the pairs of ranks, not the tokens.
+
+    Local: the other ranks need not call it. Raises `InputError` where neither is given, where the cluster is not known,
+    and with the count where there are too many pieces to plan (`planner.extent`).
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
@@ -137,6 +141,8 @@ def explain(
     if segment_lengths is not None or dilation_rates is not None:
         pairs = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
     problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, pairs)
+    dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
+    check_extent(problem, by_head=schedule == ALL_TO_ALL.name or (schedule == "auto" and dilated))
     route = choose_route(problem, schedule)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
@@ -167,7 +173,10 @@ def _pairs(problem: Problem) -> tuple[int, ...]:
 def _better_layout(
     ring: Ring, seq: Sequence, kv_seq: Sequence | None, problem: Problem, pairs: tuple[int, ...]
 ) -> str | None:
-    """A layout with a clearly lower greatest share of pairs (one part in twenty), or None."""
+    """A layout with a clearly lower greatest share of pairs (one part in twenty), or None.
+
+    Layouts that are too large to plan are passed over.
+    """
     if kv_seq is not None or problem.world_size == 1:
         return None
     best, least = None, 0.95 * max(pairs)
@@ -176,6 +185,8 @@ def _better_layout(
             continue
         layout = make_layout(name, seq.length, ring.world_size, seq.documents)
         other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})
+        if excess(other):
+            continue
         greatest = max(_pairs(other))
         if greatest < least:
             best, least = name, greatest

@@ -18,6 +18,8 @@ from ringattn.geometry import Run
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
 PURPOSES = ("causal", "full", "window", "dilated")
+MOST_TOKENS = 2**50
+"""Of a sequence: more than any text has; sums over all pairs of ranks stay inside int64."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ def make_layout(
     """The layout called `name`, or for "auto" the one that suits `purpose` (one of causal, full, window, dilated).
 
     `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise.
-    Raises `InputError` for an unknown name or purpose, and for per_document without documents.
+    Raises `InputError` for an unknown name or purpose, for per_document without documents, and for more than
+    `MOST_TOKENS`.
     """
+    if length > MOST_TOKENS:
+        raise InputError(f"{length} tokens: a sequence has at most {MOST_TOKENS} (2^50)")
     if purpose not in PURPOSES:
         raise InputError(f"for_={purpose!r} is not known; choose one of {', '.join(PURPOSES)}")
     if name == "auto":

@@ -10,6 +10,7 @@ from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,23 +32,25 @@ class Sequence:
         """`documents`: cumulative lengths (0, ..., length), or None for a single sequence."""
         self.ring, self.layout, self.documents = ring, layout, documents
         self.length = layout.length
-        with torch.inference_mode(False):  # autograd may be asked to keep them
-            self._positions = torch.from_numpy(layout.positions(ring.rank))
+        self._positions: np.ndarray | None = None
+        self.counts = layout.counts
+        """Tokens of each rank."""
         self.handle = next(_handles)
         """Stands for this sequence where only a number can pass, see `sequence_with`; 0 is nobody's."""
         _living[self.handle] = self
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        return self.layout.counts
 
     def positions(self, per_document: bool = False) -> Tensor:
         """The global position of each local token: int64, (counts[rank],), on the ring's device.
 
         `per_document`: counted from the start of the token's document, as rotary positions of packed documents are.
         """
-        positions = self._positions
+        own = self._positions
+        if own is None:  # at first use: a sequence that is only planned may be longer than memory
+            own = self.layout.positions(self.ring.rank)
+            if not torch.compiler.is_compiling():  # what is traced is no array
+                self._positions = own
+        with torch.inference_mode(False):  # a later call may need gradients
+            positions = torch.from_numpy(own)
         if per_document and self.documents is not None:
             starts = torch.tensor(self.documents)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

@@ -150,6 +150,23 @@ def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
     return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
 
 
+def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int:
+    """How many pieces `cut` makes before dilation thins them out, found without making them."""
+    runs = np.array([run for shard in layout.shards for run in shard], np.int64).reshape(-1, 3)
+    edges: Ints = np.array(bounds, np.int64)
+    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    step = lengths if segment is None else np.full_like(lengths, segment)
+    segments = np.ones_like(lengths) if segment is None else -(-lengths // segment)
+    before = np.cumsum(segments) - segments
+
+    def segment_at(positions: Ints) -> Ints:
+        part = np.searchsorted(starts, positions, side="right") - 1
+        return before[part] + (positions - starts[part]) // step[part]
+
+    start, count, stride = runs.T
+    return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
+
+
 @lru_cache(maxsize=1024)
 def cut(
     layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
-from ringattn.layout import LAYOUTS
+from ringattn.layout import LAYOUTS, MOST_TOKENS
 from ringattn.testing import run_ranks
 from tests.face import TOKENS, X, errors
 
@@ -156,3 +156,33 @@ def test_a_gather_that_ranks_disagree_on() -> None:
 
     for error in errors(body):
         assert isinstance(error, DisagreementError) and "rank 0" in str(error) and "float64" in str(error)
+
+
+def test_a_sequence_makes_its_positions_when_asked() -> None:
+    def body(ring: Ring) -> None:
+        with torch.inference_mode():
+            seq = ring.sequence(MOST_TOKENS)
+            cut = seq.with_documents([0, 7, MOST_TOKENS])
+            small = ring.sequence(13, layout="striped")
+            inside = small.positions()
+        assert seq.counts == cut.counts == (MOST_TOKENS // 2,) * 2
+        assert inside.tolist() == small.positions().tolist() == list(range(ring.rank, 13, 2))
+        weight = torch.ones(len(inside), requires_grad=True)
+        (weight * inside).sum().backward()
+        assert weight.grad is not None and torch.equal(weight.grad, inside.float())
+
+    run_ranks(2, body)
+
+
+def test_positions_within_a_compiled_region() -> None:
+    with Ring() as ring:
+        seq = ring.sequence(cu_seqlens=[0, 5, 11])
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return x * seq.positions() + seq.positions(per_document=True)
+
+        x = torch.linspace(-1, 1, 11)
+        first, own = turned(x), seq.positions(per_document=True)
+        assert torch.equal(first, x * torch.arange(11) + own) and torch.equal(turned(x), first)
+        assert own.tolist() == [*range(5), *range(6)]

@@ -10,16 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ringattn.layout import MOST_TOKENS
 from ringattn.planner.activations import RECOMPUTE, SAVED
 from ringattn.planner.capacity import OFFLOADS, Run, training_bytes
 from ringattn.planner.hardware import Hardware
 from ringattn.planner.step_time import step_seconds
 
-MOST_TOKENS = 2**50
-"""Searches end here: more tokens than any text has."""
-
 MOST_RANKS = 2**24
-"""And here: more ranks than any machine has."""
+"""Searches end here: more ranks than any machine has."""
 
 LEAST_SAVING = 1 / 1000
 """Share of the whole that a step must save to be worth a line."""

@@ -91,9 +91,10 @@ def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables])
     members = sorted({rank for pair in pairs for rank in pair})
     by_head = {pair: _by_head(problem, tables) for pair, tables in pairs.items()}
     heads = sorted({head for tables in by_head.values() for head in tables})
+    dealt = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
+             for place in range(len(members))]  # fmt: skip
     for (asker, owner), tables in by_head.items():
-        for place, rank in enumerate(members):
-            mine = [head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
+        for rank, mine in zip(members, dealt, strict=True):
             if tiles := tuple(PartTiles(Run(head, 1), tables[head]) for head in mine if head in tables):
                 q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
                 yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
