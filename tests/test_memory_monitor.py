@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,29 @@ def test_unknown_profile() -> None:
     with pytest.raises(InputError, match="aggressive, balanced, conservative"):
         alone(profile="brave")
     assert alone(profile=Profile(0.1, 0.2, 0.3, 0.4)).profile.critical == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"capacity_bytes": bad}, rf"capacity_bytes={bad!r}: expected a whole number of bytes from 1 on")
+          for bad in (0, -1, math.nan, math.inf, 1e9, True, "80GiB")),
+        *(({"profile": Profile(*bad)}, r"expected shares of the memory that ascend, 0 < target")
+          for bad in ((0.9, 0.95, 0.92, 0.97), (0.95, 0.92, 0.95, 0.97), (0.9, 0.92, 0.97, 0.95), (90, 92, 95, 97),
+                      (0, 0.92, 0.95, 0.97), (0.9, 0.92, math.nan, 0.97), (0.9, 0.92, 0.95, "1"))),
+        ({"profile": (0.9, 0.92, 0.95, 0.97)}, "profile=.* is not known"),
+        ({"profile": None}, "profile=None is not known"),
+        ({"actions": [stop]}, r"actions=\[<function stop .*: expected actions=\{Level.WARNING: \[log\]"),
+        ({"actions": {Level.WARNING: stop}}, r"actions has <Level.WARNING: 1>: <function stop"),
+        ({"actions": {Level.WARNING: "log"}}, r"actions has <Level.WARNING: 1>: 'log'"),
+        ({"actions": {"warning": [stop]}}, r"actions has 'warning': \["),
+        ({"actions": {1: [stop]}}, r"actions has 1: \["),
+        ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is no function"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match="rank 3: .*" + said):
+        alone(rank=3, **options)
 
 
 # --- levels and actions ----------------------------------------------------------------------------------------------

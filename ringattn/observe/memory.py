@@ -130,13 +130,17 @@ class MemoryMonitor:
         """`gather`: this rank's words to those of all ranks, by rank; None: alone. `actions`: by the level from which
         on they are taken. `capacity_bytes`: None for what the device has.
 
-        Raises `InputError` for an unknown profile.
+        Raises `InputError` for a profile that is not known or whose shares do not ascend within 0 to 1, for a capacity
+        that is no number of bytes, and for actions that are not lists of functions by `Level`.
         """
-        if isinstance(profile, str) and profile not in PROFILES:
-            raise InputError(f"profile={profile!r} is not known; choose one of {', '.join(PROFILES)}, or a Profile")
-        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self.profile = _profile(profile, rank)
         self._pool, self._device, self._rank, self._gather = pool, device, rank, gather
-        self._actions = {level: tuple(some) for level, some in (actions or {}).items()}
+        self._actions = _actions({} if actions is None else actions, rank)
+        if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
+            raise InputError(
+                f"rank {rank}: capacity_bytes={capacity_bytes!r}: expected a whole number of bytes from 1 on, or None "
+                "for what the device has"
+            )
         self._capacity_bytes = capacity_bytes
 
     def read(self) -> Reading:
@@ -171,6 +175,35 @@ class MemoryMonitor:
             for action in self._actions[reached]:
                 action(level, readings)
         return level
+
+
+def _profile(profile: str | Profile, rank: int) -> Profile:
+    if isinstance(profile, str) and profile in PROFILES:
+        return PROFILES[profile]
+    if not isinstance(profile, Profile):
+        known = ", ".join(PROFILES)
+        raise InputError(f"rank {rank}: profile={profile!r} is not known; choose one of {known}, or give a Profile")
+    numbers = all(isinstance(share, (int, float)) and not isinstance(share, bool) for share in profile)
+    if not numbers or not 0 < profile.target <= profile.warning <= profile.critical <= profile.emergency <= 1:
+        raise InputError(
+            f"rank {rank}: profile={profile!r}: expected shares of the memory that ascend, "
+            "0 < target <= warning <= critical <= emergency <= 1"
+        )
+    return profile
+
+
+def _actions(actions: Mapping[Level, Iterable[Action]], rank: int) -> dict[Level, tuple[Action, ...]]:
+    shape = "expected actions={Level.WARNING: [log], ...}, lists of functions of (level, readings) by Level"
+    if not isinstance(actions, Mapping):
+        raise InputError(f"rank {rank}: actions={actions!r}: {shape}")
+    found = {}
+    for level, some in actions.items():
+        if not isinstance(level, Level) or isinstance(some, str) or not isinstance(some, Iterable):
+            raise InputError(f"rank {rank}: actions has {level!r}: {some!r}; {shape}")
+        found[level] = tuple(some)
+        if wrong := [action for action in found[level] if not callable(action)]:
+            raise InputError(f"rank {rank}: actions[{level!r}] has {wrong[0]!r}, which is no function; {shape}")
+    return found
 
 
 def greatest(readings: Sequence[Reading]) -> dict[str, int]:
