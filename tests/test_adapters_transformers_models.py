@@ -174,13 +174,13 @@ def sorted_by_bert() -> Any:
 
 
 def test_losses_that_a_model_makes_by_itself() -> None:
-    refused(lambda seq: with_labels(seq, whisper()), "WhisperForCausalLM made its loss by itself .*leave labels out")
+    refused(lambda seq: with_labels(seq, whisper()), "WhisperForCausalLM made its loss by itself, .*leave labels out")
 
 
 @pytest.mark.parametrize("make", [sorted_by_llama, sorted_by_bert])
 def test_logits_of_whole_rows(make: Callable[[], Any]) -> None:
     refused(lambda seq: forward(seq, adapter.prepare(make())),
-            r"ForSequenceClassification makes logits of a whole row .* pool seq\.gather")  # fmt: skip
+            r"ForSequenceClassification makes logits of a whole row, .* pool seq\.gather")  # fmt: skip
     refused(lambda seq: with_labels(seq, make()), "would make its loss of this rank's tokens alone")
 
 

@@ -21,6 +21,7 @@ import transformers
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers_places import counts_by_itself
 from ringattn.testing import run_ranks
 from tests.adapter_compare import far_off
 from tests.adapter_models import filled, tiny_model
@@ -223,3 +224,31 @@ def test_places_on_one_rank() -> None:
                 model(**{**mine, "position_ids": mine["position_ids"] + 1})
     real = padded()["attention_mask"].bool()
     torch.testing.assert_close(found[real], true[real], rtol=0, atol=1e-6)  # eager rounds to float32
+
+
+def test_a_model_that_cannot_be_asked_for_its_places() -> None:
+    class Asking(transformers.RobertaModel):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, *, more: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, position_ids=position_ids, token_type_ids=more[input_ids], **others)
+
+    Asking.__module__ = transformers.RobertaModel.__module__
+
+    def call(seq: Any) -> Any:
+        model = adapter.prepare(filled(Asking(transformers.RobertaConfig(**HEADS))))
+        return forward(seq, model, more=torch.zeros(64, dtype=torch.int64))
+
+    refused(call, "Asking may count places by its padding or mask, and cannot be asked")
+
+
+def test_layers_do_not_run_when_a_model_is_asked() -> None:
+    """Their hooks may be FSDP's, which wait for the end of a layer."""
+    for make in (lambda: counting("Roberta"), opt, lambda: tiny_model("llama", "eager")):
+        model, ran = make(), []
+        for part in model.modules():
+            if isinstance(part, torch.nn.ModuleList):
+                for layer in part:
+                    layer.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
+        counts_by_itself(model)
+        assert not ran
+        model(input_ids=ids(9))
+        assert ran

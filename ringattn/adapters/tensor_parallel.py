@@ -30,6 +30,22 @@ def local_heads(
     return (q, k, v), lambda out: DTensor.from_local(out, mesh, placements)
 
 
+def local_sinks(sinks: Tensor, heads: int) -> Tensor:
+    """Sinks as this rank's tensor, of as many `heads` as its queries have; differentiable. Tensors pass as they are.
+
+    Raises `InputError` for a DTensor of which this rank has another number of heads.
+    """
+    if not isinstance(sinks, DTensor):
+        return sinks
+    local: Tensor = sinks.to_local()
+    if local.shape != (heads,) or any(placement.is_partial() for placement in sinks.placements):
+        raise InputError(
+            f"sinks is a DTensor with placements {sinks.placements}, of which this rank has {tuple(local.shape)}, and "
+            f"its queries have {heads} heads; shard it as the heads of q are, or pass sinks.full_tensor()"
+        )
+    return local
+
+
 def _check(name: str, one: Tensor, q: Tensor, dim: int) -> None:
     if not isinstance(one, DTensor) or not isinstance(q, DTensor):
         kind, other = type(one).__name__, type(q).__name__

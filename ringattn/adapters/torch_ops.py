@@ -21,7 +21,7 @@ from torch import Tensor
 from ringattn import api
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
-from ringattn.adapters.tensor_parallel import local_heads
+from ringattn.adapters.tensor_parallel import local_heads, local_sinks
 from ringattn.errors import ClosedError, InputError
 from ringattn.mask import Banded, make_mask
 from ringattn.partial import accumulator_dtype
@@ -77,6 +77,7 @@ def ring_attention(
             seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
             _check_options(causal, window, scale, softcap, sinks, schedule)
+            sinks = None if sinks is None else local_sinks(sinks, q.shape[2])
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
     out, _, _ = attention(
         q, k, v, sinks, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap, schedule

@@ -25,8 +25,16 @@ from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.tensor_parallel import local_sinks
 from ringattn.adapters.transformers_calls import attending, watch
-from ringattn.adapters.transformers_checks import check_tokens, known_mask, refuse_inputs, refuse_options
+from ringattn.adapters.transformers_checks import (
+    check_encoder,
+    check_tokens,
+    is_cross_attention,
+    known_mask,
+    refuse_inputs,
+    refuse_options,
+)
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_rotary import watch_rotary
 from ringattn.adapters.transformers_towers import is_tower, mark_parts
@@ -103,11 +111,13 @@ def attention_forward(
         spec = known_mask(module, attention_mask)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
+        if is_cross_attention(module):
+            check_encoder(seq, spec.padding)
     call = attending()
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
-               "sinks": None if sinks is None else sinks.to(q.dtype)}  # fmt: skip
+               "sinks": None if sinks is None else local_sinks(sinks, q.shape[2]).to(q.dtype)}  # fmt: skip
     ids = kwargs.get("position_ids")  # some models hand on None
     if ids is None and call is not None:
         ids = call.positions
@@ -139,6 +149,7 @@ def _locally(
     if plain:
         sdpa = cast(Any, AttentionInterface()["sdpa"])
         return sdpa(module, q, k, v, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+    sinks = None if sinks is None else local_sinks(sinks, q.shape[1])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.transformers_checks import check_tokens, short
+from ringattn.adapters.transformers_checks import check_encoder, check_tokens, short
+from ringattn.adapters.transformers_outputs import LEAVE_OUT, check_output, token_shape
 from ringattn.adapters.transformers_places import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
@@ -34,8 +35,7 @@ class Call:
 
     model: nn.Module
     seq: Sequence
-    positions: Any
-    has_labels: bool
+    given: Mapping[str, Any]
     outer: Call | None
     has_attended: bool = False
     has_chosen: bool = False
@@ -43,6 +43,19 @@ class Call:
     is_placed: bool = False
     """Its positions are those that the model would make by itself of the whole rows."""
 
+    @property
+    def positions(self) -> Any:
+        """The position_ids that it was given."""
+        return self.given.get("position_ids")
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether it was asked for a loss by labels."""
+        return self.given.get("labels") is not None
+
+
+SHARD = "ringattn_shard"
+"""Marks a cache that was filled under a sequence of several ranks."""
 
 _call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
 
@@ -87,26 +100,36 @@ def attending() -> Call | None:
 
 @torch.compiler.disable
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    seq = active_sequence()
-    if seq is None or torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1:
         return
+    seq = active_sequence()
     given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-    if seq.ring.world_size > 1:
+    if seq is None or seq.ring.world_size == 1:
+        _check_cache(given.get("past_key_values"))
+    else:
         _check_inputs(model, seq, given)
-    positions = given.get("position_ids")
-    is_placed = positions is not None and not _decodes(given) and counts_by_itself(model)
+    if seq is None:
+        return
+    is_placed = given.get("position_ids") is not None and not _decodes(given) and counts_by_itself(model)
     if is_placed:
         _check_places(model, seq, given)
     if is_placed or seq.ring.world_size > 1:
-        _call.set(Call(model, seq, positions, given.get("labels") is not None, _call.get(), is_placed=is_placed))
+        _call.set(Call(model, seq, given, _call.get(), is_placed=is_placed))
 
 
 def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
     """Raise `InputError`, on all ranks, for what is not a shard, or would give something of this rank's tokens."""
-    has_labels = given.get("labels") is not None
     with refused_by_all(seq.ring):
-        if has_labels:
+        if given.get("labels") is not None:
             _check_loss(model, given)
+        kept = given.get("logits_to_keep")
+        if isinstance(kept, Tensor) or kept:
+            raise InputError(
+                "logits_to_keep would keep logits of each rank's own tokens; leave it out and take those of the tokens "
+                "that seq.positions() names, and for generate() use `with ring.activate(None):`"
+            )
+        if given.get("encoder_hidden_states") is not None:
+            check_encoder(seq, given.get("encoder_attention_mask"))
         if given.get("position_ids") is None:
             raise InputError(
                 "position_ids are missing, and the model would count from 0 on every rank: pass "
@@ -128,11 +151,34 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
         return None
     if call.outer is not None:
         call.outer.has_attended |= call.has_attended
+    _mark_caches(call, out)
     with refused_by_all(call.seq.ring):
-        _check_output(call, out)
-    if getattr(out, "pooler_output", None) is None:
-        return None
-    return type(out)(**{name: x for name, x in out.items() if name != "pooler_output"})
+        if not call.has_attended:
+            raise UnsupportedError(
+                f"no attention of {type(model).__name__} went through the ring: whatever mixes its tokens saw those of "
+                "this rank alone"
+            )
+        return check_output(model, out, token_shape(call.given), call.has_labels and _is_used(model))
+
+
+def _mark_caches(call: Call, out: Any) -> None:
+    """What this call has filled is of this rank's tokens."""
+    for cache in (call.given.get("past_key_values"), getattr(out, "past_key_values", None)):
+        if cache is not None and cache.get_seq_length() > 0:
+            setattr(cache, SHARD, True)
+
+
+def _check_cache(cache: Any) -> None:
+    """Raise `InputError` where whole tokens would follow a cache of one rank's."""
+    if not getattr(cache, SHARD, False):
+        return
+    if cache.get_seq_length() == 0:  # emptied since
+        delattr(cache, SHARD)
+        return
+    raise InputError(
+        "this cache holds this rank's tokens alone, since it was filled under a sequence of several ranks; fill one "
+        "with the whole prompt, on every rank, inside `with ring.activate(None):`"
+    )
 
 
 def _check_places(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
@@ -163,39 +209,15 @@ def _decodes(given: Mapping[str, Any]) -> bool:
     return cache is not None and cache.get_seq_length() > 0
 
 
-def _check_output(call: Call, out: Any) -> None:
-    """Raise `InputError` for outputs that one process would make of other ranks' tokens too."""
-    name = type(call.model).__name__
-    if not call.has_attended:
-        raise UnsupportedError(
-            f"no attention of {name} went through the ring: whatever mixes its tokens saw those of this rank alone"
-        )
-    if isinstance(out, tuple):
-        raise InputError("return_dict=False: outputs of whole rows cannot be told from those of tokens; leave it out")
-    if call.has_labels and not _is_used(call.model):
-        raise UnsupportedError(f"{name} made its loss by itself and {OF_THIS_RANK}: {LEAVE_OUT}")
-    logits = getattr(out, "logits", None)
-    if isinstance(logits, Tensor) and logits.dim() == 2:
-        raise UnsupportedError(
-            f"{name} makes logits of a whole row out of one of its tokens, and {OF_THIS_RANK}; call the model "
-            "beneath it, pool seq.gather(last_hidden_state, dim=1) on every rank, and divide the loss by the ranks"
-        )
-
-
 def _is_used(model: Any) -> bool:
     loss = model.loss_function
     return isinstance(loss, WatchedLoss) and loss.is_used
 
 
-OF_THIS_RANK = "has only this rank's tokens for it"
-LEAVE_OUT = (
-    "leave labels out and make the loss of the logits of every token, added over ranks and divided by the number of "
-    "labels of all"
-)
-
-
-def _check_loss(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _check_loss(model: Any, given: Mapping[str, Any]) -> None:
     """Raise `InputError` where the model's own loss would not be this rank's part of the whole batch's."""
+    if isinstance(getattr(model, "loss_function", None), WatchedLoss):
+        model.loss_function.is_used = False  # from here on, in this call
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         raise UnsupportedError(f"{type(model).__name__} would make its loss of this rank's tokens alone: {LEAVE_OUT}")
     if _adds_router_loss(model, given):

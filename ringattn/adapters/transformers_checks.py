@@ -67,6 +67,26 @@ def check_tokens(seq: Sequence, tokens: int, name: str = "attention") -> None:
         )
 
 
+def check_encoder(seq: Sequence, mask: Tensor | None) -> None:
+    """Raise `UnsupportedError` for cross attention that would cut this sequence as its keys, or its documents, are cut.
+
+    `mask`: (batch, keys), 0 for padding.
+    """
+    what = None if mask is None or bool((mask != 0).all()) else "with padding"
+    if what is None and seq.documents is not None:
+        what = "of a text that is cut into documents"
+    if what is not None:
+        raise UnsupportedError(
+            f"cross attention to an encoder {what}: over a ring every token of the text sees every one of the encoder; "
+            "leave padding out, or call the model inside `with ring.activate(None):` on whole texts"
+        )
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Whether its keys are an encoder's, by what transformers' modules say of themselves."""
+    return bool(getattr(module, "is_cross_attention", "CrossAttention" in type(module).__name__))
+
+
 def refuse_inputs(
     spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any],
     call: Watched | None,
@@ -82,7 +102,7 @@ def refuse_inputs(
         _check_documents(seq, kwargs)
         if seq.ring.world_size > 1:
             _check_rotary(module, call is not None and call.has_chosen)
-        if call is None and (ids is not None or seq.ring.world_size > 1) and _counts_by_itself(type(module).__mro__):
+        if call is None and (ids is not None or seq.ring.world_size > 1) and may_count_by_itself(type(module).__mro__):
             raise UnsupportedError(
                 f"the models of {type(module).__name__} may count places by their padding or mask, which is not known "
                 "here: call ringattn.adapters.transformers.prepare(model) once"
@@ -179,8 +199,10 @@ def _takes_positions(kinds: tuple[type, ...]) -> bool:
 
 
 @cache
-def _counts_by_itself(kinds: tuple[type, ...]) -> bool:
-    """Whether code beside an attention module makes places of tokens or masks; asked where no model is known."""
+def may_count_by_itself(kinds: tuple[type, ...]) -> bool:
+    """Whether code beside an attention module makes places of tokens or masks; asked where a model
+    is not known, or cannot be asked.
+    """
     beside = _beside(kinds)
     makes = {getattr(one, "__name__", "") for one in beside}
     makes |= {name for one in beside if isinstance(one, type) for name in vars(one)}

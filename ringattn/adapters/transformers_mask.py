@@ -3,7 +3,7 @@
 transformers builds masks out of small functions of (batch, head, query, key) indices. Here they are recognized by name,
 never evaluated: what comes out is a `MaskSpec` of constant size, whatever the number of tokens.
 Promises: every function of the host that is not known by name is refused, so that no mask is dropped or guessed.
-Does not know: attention, which sequence is active.
+Does not know: attention.
 Names as in transformers 5.23, `transformers.masking_utils`.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.activation import active_sequence
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -62,6 +63,15 @@ class MaskSpec:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name) if name.startswith("__") else _NoTableError(_NO_TABLE)
+
+    def contiguous(self) -> Tensor | None:
+        """The table that `generate` hands to a compiled model beside a static cache, where attention is local."""
+        if active_sequence() is not None:
+            raise _NoTableError(
+                "generate() makes the table of a mask for a static cache, which does not lie over ranks; generate from "
+                "whole prompts inside `with ring.activate(None):`"
+            )
+        return self.local(may_be_none=False)
 
     def rows(self, seq: Sequence, check: Callable[[Rows], None]) -> Rows:
         """Which rows of the batch attend over which documents of `seq`: those of `seq`, padding apart, chunks apart.

@@ -10,7 +10,8 @@ Checked with transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringattn.activation import activate
+from ringattn.adapters.transformers_checks import may_count_by_itself
+from ringattn.errors import UnsupportedError
 
 _PROBE_TOKENS = 8
 _COMPUTING = (F.linear, F.layer_norm, F.dropout, F.conv1d, torch.matmul)
-"""A model has looked up its positions before the first of these."""
+"""A model has looked up its positions before the first of these, and before its first layer."""
 
 
 class _Counting(NamedTuple):
@@ -59,6 +62,43 @@ class _Lookups(TorchFunctionMode):
         return torch.zeros((), dtype=table.dtype, device=places.device).expand(*places.shape, table.shape[-1])
 
 
+class _Layer:
+    """A layer of which everything can be read, but whose call ends the forward pass: its hooks may not run."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _LookedUpError
+
+
+class _Layers(dict[str, Any]):
+    """What a list of layers holds while a model is asked."""
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def __getitem__(self, name: str) -> Any:
+        return _Layer(super().__getitem__(name))
+
+
+@contextmanager
+def _without_layers(model: nn.Module) -> Iterator[None]:
+    """FSDP's hooks, for one, would gather weights and wait for the end of the layer."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    held = [one._modules for one in lists]
+    try:
+        for one, layers in zip(lists, held, strict=True):
+            one._modules = _Layers(layers)
+        yield
+    finally:
+        for one, layers in zip(lists, held, strict=True):
+            one._modules = layers
+
+
 def counts_by_itself(model: Any) -> bool:
     """Whether the places that `model` makes of whole rows are others than 0, 1, ... in every row."""
     if model not in _known:
@@ -70,7 +110,8 @@ def own_places(model: Any, given: dict[str, Tensor], documents: Sequence[int] | 
     """The position_ids, (rows, tokens), with which `model` computes what it does without, or None for 0, 1, ....
 
     `given`: input_ids or inputs_embeds, and attention_mask where there is one, of whole rows. `documents`: cumulative
-    lengths; each is then a row of its own.
+    lengths; each is then a row of its own. Raises `UnsupportedError` for a model that may make others, and cannot be
+    asked.
     """
     if not counts_by_itself(model):
         return None
@@ -111,11 +152,16 @@ def _counting(model: Any) -> _Counting | None:
 
 def _lookups(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """What a forward pass looks up in each of its tables, one after the other."""
-    with torch.no_grad(), activate(None), _Lookups() as lookups:
+    with torch.no_grad(), activate(None), _without_layers(model), _Lookups() as lookups:
         try:
             model.forward(**given)
         except _LookedUpError:
             pass
-        except Exception:  # a model that cannot be called like this makes no places of its own
-            return []
+        except Exception as error:
+            if may_count_by_itself(type(model).__mro__):
+                raise UnsupportedError(
+                    f"{type(model).__name__} may count places by its padding or mask, and cannot be asked for "
+                    "them with input_ids and attention_mask alone; take another model"
+                ) from error
+            return []  # what cannot be called like this makes no places by itself
     return lookups.found
