@@ -73,14 +73,15 @@ def _show_hidden(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -
     -inf alone has seen nothing. That is found by its scores, a few rows at a time, as its keys may hold the NaN.
     """
     group = q.shape[1] // k.shape[1]
-    hidden = (lse == 0) & ~out.any(-1)
+    hidden = (lse == 0) & ~(out.abs() > 0).any(-1)  # 0, or NaN where a value is
     for batch, head in hidden.any(-1).nonzero().tolist():
         for rows in hidden[batch, head].nonzero()[:, 0].split(HIDDEN_ROWS):
             scores = q[batch, head, rows] @ k[batch, head // group].mT
             if causal:
                 scores.masked_fill_(torch.arange(k.shape[2]) > rows[:, None], NEG_INF)
             greatest = scores.amax(-1)  # of numbers and a NaN it is NaN
-            lse[batch, head, rows] = torch.where(greatest.isfinite(), 0.0, greatest)
+            rows, greatest = rows[~greatest.isfinite()], greatest[~greatest.isfinite()]
+            lse[batch, head, rows] = greatest
             out[batch, head, rows] = torch.where(greatest.isnan(), greatest, 0.0)[:, None].expand(-1, out.shape[3])
 
 

@@ -74,6 +74,22 @@ class NotFinite:
             assert out[seen, 2].isnan().all()
             assert torch.equal(lse.nan_to_num(7.0), clean["lse"][0, head].nan_to_num(7.0))
 
+    @pytest.mark.parametrize("query", [NAN, 0.0], ids=str)
+    def test_a_value_of_nan_hides_nothing_of_its_row(self, query: float) -> None:
+        """Neither the NaN of a score, nor the row's other numbers where its lse happens to be 0."""
+        trial = Trial(SCENARIOS["one-pair"], torch.float32, False, 0, self.device)
+        step = trial.scenario.steps[0]
+        tile = step.tiles[0]
+        row, key, head = tile.q.rows.start, tile.k.rows.start, tile.heads.start
+        v = trial.kvs[0].v[key, 0, head // trial.scenario.group - step.held.start]
+        trial.q[row, 0, head], v[2] = query, NAN
+        found = trial.run(self.engine())
+        out, lse = found["out"][row, 0, head], found["lse"][0, head, row]
+        if query == 0:
+            assert lse == 0 and torch.equal(out.nan_to_num(7.0), v.to(out.dtype).nan_to_num(7.0))
+        else:
+            assert out.isnan().all() and not lse.isfinite()
+
     @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
     def test_scores_of_minus_infinity_have_no_weight(self, order: tuple[int, ...], band: Band) -> None:
