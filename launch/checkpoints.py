@@ -101,8 +101,11 @@ class Checkpoints:
         self.facts = {**facts, "text": text.digest()}
 
     def save_if_due(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
-        """Save every `checkpoint_every_steps` and after the last step."""
+        """Save every `checkpoint_every_steps` and after the last step, once a step was not skipped."""
         done, every = len(curve.losses), self.config.checkpoint_every_steps
+        if done == len(curve.skipped_steps):
+            # The run is where it began; and torch makes an optimizer's state by a step of its own, where it has none.
+            return
         if every is not None and (done % every == 0 or done == self.config.steps):
             self.save(model, optimizer, curve)
 

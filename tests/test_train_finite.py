@@ -115,6 +115,19 @@ def test_a_resumed_run_remembers_what_it_skipped(tmp_path: Path, plant: Plant) -
     assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
 
 
+def test_a_checkpoint_before_the_first_step_that_counts_changes_nothing(tmp_path: Path, plant: Plant) -> None:
+    """torch makes the state of an optimizer that has none by a step of its own, which would count."""
+    plant(0)
+    config = replace(TINY, nonfinite="skip")
+    expected = run(config)[0]
+    saves = replace(config, out_dir=str(tmp_path), checkpoint_every_steps=1)
+    assert run(saves)[0]["losses"] == expected["losses"]
+    stopped = replace(saves, out_dir=str(tmp_path / "stopped"))
+    with pytest.raises(NonFiniteError, match=r"^all 1 steps were skipped"):
+        run(replace(stopped, steps=1))
+    assert run(stopped)[0]["losses"] == expected["losses"]
+
+
 def test_skipping_cannot_help_spoiled_weights() -> None:
     config = replace(OVERSHOOTS, nonfinite="skip")
     with pytest.raises(NonFiniteError, match=r"^step 2 of 6: .* weights are not finite, which skipping cannot mend"):
