@@ -49,8 +49,6 @@ from ringattn.launch.train_config import TrainConfig
 from ringattn.rank_group import RankGroup
 
 KEPT = 2
-METADATA = ".metadata"
-"""The file of `torch.distributed.checkpoint` that says which tensor lies where."""
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
     "recompute", "saved_activations", "chunked_loss_tokens", "steps", "learning_rate", "warmup_steps", "clip_norm",
@@ -139,7 +137,7 @@ class Checkpoints:
             return {file.name: described(file) for file in partial.glob(f"__{rank}_*")}
 
         def end(files: dict[str, tuple[int, str]]) -> None:
-            files[METADATA] = described(partial / METADATA)
+            files.update({file.name: described(file) for file in partial.iterdir() if file.name not in files})
             write_run(partial, {"facts": self.facts, "job": torchrun_job(), **asdict(curve)}, files)
             if path.exists():  # damaged, or the run would have gone on from it or from a later one
                 remove(path)
