@@ -23,6 +23,7 @@ from ringattn.launch.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, settle
 from ringattn.launch.config import load
 from ringattn.launch.constants import Fit, constants_of
 from ringattn.launch.options import help_text, option
+from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.planner.cluster import UNITS, Cluster
 
@@ -37,7 +38,7 @@ class CalibrateConfig:
     """What is measured."""
 
     nproc: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
-    out: str = option("calibrated.json", "file to write (JSON)")
+    out: str = option("calibrated.json", "file to write (JSON)", writes="file")
     transport: str = option("auto", "what carries messages", choices=("auto", "gloo", "nccl"))
     dtype: str | None = option(None, "of the inputs; float32 with gloo, bfloat16 with nccl if not set")
     rounds: int = option(30, "how often everything is measured", least=1)
@@ -57,12 +58,11 @@ def main(argv: Sequence[str]) -> int:
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(f"dtype={dtype}: choose one of float32, bfloat16, float16")
     out = Path(config.out)
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"out={out}: its folder does not exist; make it, or write elsewhere")
     spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else "gloo"}
     by_rank = run_ranks_in_processes("ringattn.launch.calibration:worker", spec, config.nproc, JOB_TIMEOUT_S, 1)
     described = description(by_rank, spec)
-    out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    with writing("out", out):
+        out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     _show(described)
     processors = len(os.sched_getaffinity(0))
     if not nccl and described["constants"]["cores"] < processors:

@@ -26,7 +26,7 @@ from ringattn.launch.exactness import (
     sequence_of,
     truth_and_bounds,
 )
-from ringattn.launch.options import help_text, option
+from ringattn.launch.options import MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -53,7 +53,7 @@ class CheckConfig:
     kv_heads: int = option(2, "key and value heads", least=1)
     head_dim: int = option(32, "of queries and keys", least=1)
     value_dim: int = option(32, "of values", least=1)
-    seed: int = option(0, "of the inputs", least=0)
+    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
     timeout_s: float = option(120.0, "deadline of every wait", least=1.0)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.options import help_text, option
+from ringattn.launch.outputs import writing
 from ringattn.launch.report import terminal_table
 from ringattn.launch.report_points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report_tables import UNKNOWN, Table, figure
@@ -35,7 +36,7 @@ class CompareConfig:
     """What counts as a difference."""
 
     threshold: float = option(0.05, "share by which a figure may grow before it counts as worse", above=0.0)
-    json: str = option("", "file to write everything into (JSON)")
+    json: str = option("", "file to write everything into (JSON)", writes="file")
 
 
 class Change(NamedTuple):
@@ -94,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"{folders[0]} and {folders[1]} have no configuration in common, so nothing can be compared")
     _show(before, after, found, config)
     if config.json:
-        Path(config.json).write_text(json.dumps(_as_data(before, after, found, config), indent=1) + "\n", "utf-8")
+        with writing("json", config.json):
+            Path(config.json).write_text(json.dumps(_as_data(before, after, found, config), indent=1) + "\n", "utf-8")
         print(f"written: {config.json}")
     return 1 if found.count(WORSE) else 0
 

@@ -27,7 +27,14 @@ Merge the flight records of a failed run, and say which rank and exchange parted
 Returns 0 if every exchange met its partner, 1 if not."""
 WIDTH = 200
 """Columns of the table where the output has no width of its own."""
-KEYS = {"rank", "world_size", "transport", "written_s", "cause", "exchanges", "dropped", "flights"}
+NUMBER = (int, float)
+RECORD = {"rank": int, "world_size": int, "transport": str, "written_s": NUMBER, "cause": str, "exchanges": int,
+          "dropped": list, "flights": list}  # fmt: skip
+FLIGHT = {"sequence": int, "lane": int, "state": str, "posted_s": NUMBER, "done_s": NUMBER, "parts": list}
+PART = {"op": str, "peer": int, "nbytes": int, "label": str}
+DROPPED = {"op": str, "peer": int, "lane": int, "messages": int}
+MOST_RANKS = 2**20
+"""A record that speaks of more is none."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,15 +67,45 @@ def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
     for file in files:
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{file} cannot be read: {error}") from error
-        if not isinstance(record, dict) or not record.keys() >= KEYS:
-            raise InputError(f"{file} is not a flight record of this version of ringattn")
+        if wrong := _not_a_record(record):
+            raise InputError(f"{file} is not a flight record of this version of ringattn: {wrong}")
+        if record["rank"] in records:
+            raise InputError(f"{folder} has two records of rank {record['rank']}; keep one folder for each run")
         records[record["rank"]] = record
     sizes = {record["world_size"] for record in records.values()}
     if len(sizes) > 1:
         raise InputError(f"{folder} mixes runs of {sorted(sizes)} ranks; keep one folder for each run")
     return dict(sorted(records.items()))
+
+
+def _not_a_record(record: Any) -> str | None:
+    """What is wrong with what JSON gave, or None for a record as `FlightRecord.dump` writes them."""
+    if wrong := _lacks(record, RECORD):
+        return wrong
+    if not 0 <= record["rank"] < record["world_size"] <= MOST_RANKS:
+        return f"rank {record['rank']} of {record['world_size']}"
+    for dropped in record["dropped"]:
+        if wrong := _lacks(dropped, DROPPED):
+            return f"dropped: {wrong}"
+    for flight in record["flights"]:
+        if wrong := _lacks(flight, FLIGHT):
+            return f"flights: {wrong}"
+        for part in flight["parts"]:
+            if wrong := _lacks(part, PART):
+                return f"flights: parts: {wrong}"
+    return None
+
+
+def _lacks(read: Any, keys: Mapping[str, Any]) -> str | None:
+    """The first of the keys that is missing or has a value of another type."""
+    if not isinstance(read, dict):
+        return f"{type(read).__name__} where an object belongs"
+    for key, kind in keys.items():
+        if not isinstance(read.get(key), kind) or isinstance(read[key], bool):
+            return f"{key} is {read[key]!r:.80}" if key in read else f"{key} is missing"
+    return None
 
 
 def table_of(records: Mapping[int, Mapping[str, Any]]) -> Table:

@@ -12,13 +12,19 @@ from math import isfinite
 from typing import Any, get_type_hints
 
 from ringattn.errors import InputError
+from ringattn.launch.outputs import check_output
 
 CONF = "ringattn.launch.conf"
+MOST_SEED = 2**32 - 1
+"""Multiplied by 1,000,003 for a seed of each batch, it is within the 64 bits that torch takes."""
+MOST = 2**50
+"""Of what is counted: sizes stay far inside a float's range."""
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
     """A field with its help line and its limits: `least`, `most` and `above` (the last exclusive), `choices`.
 
+    `writes`: the option names a "file" or "picture" that the command writes; it must be possible to.
     A number that is not finite is refused for every option.
     """
     return field(default=default, metadata={"about": about, **limits})
@@ -44,6 +50,8 @@ def check_limits(config: Any) -> None:
             raise InputError(f"{key}={value}: must be at most {limits['most']}")
         if "above" in limits and not value > limits["above"]:
             raise InputError(f"{key}={value}: must be more than {limits['above']}")
+        if "writes" in limits and value:
+            check_output(key, value, limits["writes"])
         if "choices" in limits and value not in limits["choices"]:
             raise InputError(f"{key}={value}: choose one of {', '.join(limits['choices'])}")
 

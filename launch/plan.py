@@ -16,7 +16,8 @@ from rich.console import Console
 
 from ringattn.errors import InputError
 from ringattn.launch.config import load
-from ringattn.launch.options import help_text, option
+from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.outputs import writing
 from ringattn.planner import hardware as machines
 from ringattn.planner.activations import PRECISIONS, RECOMPUTE, SAVED
 from ringattn.planner.capacity import DATA, OFFLOADS, OPTIMIZERS, Run, training_bytes
@@ -47,11 +48,11 @@ class PlanConfig:
 
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS))
-    length_tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1)
-    ring: int | None = option(None, "ranks that share each sequence; not set: the smallest that fits", least=1)
-    batch: int = option(1, "sequences of one step", least=1)
+    length_tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
+    ring: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
+    batch: int = option(1, "sequences of one step", least=1, most=MOST)
     attention: str = option("causal", "which pairs meet", choices=KINDS)
-    window_tokens: int = option(0, "window: keys before the query", least=0)
+    window_tokens: int = option(0, "window: keys before the query", least=0, most=MOST)
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
     schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
@@ -60,27 +61,27 @@ class PlanConfig:
     recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
     saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
     zero_stage: int = option(0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0)
-    zero_degree: int | None = option(None, "ranks that share it; the ring's if not set", least=1)
+    zero_degree: int | None = option(None, "ranks that share it; the ring's if not set", least=1, most=MOST)
     offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
-    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0)
+    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
     data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
     gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
     transients: bool = option(True, "count also what lives for a moment")
-    framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0)
+    framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0, most=MOST)
     recommended: bool = option(False, "start from the hardware's recommended settings; other keys still count")
-    layers: int | None = option(None, "instead of the preset's: transformer blocks", least=1)
-    width: int | None = option(None, "instead: of the residual stream", least=1)
-    heads: int | None = option(None, "instead: query heads; divides width", least=1)
-    kv_heads: int | None = option(None, "instead: key and value heads; divides heads", least=1)
-    ffn: int | None = option(None, "instead: width inside the feed-forward", least=1)
-    vocabulary: int | None = option(None, "instead: different tokens", least=1)
+    layers: int | None = option(None, "instead of the preset's: transformer blocks", least=1, most=MOST)
+    width: int | None = option(None, "instead: of the residual stream", least=1, most=MOST)
+    heads: int | None = option(None, "instead: query heads; divides width", least=1, most=MOST)
+    kv_heads: int | None = option(None, "instead: key and value heads; divides heads", least=1, most=MOST)
+    ffn: int | None = option(None, "instead: width inside the feed-forward", least=1, most=MOST)
+    vocabulary: int | None = option(None, "instead: different tokens", least=1, most=MOST)
     tied: bool | None = option(None, "instead: the output layer shares the embedding's weights")
     block: str | None = option(None, "instead: Llama's and ringattn train's, or GPT's", choices=BLOCKS)
-    memory_gib: float | None = option(None, "instead of the hardware's: memory of one accelerator", above=0.0)
-    link_gb_s: float | None = option(None, "instead: GB/s between accelerators, one way", above=0.0)
-    tflops: float | None = option(None, "instead: peak arithmetic", above=0.0)
-    json: str = option("", "file to write everything into (JSON)")
-    picture: str = option("", "file to draw the components into (PNG)")
+    memory_gib: float | None = option(None, "instead of the hardware's: memory of an accelerator", above=0.0, most=MOST)
+    link_gb_s: float | None = option(None, "instead: GB/s between accelerators, one way", above=0.0, most=MOST)
+    tflops: float | None = option(None, "instead: peak arithmetic", above=0.0, most=MOST)
+    json: str = option("", "file to write everything into (JSON)", writes="file")
+    picture: str = option("", "file to draw the components into (PNG)", writes="picture")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,12 +98,14 @@ def main(argv: Sequence[str]) -> int:
         found = plan(config, machine)
     print(table(config, machine, found))
     if config.json:
-        Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        with writing("json", config.json):
+            Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"written into {config.json}")
     if config.picture:
         from ringattn.launch.capacity_picture import draw_capacity
 
-        draw_capacity(found, config.picture)
+        with writing("picture", config.picture):
+            draw_capacity(found, config.picture)
         print(f"drawn into {config.picture}")
     return 0 if found["fits"] else 1
 

@@ -80,6 +80,8 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue  # the line that was being written when a process was killed
+        if not isinstance(record, dict) or not isinstance(record.get("hash"), str):
+            continue  # no record of ours
         found.pop(record["hash"], None)
         found[record["hash"]] = record
     return found

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from ringattn.errors import InputError
+from ringattn.launch.outputs import writing
 from ringattn.launch.report_page import facts_of, page_of
 from ringattn.launch.report_points import Sweep, differing, read_sweep
 from ringattn.launch.report_series import series_of
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     with _drawing(console) as say:
         page = page_of(sweep, title_of(sweep), summary_of(sweep), say)
     for name, text in (("report.md", markdown_of(sweep)), ("report.html", page)):
-        (sweep.folder / name).write_text(text, encoding="utf-8")
+        with writing("report", sweep.folder / name):
+            (sweep.folder / name).write_text(text, encoding="utf-8")
         print(f"written: {sweep.folder / name}")
     return 0
 

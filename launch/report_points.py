@@ -136,7 +136,7 @@ class Sweep:
 def read_sweep(folder: Path) -> Sweep:
     """The sweep in `folder`. Raises `InputError` where there is none, or none of its lines is a point."""
     try:
-        lines = (folder / POINTS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / POINTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         why = f"holds no {POINTS}" if folder.is_dir() else "is not a folder"
         raise InputError(f"{folder} {why}; name the folder that `ringattn sweep` wrote") from error
@@ -174,7 +174,9 @@ def _environments(folder: Path) -> dict[str, Mapping[str, Any]]:
         return {}
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / ENVIRONMENTS} cannot be read: {error}") from error
-    return dict(read)
+    if not isinstance(read, dict) or not all(isinstance(one, dict) for one in read.values()):
+        raise InputError(f"{folder / ENVIRONMENTS} holds no environments by id; remove it, and the report does without")
+    return read
 
 
 def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.exactness import DTYPES
-from ringattn.launch.options import group, groups, leaves, option
+from ringattn.launch.options import MOST_SEED, group, groups, leaves, option
 from ringattn.layout import LAYOUTS
 from ringattn.opening import TRANSPORTS
 from ringattn.planner.cluster import CLUSTERS, cluster_named
@@ -87,7 +87,7 @@ class RunConfig:
     backward: bool = option(True, "also measure the backward pass")
     warmup: int = option(2, "passes before those that are timed", least=1)
     repeats: int = option(10, "timed passes", least=1)
-    seed: int = option(0, "of the inputs", least=0)
+    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / nproc if not set", least=1)
     timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
     cluster: str = option("reference", f"to predict for: a file of ringattn calibrate, or {', '.join(CLUSTERS)}")

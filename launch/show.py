@@ -12,7 +12,8 @@ import torch
 
 from ringattn.explain import Explanation
 from ringattn.launch.config import load
-from ringattn.launch.options import help_text, option
+from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.outputs import writing
 from ringattn.layout import LAYOUTS
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.presets import OFFSETS
@@ -22,13 +23,15 @@ from ringattn.schedule.text import to_text
 from ringattn.testing import run_ranks
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+MOST_RANKS, MOST_HEADS = 2**10, 2**16
+"""Plans have an entry for each pair of ranks, dilated masks one for each head."""
 
 
 @dataclass
 class ExplainConfig:
     """One attention call. Sizes count the whole sequence."""
 
-    ranks: int = option(4, "ranks to plan for", least=1, most=1024)
+    ranks: int = option(4, "ranks to plan for", least=1, most=MOST_RANKS)
     length_tokens: int = option(8192, "tokens of the sequence", least=0)
     cu_seqlens: list[int] | None = option(None, "document boundaries, as cu_seqlens=[0,100,300]")
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
@@ -39,17 +42,18 @@ class ExplainConfig:
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
     offset: str = option("mod", "dilated: which rows a head keeps", choices=OFFSETS[:3])
-    batch: int = option(1, "sequences", least=1)
-    heads: int = option(8, "query heads", least=1)
-    kv_heads: int = option(2, "key and value heads", least=1)
-    head_dim: int = option(128, "of queries, keys and values", least=1)
+    batch: int = option(1, "sequences", least=1, most=MOST)
+    heads: int = option(8, "query heads", least=1, most=MOST_HEADS)
+    kv_heads: int = option(2, "key and value heads", least=1, most=MOST_HEADS)
+    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
     dtype: str = option("bfloat16", "of the inputs", choices=DTYPES)
     backward: bool = option(True, "also the backward pass")
     cluster: str = option("reference", "what times are predicted for: a file of `ringattn calibrate`, or one of "
                           + ", ".join(CLUSTERS))  # fmt: skip
     operations: bool = option(False, "also list every operation, one a line")
-    picture: str = option("", "file to draw the schedule into (PNG)")
-    rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)")
+    picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
+    rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)",
+                               writes="picture")  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,12 +70,14 @@ def main(argv: Sequence[str]) -> int:
     if config.picture:
         from ringattn.launch.schedule_picture import draw_schedule
 
-        draw_schedule(explanation, config.picture)
+        with writing("picture", config.picture):
+            draw_schedule(explanation, config.picture)
         print(f"drawn into {config.picture}")
     if config.rows_picture:
         from ringattn.launch.rows_picture import draw_rows
 
-        draw_rows(explanation, config.rows_picture)
+        with writing("rows_picture", config.rows_picture):
+            draw_rows(explanation, config.rows_picture)
         print(f"rows drawn into {config.rows_picture}")
     return 0
 

@@ -19,6 +19,7 @@ import torch
 import ringattn
 from ringattn.errors import InputError
 from ringattn.launch.options import help_text, option
+from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.layout import LAYOUTS
 from ringattn.observe.alignment import clock_offset
@@ -58,8 +59,8 @@ class TimelineConfig:
     cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate")
     recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
     keep: str = option("", "folder to leave the recordings in")
-    trace: str = option("timeline.json", "file for the trace; empty for none")
-    picture: str = option("timeline.png", "file for the picture (PNG); empty for none")
+    trace: str = option("timeline.json", "file for the trace; empty for none", writes="file")
+    picture: str = option("timeline.png", "file for the picture (PNG); empty for none", writes="picture")
     timeout_s: float = option(120.0, "deadline of every wait", least=1.0)
 
 
@@ -76,19 +77,22 @@ def main(argv: Sequence[str]) -> int:
     cluster = cluster_named(config.cluster) if config.cluster else None
     tracks = read_tracks(Path(config.recorded)) if config.recorded else recorded_tracks(config)
     if config.keep:
-        write_tracks(Path(config.keep), tracks)
+        with writing("keep", config.keep):
+            write_tracks(Path(config.keep), tracks)
         print(f"recordings kept in {config.keep}")
     predicted = predicted_spans(config, cluster, tracks) if cluster else []
     print(table(tracks, predicted))
     words = cluster.name if cluster else ""
     if config.trace:
         trace = chrome_trace(tracks, predicted, words)
-        Path(config.trace).write_text(json.dumps(trace), encoding="utf-8")
+        with writing("trace", config.trace):
+            Path(config.trace).write_text(json.dumps(trace), encoding="utf-8")
         print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
     if config.picture:
         from ringattn.launch.timeline_picture import draw_timeline
 
-        draw_timeline(config.picture, tracks, predicted, words)
+        with writing("picture", config.picture):
+            draw_timeline(config.picture, tracks, predicted, words)
         print(f"drawn into {config.picture}")
     return 0
 
@@ -163,7 +167,7 @@ def read_tracks(folder: Path) -> list[Track]:
     for file in files:
         try:
             tracks.append(Track.from_dict(json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{file} is not a recording of this version of ringattn: {error!r}") from error
     tracks.sort(key=lambda track: track.rank)
     check_alike(tracks, [])

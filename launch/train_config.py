@@ -14,7 +14,7 @@ from ringattn.launch.config import load
 from ringattn.launch.curriculum import doublings
 from ringattn.launch.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
 from ringattn.launch.model import ModelConfig
-from ringattn.launch.options import option
+from ringattn.launch.options import MOST_SEED, option
 from ringattn.layout import LAYOUTS
 from ringattn.presets import check, coverage_warnings
 from ringattn.ring import ENGINES
@@ -52,7 +52,7 @@ class TrainConfig:
     weight_decay: float = option(0.01, "of the optimizer", least=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
     nonfinite: str = option("stop", "after a loss or gradient norm that is inf or NaN", choices=NONFINITE)
-    seed: int = option(0, "of the weights and of the batches", least=0)
+    seed: int = option(0, "of the weights and of the batches", least=0, most=MOST_SEED)
     text: str = option("", "file to learn; empty: Python's language reference")
     tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")
     pack_documents: bool = option(False, "fill sequences with whole documents, which do not see each other")

@@ -14,6 +14,9 @@ from typing import NamedTuple
 UNBOUNDED = 1 << 60
 """Stands for infinity in a `Band`; far above any token index, and sums of two stay inside int64."""
 
+MOST_TOKENS = 2**50
+"""Of a sequence: more than any text has; sums over all pairs of ranks stay inside int64."""
+
 
 class Run(NamedTuple):
     """The integers start, start + stride, ... (`count` of them, ascending; `stride` >= 1)."""

@@ -14,12 +14,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from ringattn.errors import InputError
-from ringattn.geometry import Run
+from ringattn.geometry import MOST_TOKENS, Run
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
 PURPOSES = ("causal", "full", "window", "dilated")
-MOST_TOKENS = 2**50
-"""Of a sequence: more than any text has; sums over all pairs of ranks stay inside int64."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ringattn.errors import InputError
-from ringattn.geometry import FULL, UNBOUNDED, Band, Run
+from ringattn.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, Run
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_causal(causal: object) -> None:
 
 
 def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
-    """(left, right) with UNBOUNDED for None and -1."""
+    """(left, right) with UNBOUNDED for None, -1 and what is longer than any sequence."""
     if window is None:
         return UNBOUNDED, UNBOUNDED
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -127,5 +127,5 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     for name, side in zip(("left", "right"), window, strict=True):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
             raise InputError(f"window {name} side is {side!r}: expected a number of tokens >= 0, or None or -1")
-        sides.append(UNBOUNDED if side is None or side == -1 else side)
+        sides.append(UNBOUNDED if side is None or side == -1 or side >= MOST_TOKENS else side)
     return sides[0], sides[1]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.errors import InputError
+from ringattn.geometry import MOST_TOKENS
 
 OFFSETS = ("mod", "block", "kv_head", "layer_rotated")
 
@@ -41,7 +42,8 @@ class Branches(NamedTuple):
 def check(segment_lengths: Iterable[Any], dilation_rates: Iterable[Any]) -> Branches:
     """The branches as plain tuples.
 
-    Raises `InputError` unless there is one rate for each length, at least one, and all are positive whole numbers.
+    Raises `InputError` unless there is one rate for each length, at least one, and all are positive whole numbers
+    of at most 2^50, the longest sequence.
     """
     checked = []
     for name, given in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
@@ -51,6 +53,8 @@ def check(segment_lengths: Iterable[Any], dilation_rates: Iterable[Any]) -> Bran
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
                 raise InputError(f"{name} must be positive whole numbers, got {number!r} in {numbers}")
+            if int(number) > MOST_TOKENS:
+                raise InputError(f"{name} must be at most {MOST_TOKENS}, got {number} in {numbers}")
         checked.append(tuple(int(number) for number in numbers))
     lengths, rates = checked
     if not lengths or len(lengths) != len(rates):

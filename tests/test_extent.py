@@ -15,9 +15,10 @@ import pytest
 from ringattn.cli import main
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
+from ringattn.geometry import MOST_TOKENS
 from ringattn.launch.config import load
 from ringattn.launch.show import ExplainConfig, explanation_of
-from ringattn.layout import LAYOUTS, MOST_TOKENS, make_layout
+from ringattn.layout import LAYOUTS, make_layout
 from ringattn.mask import Mask
 from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.planner import extent
@@ -131,7 +132,7 @@ def test_rows_picture_in_bins() -> None:
 
     laid = make_layout("striped", 61, 3)
     problem = Problem(laid, laid, Dilated((30, 61), (1, 9)).mask(61, 61, None, None, 2, 2), 1, 2, 2, 8, 8, "float32")
-    for branch, rank, width in product(branches_of(problem, 1), range(3), (1, 4, 11, 100)):
+    for branch, rank, width in product(branches_of(problem, 1), range(3), (1, 2, 4, 11, 26, 100)):
         fine, coarse = rows_of(problem, branch, rank), rows_of(problem, branch, rank, width)
         for line, bins in zip(fine, coarse, strict=True):
             padded = np.pad(line, (0, -len(line) % width)).reshape(-1, width).max(1)

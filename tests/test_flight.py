@@ -214,6 +214,28 @@ def spoil(words: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "flight-0.json").write_text(words)
 
 
+def odd(*path: str | int, value: object = None) -> Callable[[Path], object]:
+    """A record with one value exchanged."""
+
+    def write(folder: Path) -> None:
+        record = FlightRecord(0, 2, "gloo")
+        for n in range(CAPACITY + 1):
+            post(record, "send", 1, f"step {n}")
+        file = record.dump(folder, "x")
+        content = inner = json.loads(file.read_text())
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        file.write_text(json.dumps(content))
+
+    return write
+
+
+def double(folder: Path) -> None:
+    file = FlightRecord(0, 2, "gloo").dump(folder, "x")
+    (folder / "flight-1.json").write_bytes(file.read_bytes())
+
+
 def mix(folder: Path) -> None:
     FlightRecord(0, 2, "gloo").dump(folder, "x")
     FlightRecord(1, 3, "gloo").dump(folder, "x")
@@ -226,6 +248,21 @@ def mix(folder: Path) -> None:
         (lambda folder: folder.rmdir(), "is not a folder"),
         (spoil("{"), "flight-0.json cannot be read"),
         (spoil('{"rank": 0}'), "flight-0.json is not a flight record"),
+        (spoil("3"), "is not a flight record of this version of ringattn: int where an object belongs"),
+        (spoil("[" * 10**5), "flight-0.json cannot be read: maximum recursion"),
+        (lambda folder: (folder / "flight-0.json").write_bytes(b"\xff\xfe{"), "flight-0.json cannot be read: .*utf-8"),
+        (odd("rank", value="0"), "rank is '0'"),
+        (odd("rank", value=2), "rank 2 of 2"),
+        (odd("rank", value=True), "rank is True"),
+        (odd("world_size", value=10**18), "rank 0 of 1000000000000000000"),
+        (odd("cause"), "cause is None"),
+        (odd("flights", value={}), "flights is {}"),
+        (odd("flights", 0, value=1), "flights: int where an object belongs"),
+        (odd("flights", 0, "posted_s", value="now"), "flights: posted_s is 'now'"),
+        (odd("flights", 3, "parts", value=[[]]), "flights: parts: list where an object belongs"),
+        (odd("flights", 3, "parts", value=[{"op": "send"}]), "flights: parts: peer is missing"),
+        (odd("dropped", 0, value={"lane": 0, "op": "send", "peer": 1}), "dropped: messages is missing"),
+        (double, "has two records of rank 0"),
         (mix, r"mixes runs of \[2, 3\] ranks"),
     ],
 )

@@ -36,13 +36,14 @@ def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "holds no points.jsonl"), ("", "none of its 0 lines"), ('{"hash": "a"}\n3\nx\n', "none of its 3 lines")],
+    [(None, "holds no points.jsonl"), ("", "none of its 0 lines"), ('{"hash": "a"}\n3\nx\n', "none of its 3 lines"),
+     (b"\xff\xfe\n{}\n", "none of its 2 lines")],
 )
 def test_what_is_no_sweep_is_refused(
-    tmp_path: Path, content: str | None, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
-        (tmp_path / "points.jsonl").write_text(content)
+        (tmp_path / "points.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["report", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
-from ringattn.layout import LAYOUTS, MOST_TOKENS
+from ringattn.geometry import MOST_TOKENS
+from ringattn.layout import LAYOUTS
 from ringattn.testing import run_ranks
 from tests.face import TOKENS, X, errors
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ringattn.layout import MOST_TOKENS
+from ringattn.geometry import MOST_TOKENS
 from ringattn.planner.activations import RECOMPUTE, SAVED
 from ringattn.planner.capacity import OFFLOADS, Run, training_bytes
 from ringattn.planner.hardware import Hardware
