@@ -1,0 +1,204 @@
+"""What one rank does in a case of attention calls, through the public face alone.
+
+Guarantees: every result is of plain values in float64, so that it can go between processes; an error of one call or of
+one backward is a result too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ringattn
+from ringattn.adapters.sdpa import ring_sdpa
+from tests.fuzz import inputs, reference
+from tests.fuzz.draw import Case
+
+Found = dict[str, Any]
+
+
+def on_rank(ring: ringattn.Ring, case: Case) -> list[Found]:
+    """What this rank got of each call: its shards of out, lse and of the gradients, or what it was refused with."""
+    rows = [_Call(ring, case, index) for index in range(len(case["calls"]))]
+    for index, one in enumerate(rows):
+        one.attend(rows[: index + 1])
+    for losses in _backwards(ring, case, rows):
+        losses()
+    return [one.found() for one in rows]
+
+
+def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequence:
+    """The sequence, with its documents from the start or given to it later."""
+    if cut_later:
+        whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
+        return whole.with_documents(seq["documents"])
+    length = None if seq["documents"] is not None and seq["length"] % 2 else seq["length"]
+    return ring.sequence(length, cu_seqlens=seq["documents"], layout=seq["layout"], for_=seq["for_"])
+
+
+def owned(seq: Case, ranks: int) -> list[Tensor]:
+    """The positions of each rank by the reference's definition of the layouts."""
+    name = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
+    return reference.shards(name, seq["length"], ranks, seq["documents"])
+
+
+@contextmanager
+def modes(case: Case, mode: str) -> Iterator[None]:
+    """Autocast and the modes without gradients, as the case has them."""
+    with ExitStack() as stack:
+        if case["autocast"]:
+            stack.enter_context(torch.autocast("cpu", getattr(torch, case["autocast"])))
+        if mode == "inference":
+            stack.enter_context(torch.inference_mode())
+        elif mode == "no_grad":
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+class _Call:
+    """One call on one rank: its leaves, its results."""
+
+    def __init__(self, ring: ringattn.Ring, case: Case, index: int) -> None:
+        self.ring, self.case, self.index, self.call = ring, case, index, case["calls"][index]
+        odd = case.get("odd", {})
+        self.change: Case = odd.get("change", {}) if index == 0 and odd.get("rank") == ring.rank else {}
+        self.refused: str | None = None
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def attend(self, calls: list[_Call]) -> None:
+        """Make the leaves and the call. A refusal is kept, whatever else is raised goes on."""
+        call, ring = self.call, self.ring
+        values = inputs.values(self.case, self.index)
+        try:
+            self.seq = sequence(ring, self.change.get("seq", call["seq"]), call["cut_later"])
+            self.kv_seq = sequence(ring, call["kv_seq"], False) if call["kv_seq"] else None
+        except ringattn.InputError as error:
+            self.refused = f"{type(error).__name__}: {error}"
+            return
+        if "seq" not in self.change:
+            for seq, one in ((call["seq"], self.seq), (call["kv_seq"], self.kv_seq)):
+                if one is not None:
+                    assert torch.equal(one.positions(), owned(seq, ring.world_size)[ring.rank]), "positions"
+        rows = self.seq.positions()
+        k_rows = rows if self.kv_seq is None else self.kv_seq.positions()
+        before = calls[call["like"]] if call["like"] is not None else self
+        if call.get("share"):
+            self.leaves, self.views, self.sinks = before.leaves, before.views, before.sinks
+        else:
+            self._make_leaves(values, rows, k_rows)
+        if call["chained"]:
+            if before.out is None:
+                self.refused = before.refused
+                return
+            self.views = [before.out, *self.views[1:]]
+        try:
+            with modes(self.case, call["mode"]):
+                self.out, self.lse = self._result()
+        except ringattn.InputError as error:
+            self.refused = f"{type(error).__name__}: {error}"
+            return
+        self._check_dtypes(values.q.dtype)
+        self.kept = self.out.detach().clone(), None if self.lse is None else self.lse.detach().clone()
+        if call["mode"] == "no_grad" and call["in_place"]:
+            self.out.mul_(2)
+        if call["mode"] not in ("inference", "no_grad"):
+            loss = inputs.loss_of(call, self.out, self.lse, values.dout[:, rows], values.dlse[:, :, rows])
+            self.loss = loss if loss.requires_grad else None
+
+    def _make_leaves(self, values: inputs.Values, rows: Tensor, k_rows: Tensor) -> None:
+        """This rank's shards as leaves, in the memory layouts that were drawn."""
+        call, odd_dtype = self.call, self.change.get("dtype")
+        self.leaves, self.views = [], []
+        for name, x, kind, at in zip("qkv", values[:3], call["strides"], (rows, k_rows, k_rows), strict=True):
+            at = at[at < x.shape[1]]
+            shard = x[:, at] if odd_dtype is None else x[:, at].to(getattr(torch, odd_dtype))
+            if "tokens" in self.change or len(at) != len(rows if name == "q" else k_rows):
+                shard = torch.zeros(x.shape[0], len(at) + 1, *x.shape[2:], dtype=shard.dtype)
+            leaf = inputs.leaf_of(kind, shard).requires_grad_(name in call["grads"])
+            self.leaves.append(leaf)
+            self.views.append(inputs.as_input(inputs.inside(kind, leaf, x.shape[3]), call, name))
+        self.sinks = None if values.sinks is None else values.sinks.clone().requires_grad_("s" in call["grads"])
+
+    def _result(self) -> tuple[Tensor, Tensor | None]:
+        call, mode = self.call, self.call["mode"]
+        tensors = (*self.views, self.sinks)
+        if mode == "reentrant" and any(x is not None and x.requires_grad for x in tensors):
+            return checkpoint(self._asked, *tensors, use_reentrant=True)
+        if mode in ("checkpoint", "reentrant") and call["via"] != "sdpa":
+            return checkpoint(self._asked, *tensors, use_reentrant=False)
+        return self._asked(*tensors)
+
+    def _asked(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The call itself, by the entry that was drawn."""
+        call, ring = self.call, self.ring
+        options = call["options"] | (call["bad"] or {})
+        options |= {key: value for key, value in self.change.items() if key in ("scale", "softcap", "causal")}
+        if self.change.get("causal") == "a tensor":
+            options["causal"] = torch.ones(2, dtype=torch.bool)
+        if call["via"] == "sdpa":
+            with ring.activate(self.seq):
+                heads_first = (x.transpose(1, 2) for x in (q, k, v))
+                out = ring_sdpa(
+                    *heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True
+                )
+            return out.transpose(1, 2), None
+        if call["via"] in ("module", "alone"):
+            layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}
+            if call["via"] == "alone":
+                return ringattn.DilatedAttention(**options)(q, k, v), None
+            return layers[call["op"]](**options)(q, k, v, self.seq), None
+        if call["op"] == "attention":
+            if self.kv_seq is not None:
+                options["kv_seq"] = self.kv_seq
+            ask: Any = ring.attention
+        else:
+            ask = ring.dilated_attention
+        if call["uses"]["lse"] or self.index % 2 == 0:
+            return ask(q, k, v, self.seq, sinks=sinks, return_lse=True, **options)
+        return ask(q, k, v, self.seq, sinks=sinks, **options), None
+
+    def _check_dtypes(self, dtype: torch.dtype) -> None:
+        assert self.out is not None and self.out.dtype == dtype, f"out is {self.out.dtype}"
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert self.lse is None or self.lse.dtype == wide, f"lse is {self.lse.dtype}"
+
+    def found(self) -> Found:
+        """What there is to compare, in float64."""
+        if self.refused is not None:
+            return {"refused": self.refused}
+        out, lse = self.kept
+        found: Found = {"out": out.double(), "lse": None if lse is None else lse.double()}
+        if not self.call.get("share"):
+            d_k, d_v = self.call["dims"]
+            for name, leaf, kind, dim in zip("qkv", self.leaves, self.call["strides"], (d_k, d_k, d_v), strict=True):
+                assert leaf.grad is None or leaf.grad.dtype == leaf.dtype, f"d{name} is {leaf.grad.dtype}"
+                grad = None if leaf.grad is None else inputs.inside(kind, leaf.grad, dim)
+                found[f"d{name}"] = None if grad is None else grad.double().contiguous()
+            grad = None if self.sinks is None else self.sinks.grad
+            found["dsinks"] = None if grad is None else grad.double()
+        return found
+
+
+def _backwards(ring: ringattn.Ring, case: Case, calls: list[_Call]) -> list[Any]:
+    """The backward passes in this rank's order, ready to be called."""
+    odd, order = case.get("odd", {}), case["order"]
+    if "order" in odd and odd["rank"] == ring.rank:
+        order = odd["order"]
+    again = any(one.call["backward_twice"] for one in calls)
+    keep = again or any(one.call["chained"] for one in calls)
+    losses = [one.loss for one in calls]
+    if order is None:
+        live = [loss for loss in losses if loss is not None]
+        found = [lambda: sum(live[1:], live[0]).backward(retain_graph=keep)] if live else []
+    else:
+        found = [
+            lambda loss=losses[index]: loss.backward(retain_graph=keep) for index in order if losses[index] is not None
+        ]
+    return found * (2 if again else 1)

@@ -1,0 +1,224 @@
+"""What a case of attention calls has to give, by the reference, and how exactly.
+
+Tolerances follow from rounding. float64: 1e-10, float32: 1e-5, of a result's largest element or of the largest
+product in it; times |score| / 5 where scores are larger than those of unit normal inputs, because that is by how much
+exp(score) errs more. Half dtypes, and what travels rounded: a few roundings of each product that a result sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.fuzz import inputs, reference
+from tests.fuzz.calls import owned
+from tests.fuzz.draw import Case
+
+RELATIVE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
+ROUNDOFF = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SMALLEST = {"float64": 0.0, "float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
+"""What is smaller is lost."""
+ROUNDINGS = 4.0
+"""Of P, of out inside delta, of dS, of the result."""
+USUAL_SCORE = 5.0
+
+
+class Wanted(NamedTuple):
+    """A result, how far each element may be off, and which elements must be NaN; others may be where there are any."""
+
+    value: Tensor
+    tolerance: Tensor
+    nan: Tensor | None = None
+
+
+Results = dict[str, Wanted]
+
+
+class _Call:
+    def __init__(self, case: Case, index: int, before: list[_Call]) -> None:
+        call = case["calls"][index]
+        self.case, self.call, self.values = case, call, inputs.values(case, index)
+        if call.get("share"):
+            like = before[call["like"]]
+            self.leaves, self.sinks, self.tensors = like.leaves, like.sinks, like.tensors
+        else:
+            given = [x.double().nan_to_num(nan=0.0) for x in self.values[:3]]
+            self.leaves = [x.requires_grad_(name in call["grads"]) for name, x in zip("qkv", given, strict=True)]
+            sinks = self.values.sinks
+            self.sinks = None if sinks is None else sinks.double().requires_grad_("s" in call["grads"])
+            self.tensors = [inputs.as_input(x, call, name) for name, x in zip("qkv", self.leaves, strict=True)]
+        if call["chained"]:
+            self.tensors = [before[call["like"]].out, *self.tensors[1:]]
+        self.counts = counts_of(call)
+        options = call["options"]
+        self.scale = call["dims"][0] ** -0.5 if options.get("scale") is None else options["scale"]
+        self.detached = options.get("grad") == "detached"
+        self.out, self.lse = reference.attention(
+            *self.tensors, self.counts, self.scale, options.get("softcap"), self.sinks, self.detached, self._rounded()
+        )
+        self.kept = self.out.detach().clone(), self.lse.detach().clone()
+        self.loss = None
+        if call["mode"] not in ("inference", "no_grad"):
+            out = self.out.clone() if call["in_place"] else self.out
+            loss = inputs.loss_of(call, out, self.lse, self.values.dout, self.values.dlse)
+            self.loss = loss if loss.requires_grad else None
+
+    def _rounded(self) -> reference.Rounded | None:
+        code = self.case["ring"].get("kv_wire_dtype")
+        if code is None:
+            return None
+        dtype, ranks = getattr(torch, self.case["dtype"]), self.case["ranks"]
+        k, v = (reference.eight_bits(x, code, dtype) for x in self.tensors[1:])
+        owners = [
+            torch.zeros(seq["length"], dtype=torch.int64).index_put_(
+                (torch.cat(rows),), torch.repeat_interleave(torch.tensor([len(one) for one in rows]))
+            )
+            for seq in (self.call["seq"], self.call["kv_seq"] or self.call["seq"])
+            for rows in [owned(seq, ranks)]
+        ]
+        return reference.Rounded(k, v, owners[0][:, None] == owners[1])
+
+    def largest_score(self) -> float:
+        """No scaled score is larger."""
+        q, k = (float(x.detach().norm(dim=-1).max()) if x.numel() else 0.0 for x in self.tensors[:2])
+        return abs(self.scale) * q * k
+
+    def largest_ds(self) -> tuple[float, float]:
+        """No gradient of a score is larger, before what cancels; and no element of dout."""
+        out, v = self.kept[0], self.tensors[2].detach()
+        dout = _dout(self)
+        if not out.numel() or not v.numel():
+            return 0.0, 0.0
+        lse = float(self.values.dlse.abs().max()) if self.call["uses"]["lse"] else 0.0
+        return 2 * float(dout.norm(dim=-1).max()) * float(v.norm(dim=-1).max()) + lse, float(dout.max())
+
+
+def _dout(call: _Call) -> Tensor:
+    """The size of each element of the gradient that out gets."""
+    uses, doubled = call.call["uses"], 2 if call.call["in_place"] else 1
+    dout = call.values.dout.double().abs() * (uses["out"] in ("weighted", "transposed")) + float(uses["out"] == "sum")
+    return (dout + (doubled * call.kept[0].abs() if call.call["twice"] else 0.0)) * doubled
+
+
+def counts_of(call: Case) -> reference.Counts:
+    """Which pairs meet in a call."""
+    options, seq = call["options"], call["seq"]
+    if call["op"] == "attention":
+        kv = call["kv_seq"] or seq
+        mask = options["causal"], options.get("window")
+        return reference.plain_counts(seq["length"], seq["documents"], kv["length"], kv["documents"], *mask)
+    named = {key: options[key] for key in ("causal", "offset", "layer", "tail") if key in options}
+    branches = options["segment_lengths"], options["dilation_rates"]
+    return reference.dilated_counts(seq["length"], seq["documents"], tuple(call["heads"]), *branches, **named)
+
+
+def expected(case: Case, refused: list[bool]) -> list[Results | None]:
+    """By call: its results, None for one that was refused, which takes no part in any loss."""
+    calls: list[Any] = []
+    for index in range(len(case["calls"])):
+        calls.append(None if refused[index] else _Call(case, index, calls))
+    losses = [call.loss for call in calls if call is not None and call.loss is not None]
+    again = any(call["backward_twice"] for call in case["calls"])
+    if losses:
+        (sum(losses[1:], losses[0]) * (2 if again else 1)).backward()
+    return [None if call is None else _results(case, call, calls, again) for call in calls]
+
+
+def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
+    """The values with their tolerances. Gradients of shared leaves are reported by the call that made them."""
+    found = dict(zip(("out", "lse"), call.kept, strict=True))
+    if not call.call.get("share"):
+        found |= {f"d{name}": x.grad for name, x in zip("qkv", call.leaves, strict=True) if x.grad is not None}
+        if call.sinks is not None and call.sinks.grad is not None:
+            found["dsinks"] = call.sinks.grad
+    scale, largest = abs(call.scale), max(one.largest_score() for one in calls if one)
+    chained = any(one is not None and one.call["chained"] for one in calls)
+    relative = RELATIVE[case["dtype"]] * max(1.0, largest / USUAL_SCORE) * (1 + largest if chained else 1)
+    q, k, v = (float(x.detach().abs().max()) if x.numel() else 0.0 for x in call.tensors)
+    ds, dout = call.largest_ds()
+    usual = {"out": v, "lse": 1.0, "dq": scale * k * ds, "dk": scale * q * ds, "dv": dout, "dsinks": ds}
+    nan = _spread(call) if case.get("nan") else {}
+    sums = [_sums(one) for one in calls if one is not None and one.leaves is call.leaves] if _rounds(case) else []
+    results: Results = {}
+    for name, value in found.items():
+        top = float(value.masked_fill(value.isinf(), 0).abs().max()) if value.numel() else 0.0
+        tolerance = torch.full_like(value, relative * max(top, usual[name]) + SMALLEST[case["dtype"]])
+        if sums:
+            every = [_sums(call)] if name in ("out", "lse") else sums
+            most = sum((one[name] for one in every if name in one), torch.zeros(()))
+            tolerance = tolerance + most * (2 if again else 1)
+        spread = nan.get(name, torch.zeros_like(value, dtype=torch.bool)) if case.get("nan") else None
+        results[name] = Wanted(value, tolerance, spread)
+    return results
+
+
+# --- half dtypes -----------------------------------------------------------------------------------------------------
+
+
+def _rounds(case: Case) -> bool:
+    wires = "dkv_wire_dtype", "out_wire_dtype"
+    return case["dtype"] in ("bfloat16", "float16") or any(wire in case["ring"] for wire in wires)
+
+
+def _sums(call: _Call) -> dict[str, Tensor]:
+    """How far roundings may move each result: the roundoff times the sum of the sizes of the products in it."""
+    case, (q, k, v) = call.case, (x.detach() for x in call.tensors)
+    group, out = call.call["heads"][0] // call.call["heads"][1], call.kept[0].abs()
+    keys, values = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, keys) * call.scale
+    softcap = call.call["options"].get("softcap")
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    lse = call.kept[1].masked_fill(call.kept[1].isinf(), 0.0)[..., None]
+    p = call.counts.pairs.sum(0) * torch.exp(torch.minimum(scores - lse, torch.zeros(())))
+    uses = call.call["uses"]
+    dout = _dout(call)
+    held = values.abs().amax(1, keepdim=True) if call.detached and values.numel() else out  # of each branch's own out
+    delta = torch.einsum("bnhd,bnhd->bhn", dout, held.expand_as(out)) + (call.values.dlse.abs() if uses["lse"] else 0.0)
+    ds = p * (torch.einsum("bnhd,bmhd->bhnm", dout, values.abs()) + delta[..., None]) * abs(call.scale)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, group)).sum(3)
+
+    sums = {
+        "out": torch.einsum("bhnm,bmhd->bnhd", p, values.abs()),
+        "dq": torch.einsum("bhnm,bmhd->bnhd", ds, keys.abs()),
+        "dk": grouped(torch.einsum("bhnm,bnhd->bmhd", ds, q.abs())),
+        "dv": grouped(torch.einsum("bhnm,bnhd->bmhd", p, dout)),
+        "dsinks": delta.sum((0, 2)),
+    }
+    for name, leaf in zip("qkv", call.leaves, strict=True):
+        for dim in (0, 2):
+            if leaf.shape[dim] != sums[f"d{name}"].shape[dim]:
+                sums[f"d{name}"] = sums[f"d{name}"].sum(dim, keepdim=True)
+    units = dict.fromkeys(sums, ROUNDINGS * ROUNDOFF[case["dtype"]])
+    for option, names in (("dkv_wire_dtype", ("dk", "dv")), ("out_wire_dtype", ("out", "dq", "dk", "dsinks"))):
+        for name in names if option in case["ring"] else ():
+            units[name] += (case["ranks"] + 1) * ROUNDOFF[case["ring"][option]]
+    return {name: units[name] * one for name, one in sums.items()}
+
+
+# --- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def _spread(call: _Call) -> dict[str, Tensor]:
+    """Which results a NaN among the inputs must reach: those of every pair that it is in."""
+    group, heads = call.call["heads"][0] // call.call["heads"][1], call.call["heads"][0]
+    given = zip("qkv", call.values[:3], strict=True)
+    q, k, v = (inputs.as_input(x.isnan(), call.call, name).transpose(1, 2) for name, x in given)
+    q, k, v = q.any(-1), k.any(-1).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    meets = (call.counts.pairs.sum(0) > 0).expand(heads, -1, -1)[None]
+    lse = (meets & (q[..., None] | k[:, :, None])).any(-1)
+    out = lse[..., None] | (meets[..., None] & v[:, :, None]).any(3)
+    ds = out.any(-1)
+    found = {"out": out.transpose(1, 2), "lse": lse}
+    if call.loss is not None and call.call["uses"]["out"] in ("weighted", "transposed", "sum"):
+        seen = ((meets & one[..., None]).any(2).transpose(1, 2) for one in (ds, lse))
+        dk, dv = (one.unflatten(2, (-1, group)).any(3)[..., None] for one in seen)
+        found |= {"dq": ds.transpose(1, 2)[..., None], "dk": dk, "dv": dv}
+    for name, leaf in zip(("dq", "dk", "dv"), call.leaves, strict=True):
+        for dim in (0, 2):
+            if name in found and leaf.shape[dim] != found[name].shape[dim]:
+                found[name] = found[name].any(dim, keepdim=True)
+    return found

@@ -1,0 +1,115 @@
+"""The tensors of a call: values from the seed, in the memory layouts that a user's tensors have.
+
+Guarantees: the reference and the ranks get the same values; what lies around an input in memory is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.draw import Case
+
+NAMES = "qkv"
+
+
+class Values(NamedTuple):
+    """Whole tensors in the call's dtype: q, k, v (batch, tokens, heads, dim) or broadcast over batches or heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    sinks: Tensor | None
+
+
+def generator(case: Case, index: int) -> torch.Generator:
+    """Random numbers for the call of this index."""
+    return torch.Generator().manual_seed(case["seed"] * 16 + index)
+
+
+def values(case: Case, index: int) -> Values:
+    """The values of a call: unit normal times `size`."""
+    call, random, dtype = case["calls"][index], generator(case, index), getattr(torch, case["dtype"])
+    (heads, kv_heads), (d_k, d_v), batch = call["heads"], call["dims"], call["batch"]
+    q_tokens = call["seq"]["length"]
+    k_tokens = (call["kv_seq"] or call["seq"])["length"]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=random)
+
+    shapes = [[batch, q_tokens, heads, d_k], [batch, k_tokens, kv_heads, d_k], [batch, k_tokens, kv_heads, d_v]]
+    for shape, kind in zip(shapes, call["strides"], strict=True):
+        if kind == "one_batch":
+            shape[0] = min(shape[0], 1)
+        if kind == "one_head":
+            shape[2] = min(shape[2], 1)
+    q, k, v = ((normal(*shape) * call["size"]).to(dtype) for shape in shapes)
+    dout, dlse = normal(batch, q_tokens, heads, d_v).to(dtype), normal(batch, heads, q_tokens).float()
+    sinks = (normal(heads) * call["sinks"]).to(dtype) if call["sinks"] else None
+    for which, at_batch, at_token, at_head in case.get("nan", ()):
+        x = (q, k, v)[NAMES.index(which)]
+        if x.numel():
+            b, t, h = (int(at * size) for at, size in zip((at_batch, at_token, at_head), x.shape, strict=False))
+            x[b, t, h, 0] = float("nan")
+    return Values(q, k, v, dout, dlse, sinks)
+
+
+def leaf_of(kind: str, x: Tensor) -> Tensor:
+    """A tensor of the user's that holds x: what requires the gradient."""
+    batch, tokens, heads, dim = x.shape
+    if kind == "transposed":
+        return x.transpose(1, 2).contiguous()
+    if kind == "leaf":  # a leaf that is itself a view, with tokens before batches
+        inner = x.new_full((tokens, batch, heads + 1, dim + 3), float("nan")).transpose(0, 1)[:, :, 1:, :dim]
+        return inner.copy_(x).detach()
+    sizes = {
+        "sliced": (batch, tokens, heads + 1, dim + 3),
+        "every_second": (batch, 2 * tokens, heads, dim),
+        "heads_apart": (batch, tokens, 2 * heads, dim),
+    }
+    if kind not in sizes:
+        return x.clone()
+    larger = x.new_full(sizes[kind], float("nan"))
+    inside(kind, larger, dim).copy_(x)
+    return larger
+
+
+def inside(kind: str, leaf: Tensor, dim: int) -> Tensor:
+    """The part of a leaf, or of its gradient, that holds x; still broadcast over batches or heads."""
+    if kind == "transposed":
+        return leaf.transpose(1, 2)
+    if kind == "sliced":
+        return leaf[:, :, 1:, :dim]
+    if kind == "every_second":
+        return leaf[:, ::2]
+    if kind == "heads_apart":
+        return leaf[:, :, ::2]
+    return leaf
+
+
+def as_input(x: Tensor, call: Case, name: str) -> Tensor:
+    """x as the call gets it, with all its batches and heads."""
+    return x.expand(call["batch"], x.shape[1], call["heads"][name != "q"], x.shape[3])
+
+
+def loss_of(call: Case, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor) -> Tensor:
+    """The scalar that backward starts from; a row without keys takes no part by its lse."""
+    total: Any = torch.zeros((), dtype=torch.float64)
+    if call["in_place"]:
+        out = out.mul_(2)
+    how = call["uses"]["out"]
+    if how == "weighted":
+        total = total + (out.double() * dout.double()).sum()
+    elif how == "sum":
+        total = total + out.sum()
+    elif how == "transposed":
+        total = total + (out.transpose(1, 3) * dout.to(out.dtype).transpose(1, 3).contiguous()).double().sum()
+    if call["twice"]:
+        total = total + 0.5 * out.double().square().sum()
+    if call["uses"]["lse"] and lse is not None:
+        total = total + (torch.where(lse.isinf(), 0.0, lse.double()) * dlse.double()).sum()
+    return total

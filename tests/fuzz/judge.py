@@ -1,0 +1,180 @@
+"""Runs a case and says what is wrong with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import InputError, RingError
+from tests.fuzz import calls, layers, sequences
+from tests.fuzz.draw import Case
+from tests.fuzz.expected import USUAL_SCORE, Results, Wanted, expected
+from tests.fuzz.legal import may_refuse, must_refuse
+from tests.fuzz.ranks import Processes, on_threads
+
+Outcomes = list[Any]
+_processes = Processes()
+
+
+class Wrong(AssertionError):
+    """What a case found."""
+
+
+def check(case: Case) -> None:
+    """Run the case. Raises `Wrong`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if case["kind"] == "sequences":
+            _all_returned(on_threads(sequences.on_rank, case | {"engine": "plain", "ring": {}}))
+        elif case["kind"] == "layers":
+            _layer(case)
+        else:
+            _calls(case)
+
+
+def close() -> None:
+    """End the processes that cases were run on."""
+    _processes.close()
+
+
+def _all_returned(outcomes: Outcomes) -> Outcomes:
+    """Raises the first error of a rank that is not another's."""
+    errors = [(rank, one) for rank, one in enumerate(outcomes) if isinstance(one, BaseException)]
+    if not errors:
+        return outcomes
+    rank, error = next((one for one in errors if not isinstance(one[1], RingError)), errors[0])
+    raise Wrong(f"rank {rank} raised {type(error).__name__}: {error}") from error
+
+
+def _calls(case: Case) -> None:
+    apart = case["kind"] == "processes" or (case["kind"] == "triton" and case["ranks"] > 1)  # no threads in Triton's
+    run: Callable[..., Outcomes] = _processes.run if apart else on_threads  # interpreter
+    outcomes = run(calls.on_rank, case)
+    if case["kind"] == "order" and not any(must_refuse(case, call) for call in case["calls"]):
+        _order(case, outcomes)
+        return
+    if any(call["in_place"] for call in case["calls"]) and _changed_in_place(outcomes):
+        return
+    found = _all_returned(outcomes)
+    refused = []
+    for index, call in enumerate(case["calls"]):
+        refusals = [one[index].get("refused") for one in found]
+        if any(refusals) and not all(refusals):
+            raise Wrong(f"call {index}: refused on some ranks only: {refusals}")
+        why = must_refuse(case, call)
+        if index == 0 and "change" in case.get("odd", {}) and case["ranks"] > 1:
+            why = why or f"rank {case['odd']['rank']} asks for something else: {case['odd']['change']}"
+        if why and not refusals[0]:
+            raise Wrong(f"call {index} is answered, and {why}")
+        if refusals[0] and not why and not may_refuse(call):
+            raise Wrong(f"call {index} is refused: {refusals[0]}")
+        refused.append(bool(refusals[0]))
+    for index, wanted in enumerate(expected(case, refused)):
+        if wanted is not None:
+            whole = joined(case, case["calls"][index], [one[index] for one in found])
+            compare(f"call {index}", whole, wanted, nan=bool(case.get("nan")))
+
+
+def _changed_in_place(outcomes: Outcomes) -> bool:
+    """Whether autograd told every rank that a result was changed which backward needs; SDPA's output is such a one."""
+    told = [isinstance(one, RuntimeError) for one in outcomes]
+    return all(told) and any("modified by an inplace operation" in str(one) for one in outcomes)
+
+
+def _layer(case: Case) -> None:
+    found = _all_returned(on_threads(layers.on_rank, case))
+    call = {"op": "", "bad": None, "kv_seq": None, "sinks": None} | case
+    refusals = [one.get("refused") for one in found]
+    if any(refusals) and not all(refusals):
+        raise Wrong(f"refused on some ranks only: {refusals}")
+    why = must_refuse(case, call)
+    if bool(why) != bool(refusals[0]):
+        raise Wrong(f"the layer is refused: {refusals[0]}" if refusals[0] else f"the layer answers, and {why}")
+    if refusals[0]:
+        return
+    (wanted, largest), rows = layers.expected(case), torch.cat([one["rows"] for one in found])
+    relative = layers.relative(case) * max(1.0, largest / USUAL_SCORE)
+    for name, value in wanted.items():
+        shards = [one[name] for one in found]
+        if name.startswith("weight "):
+            whole = sum((one for one in shards if one is not None), torch.zeros_like(value))
+        else:
+            every = torch.cat([torch.zeros_like(value) if one is None else one for one in shards], 1)
+            whole = torch.empty_like(every).index_copy_(1, rows, every)
+        top = float(value.abs().max()) if value.numel() else 0.0
+        _compare_one(name, whole, Wanted(value, torch.full_like(value, relative * max(top, 1.0))))
+
+
+def _order(case: Case, outcomes: Outcomes) -> None:
+    """A backward in another order on one rank: an error of the ring on every rank."""
+    for rank, one in enumerate(outcomes):
+        if not isinstance(one, BaseException):
+            raise Wrong(f"rank {case['odd']['rank']} went backward in another order, and rank {rank} raised nothing")
+        if not isinstance(one, RingError):
+            raise Wrong(f"rank {rank} raised {type(one).__name__}: {one}") from one
+    if not any(isinstance(one, InputError) for one in outcomes):
+        raise Wrong(f"no rank says that the ranks disagree: {[f'{type(one).__name__}: {one}' for one in outcomes]}")
+
+
+def joined(case: Case, call: Case, parts: Sequence[calls.Found]) -> dict[str, Tensor | None]:
+    """Whole tensors from every rank's shards; the sinks' gradient summed."""
+    whole: dict[str, Tensor | None] = {}
+    q_rows = torch.cat(calls.owned(call["seq"], case["ranks"]))
+    k_rows = torch.cat(calls.owned(call["kv_seq"] or call["seq"], case["ranks"]))
+    for name in parts[0]:
+        shards = [part[name] for part in parts]
+        if name == "dsinks":
+            shards = [one for one in shards if one is not None]
+            whole[name] = torch.stack(shards).sum(0) if shards else None
+        elif any(one is None for one in shards):
+            whole[name] = None
+        else:
+            dim = 2 if name == "lse" else 1
+            rows, every = k_rows if name in ("dk", "dv") else q_rows, torch.cat(shards, dim)
+            whole[name] = torch.empty_like(every).index_copy_(dim, rows, every)
+    return whole
+
+
+def compare(what: str, found: dict[str, Tensor | None], wanted: Results, nan: bool = False) -> None:
+    """Raises `Wrong` where a result is further off than it may be, or not finite where it should be.
+
+    `nan`: there are NaN among the inputs, so that there may be some in any result.
+    """
+    for name, one in found.items():
+        want = wanted.get(name)
+        if one is None and (want is None or name == "lse"):
+            continue
+        if want is None:
+            assert one is not None
+            zeros = torch.zeros_like(one)
+            want = Wanted(zeros, zeros, zeros.bool() if nan else None)
+        _compare_one(f"{what}: {name}", torch.zeros_like(want.value) if one is None else one, want)
+
+
+def _compare_one(what: str, found: Tensor, want: Wanted) -> None:
+    value, tolerance, nan = want
+    if found.shape != value.shape:
+        raise Wrong(f"{what} is {tuple(found.shape)}, not {tuple(value.shape)}")
+    if not found.numel():
+        return
+    exempt = torch.zeros_like(value, dtype=torch.bool)
+    if nan is not None:
+        lost = nan & found.isfinite()
+        if lost.any():
+            raise Wrong(f"{what}: a NaN came back as {float(found[lost][0])} at {lost.nonzero()[0].tolist()}")
+        exempt = found.isnan()
+    same_ends = value.isinf() & (found == value)
+    off = torch.where(same_ends | exempt, 0.0, (found - value).abs())
+    bad = ~(off <= tolerance)
+    if bad.any():
+        worst = torch.where(bad, off.nan_to_num(nan=torch.inf) - tolerance, -torch.inf).argmax()
+        where = [int(i) for i in torch.unravel_index(worst, value.shape)]
+        raise Wrong(
+            f"{what} is {float(found[tuple(where)]):.9g} at {where}, not {float(value[tuple(where)]):.9g} "
+            f"({int(bad.sum())} of {bad.numel()} elements off by more than {float(tolerance.max()):.2g}, "
+            f"the worst by {float(off[bad].nan_to_num(nan=torch.inf).max()):.3g})"
+        )

@@ -1,0 +1,51 @@
+"""The refusals that the definitions ask for, by name; any other is a failure, and so is a bad call that is answered."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from tests.fuzz.draw import Case
+
+
+def must_refuse(case: Case, call: Case) -> str | None:
+    """Why every rank has to refuse the call."""
+    options = call["options"] | (call["bad"] or {})
+    if call["bad"]:
+        return f"{call['bad']} has no meaning"
+    if case["engine"] == "aten" and options.get("softcap") is not None:
+        return "torch's fused kernels have no softcap"
+    if case["engine"] == "triton" and case["dtype"] == "float64":
+        return "the Triton kernels have no float64"
+    if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
+        return "float64 keys do not travel in eight bits"
+    for seq in (call["seq"], call["kv_seq"]):
+        if seq and seq["layout"] == "per_document" and seq["documents"] is None:
+            return "per_document needs documents"
+    if options.get("grad") == "detached" and call["sinks"]:
+        return "a sink belongs to no branch"
+    if options.get("tail") == "zero_pad":
+        longest = max(stop - start for start, stop in pairwise(call["seq"]["documents"] or (0, call["seq"]["length"])))
+        branches = zip(options["segment_lengths"], options["dilation_rates"], strict=True)
+        if any(w % r and w < longest for w, r in branches):
+            return "torchscale moves the rows of later segments"
+    if call["kv_seq"] and _bounded(options):
+        return None if _same(call) else "a window between two sequences"
+    return None
+
+
+def may_refuse(call: Case) -> bool:
+    """Whether a refusal is right beside an exact answer: a window on one side, between two sequences."""
+    sides = call["options"].get("window") or (None, None)
+    return bool(call["kv_seq"]) and any(side not in (None, -1) for side in sides)
+
+
+def _bounded(options: Case) -> bool:
+    """Whether keys are bounded before and after the query."""
+    left, right = (math.inf if side in (None, -1) else side for side in options.get("window") or (None, None))
+    return left < math.inf and (right < math.inf or options["causal"])
+
+
+def _same(call: Case) -> bool:
+    """Whether the keys' sequence lies as the queries' does, so that it is one sequence."""
+    return call["seq"]["length"] == call["kv_seq"]["length"]

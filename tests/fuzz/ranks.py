@@ -1,0 +1,131 @@
+"""Runs one function on all ranks of a ring: threads of this process, or processes that stay for the next case.
+
+Guarantees: what every rank returned or raised, by rank; a wait ends by the deadline.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringattn
+from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.local import LocalWorld
+from tests.fuzz.draw import Case
+from tests.fuzz.session import START_S
+
+TIMEOUT_S = 20.0
+OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
+
+Body = Callable[[ringattn.Ring, Case], Any]
+Outcomes = list[Any]
+"""By rank: what it returned, or the exception that it raised."""
+
+
+def _life(transport: Any, body: Body, case: Case) -> Any:
+    """One rank's life."""
+    try:
+        with ringattn.Ring(transport=transport, engine=case["engine"], timeout_s=TIMEOUT_S, **case["ring"]) as ring:
+            return body(ring, case)
+    except Exception as error:
+        return error
+
+
+def on_threads(body: Body, case: Case) -> Outcomes:
+    """Every rank is a thread."""
+    world = LocalWorld(case["ranks"], TIMEOUT_S)
+    outcomes: Outcomes = [TimeoutError("this rank hangs")] * case["ranks"]
+
+    def work(rank: int) -> None:
+        outcomes[rank] = _life(world.transport(rank), body, case)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case["ranks"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * TIMEOUT_S)
+    return outcomes
+
+
+class Processes:
+    """Ranks that are processes over gloo. They start at the first case and stay; each case has a ring of its own."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._cases = 0
+
+    def run(self, body: Body, case: Case) -> Outcomes:
+        """As `on_threads`. A rank that dies or hangs ends them all; the next case starts new ones."""
+        if not self._pipes:
+            self._start()
+        self._cases += 1
+        used = self._pipes[: case["ranks"]]
+        for pipe in used:
+            pipe.send((self._cases, body, case))
+        outcomes: Outcomes = []
+        for rank, pipe in enumerate(used):
+            try:
+                outcomes.append(pipe.recv() if pipe.poll(4 * TIMEOUT_S) else TimeoutError("this rank hangs"))
+            except EOFError:
+                self._processes[rank].join(5)
+                outcomes.append(ChildProcessError(f"this rank died with {self._processes[rank].exitcode}"))
+        if any(isinstance(one, (TimeoutError, ChildProcessError)) for one in outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = store
+        for rank in range(self._most):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            if not pipe.poll(START_S) or pipe.recv() != "ready":
+                self.close()
+                raise TimeoutError(f"the processes did not start in {START_S:.0f} s")
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    """The life of a process: cases until the pipe ends."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    pipe.send("ready")
+    while True:
+        try:
+            number, body, case = pipe.recv()
+        except EOFError:
+            return
+        try:
+            one = dist.PrefixStore(f"case {number}", store)
+            transport = GlooTransport.open(one, rank, case["ranks"], TIMEOUT_S)
+            outcome = _life(transport, body, case)
+        except Exception as error:
+            outcome = error
+        try:
+            pipe.send(outcome)
+        except Exception as error:  # an exception that cannot be pickled
+            pipe.send(RuntimeError(f"{type(outcome).__name__}: {outcome} ({error})"))

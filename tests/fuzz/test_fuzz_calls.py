@@ -1,0 +1,29 @@
+"""Half a minute of fresh attention calls, and seeds that once found something."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import session
+from tests.fuzz.draw import draw
+
+SECONDS = float(os.environ.get("RINGATTN_FUZZ_SECONDS", "28"))
+
+
+@pytest.mark.slow
+def test_fresh_seeds() -> None:
+    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    print(f"python -m tests.fuzz start={start} kinds=attention,dilated,nan seconds={SECONDS:.0f}")
+    tally = session.run(SECONDS, start=start, kinds=("attention", "dilated", "nan"))
+    print(tally)
+    assert tally.cases
+    assert not tally.failures, "\n".join(map(str, tally.failures))
+
+
+# Causal dilated squares, a scale below 0, autocast (2), inference mode between calls, a hidden NaN, an empty batch,
+# softcap=inf.
+@pytest.mark.parametrize("seed", [103, 96, 240, 460, 56, 139, 168, 461])
+def test_a_seed_that_once_failed(seed: int) -> None:
+    assert session.error_of(draw(seed)) is None

@@ -1,0 +1,30 @@
+"""Half a minute of fresh layers, sequences, disagreements and processes, and seeds that once found something."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import session
+from tests.fuzz.draw import draw
+
+SECONDS = float(os.environ.get("RINGATTN_FUZZ_SECONDS", "28"))
+KINDS = ("layers", "sequences", "order", "disagree", "processes")
+
+
+@pytest.mark.slow
+def test_fresh_seeds() -> None:
+    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    print(f"python -m tests.fuzz start={start} kinds={','.join(KINDS)} seconds={SECONDS:.0f}")
+    tally = session.run(SECONDS, start=start, kinds=KINDS)
+    print(tally)
+    assert tally.cases
+    assert not tally.failures, "\n".join(map(str, tally.failures))
+
+
+# Backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under autocast, a
+# scale that differs in the last bits, a tensor as causal= on one rank.
+@pytest.mark.parametrize("seed", [66, 165, 44, 231, 142, 193, 606, 42])
+def test_a_seed_that_once_failed(seed: int) -> None:
+    assert session.error_of(draw(seed)) is None

@@ -1,0 +1,74 @@
+"""Faults that the package once had, put back by hand: the fuzzer finds each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count, islice
+from typing import Any
+
+import pytest
+
+from ringattn.engine import rectangles
+from ringattn.executor import Executor
+from ringattn.plan import Plan
+from ringattn.rank_group import RankGroup
+from ringattn.schedule.ops import Kind
+from tests.fuzz import session
+from tests.fuzz.draw import Case, draw, kind_of
+
+
+def found(kind: str, most: int, wanted: Callable[[Case], bool] = lambda case: True) -> tuple[Case, str]:
+    """The first that fails of so many cases of a kind, and its error."""
+    cases = (draw(seed) for seed in count() if kind_of(seed) == kind)
+    for case in islice(filter(wanted, cases), most):
+        if error := session.error_of(case):
+            return case, error
+    raise AssertionError(f"nothing found in {most} cases")
+
+
+def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rows(items: Any, key: Any) -> list[Any]:
+        return sorted(items, key=lambda r: (r.q_rows, r.k_rows, r.heads) if r.causal else key(r))
+
+    def beside(first: Any, second: Any) -> bool:
+        return rectangles._follows(first.q_rows, second.q_rows) and rectangles._follows(first.k_rows, second.k_rows)
+
+    def cheap(case: Case) -> bool:
+        """Where it may show, on one rank."""
+        (first, *others), default = case["calls"], case["engine"] == "auto" and case["ranks"] == 1
+        return default and not others and first["options"]["causal"] and 8 < first["seq"]["length"] < 50
+
+    monkeypatch.setattr(rectangles, "sorted", by_rows, raising=False)
+    monkeypatch.setattr(rectangles, "_continues", beside)
+    case, error = found("dilated", 120, cheap)
+    assert "off by more than" in error
+    monkeypatch.undo()
+    assert session.error_of(case) is None
+
+
+def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    agree = RankGroup.agree
+
+    def forgetful(
+        self: RankGroup, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None
+    ) -> int:
+        return agree(self, summary if backward_of is None else f"backward of {summary}", refusal, always)
+
+    monkeypatch.setattr(RankGroup, "agree", forgetful)
+    case, error = found("order", 20)
+    assert "raised nothing" in error
+    monkeypatch.undo()
+    assert session.error_of(case) is None
+
+
+def test_a_plan_without_steps_begun_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager(self: Executor) -> bool:
+        plan: Plan = self.plan
+        packs = plan.steps[0].packs if plan.steps else ()
+        return all(plan.buffers[pack.into].kind is Kind.KV for pack in packs)
+
+    monkeypatch.setattr(Executor, "begins_with_keys", property(eager))
+    case, error = found("layers", 60)
+    assert "IndexError" in error
+    monkeypatch.undo()
+    assert session.error_of(case) is None
