@@ -282,7 +282,8 @@ def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal
         "from ringattn.launch.ranks import run_ranks_in_processes as run\n"
         f"run('{planted}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    # What a command that is killed cannot take away is its folder of the ranks' words.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
     pids = written_pids(tmp_path, 2)
     agents, shared = [parent_of(pid) for pid in pids], set(os.listdir("/dev/shm"))

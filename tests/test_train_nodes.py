@@ -63,7 +63,10 @@ SAME = "; start all ranks with the same words"
     [
         ([[], ["text=nowhere"]], [f"rank 1 refused the call, {FOR_ALL}text=nowhere: No such", "text=nowhere: No such"]),
         ([["replicas=1"], ["replicas=2"]], [f"replicas: rank 1 has 2 and rank 0 1{SAME}"] * 2),
-        ([["out_dir=taken"]] * 2, ["out_dir=taken: File exists", f"rank 0 refused the call, {FOR_ALL}out_dir=taken: "]),
+        (
+            [["out_dir=taken"]] * 2,
+            ["out_dir=taken: cannot be written (File exists)", f"rank 0 refused the call, {FOR_ALL}out_dir=taken: "],
+        ),
     ],
     ids=["text", "replicas", "out_dir"],
 )

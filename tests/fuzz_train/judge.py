@@ -154,7 +154,7 @@ def _full_disk(case: Case, whole: dict[str, Any], folder: Path) -> str:
     every = case.plain.checkpoint_every_steps or 1
     save = case.dice.randint(1, -(-case.plain.steps // every))
     config, told = replace(case.spread, out_dir=str(folder)), ""
-    with faults.full_disk(save, case.dice.randrange(0, 120_000)):
+    with faults.full_disk(save, case.dice.randrange(0, 400_000)):
         try:
             _same(train(config), whole, REL, "a save that had room")
         except RingError as error:
