@@ -193,7 +193,7 @@ def _sums(call: _Call) -> dict[str, Tensor]:
             if leaf.shape[dim] != sums[f"d{name}"].shape[dim]:
                 sums[f"d{name}"] = sums[f"d{name}"].sum(dim, keepdim=True)
     units = dict.fromkeys(sums, ROUNDINGS * ROUNDOFF[case["dtype"]])
-    for option, names in (("dkv_wire_dtype", ("dk", "dv")), ("out_wire_dtype", ("out", "dq", "dk", "dsinks"))):
+    for option, names in (("dkv_wire_dtype", ("dk", "dv")), ("out_wire_dtype", ("out", "dq", "dk", "dv", "dsinks"))):
         for name in names if option in case["ring"] else ():
             units[name] += (case["ranks"] + 1) * ROUNDOFF[case["ring"][option]]
     return {name: units[name] * one for name, one in sums.items()}

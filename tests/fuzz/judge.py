@@ -30,6 +30,8 @@ def check(case: Case) -> None:
         warnings.simplefilter("ignore")
         if case["kind"] == "sequences":
             _all_returned(on_threads(sequences.on_rank, case | {"engine": "plain", "ring": {}}))
+        elif case["kind"] == "order" and "calls" not in case:
+            _order(case, on_threads(sequences.gathers_on_rank, case))
         elif case["kind"] == "layers":
             _layer(case)
         else:

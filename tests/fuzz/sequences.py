@@ -29,6 +29,15 @@ def on_rank(ring: ringattn.Ring, case: Case) -> None:
         _one(ring, seq, case, tensor, rows, at, number)
 
 
+def gathers_on_rank(ring: ringattn.Ring, case: Case) -> None:
+    """Gathers that are alike, and their backward passes in this rank's order."""
+    seq, odd = sequence(ring, case["seq"], False), case["odd"]
+    leaves = [torch.ones(seq.counts[ring.rank], 2, requires_grad=True) for _ in case["order"]]
+    losses = [(seq.gather(leaf, 0) * (number + 1)).sum() for number, leaf in enumerate(leaves)]
+    for number in odd["order"] if odd["rank"] == ring.rank else case["order"]:
+        losses[number].backward()
+
+
 def _one(
     ring: ringattn.Ring, seq: ringattn.Sequence, case: Case, tensor: Case, rows: list[Tensor], at: reference.Places,
     number: int,

@@ -1,0 +1,72 @@
+"""What single choices of the fuzzer are drawn from: ranks, lengths, documents, sequences, dtypes, engines."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+Case = dict[str, Any]
+
+RANKS = [1] * 32 + [2] * 36 + [3] * 16 + [4] * 10 + [5, 5, 6, 7, 8, 8]
+LONGEST = 400
+"""Tokens of a sequence; few are so long."""
+LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
+SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "all_to_all"]
+ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
+STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")
+MODES = ["train"] * 10 + ["inference", "no_grad", "checkpoint", "reentrant"]
+
+
+def maybe(r: Random, chance: float) -> bool:
+    return r.random() < chance
+
+
+def numbers(r: Random, kind: str) -> Case:
+    """The dtype, the engine and the ring's options."""
+    dtype = r.choice(["float64"] * 7 + ["float32"] * 3 + ["bfloat16", "float16"])
+    engine, ring = r.choice(ENGINES), {"poison": maybe(r, 0.8)}
+    if kind == "triton":
+        engine, dtype = "triton", r.choice(["float32", "float32", "float16"])  # the interpreter has no bfloat16
+    if maybe(r, 0.1) and kind not in ("nan", "triton", "layers"):
+        name, value = r.choice([
+            ("dkv_wire_dtype", "bfloat16"), ("dkv_wire_dtype", "float32"), ("out_wire_dtype", "bfloat16"),
+            ("out_wire_dtype", "float32"), ("kv_wire_dtype", "int8"), ("kv_wire_dtype", "float8_e4m3fn"),
+        ])  # fmt: skip
+        ring[name] = value
+    autocast = r.choice(["bfloat16", "float16"]) if maybe(r, 0.12) else None
+    return {"dtype": dtype, "engine": engine, "ring": ring, "autocast": autocast}
+
+
+def _length(r: Random, ranks: int, longest: int) -> int:
+    """Tiny, beside a multiple of the ranks, medium, and a few long ones."""
+    how = r.random() if longest == LONGEST else r.random() * 0.6
+    if how < 0.35:
+        return r.randint(0, 9)
+    if how < 0.6:
+        return max(0, ranks * r.randint(1, 10) + r.choice([-1, 0, 1]))
+    if how < 0.94:
+        return r.randint(10, 48)
+    if how < 0.985:
+        return r.randint(49, 130)
+    return r.randint(131, LONGEST)
+
+
+def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
+    """Bounds from 0 to the length; empty documents and ones of a single token are likely."""
+    count = r.choice([1, 2, 2, 3, 4, 6]) if count is None else count
+    cuts = [r.randint(0, length) for _ in range(count - 1)]
+    for index in range(len(cuts)):
+        if maybe(r, 0.35):
+            cuts[index] = min(length, r.choice([0, *cuts]) + r.choice([0, 1]))
+    return [0, *sorted(cuts), length]
+
+
+def sequence(r: Random, ranks: int, documents: int | None = None, longest: int = LONGEST) -> Case:
+    """The arguments of `Ring.sequence`. `documents`: how many; 0 for none."""
+    length = _length(r, ranks, longest)
+    cut = maybe(r, 0.35) if documents is None else documents > 0
+    cuts = _documents(r, length, documents) if cut else None
+    names = LAYOUTS if cut or maybe(r, 0.01) else LAYOUTS[:-1]
+    layout = "auto" if maybe(r, 0.35) else r.choice(names)
+    return {"length": length, "documents": cuts, "layout": layout, "for_": r.choice(
+        ["causal"] * 5 + ["full", "window", "dilated"])}  # fmt: skip

@@ -1,0 +1,156 @@
+"""Draws calls of `Ring.attention` and `Ring.dilated_attention`, and what is done with their results."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.fuzz.choices import LONGEST, MODES, SCHEDULES, STRIDES, Case, maybe, sequence
+
+
+def call(r: Random, case: Case) -> Case:
+    """One call of `Ring.attention` or `Ring.dilated_attention`, by itself or as a layer, and what is done with it."""
+    kind = case["kind"]
+    dilated = kind == "dilated" or (kind not in ("attention", "triton") and maybe(r, 0.4))
+    kv_heads = r.choice([1, 1, 2, 2, 3, 4])
+    heads = kv_heads * r.choice([1, 1, 1, 2, 3]) if maybe(r, 0.98) else kv_heads
+    dims = [r.choice([8, 8, 4, 16, 1, 2, 3, 5, 7, 20])] * 2
+    if maybe(r, 0.2):
+        dims[1] = r.choice([8, 1, 3, 12, 16])
+    call: Case = {
+        "op": "dilated" if dilated else "attention",
+        "seq": sequence(r, case["ranks"], longest=LONGEST if kind != "triton" else 32),
+        "kv_seq": None,
+        "cut_later": False,
+        "batch": r.choice([1, 1, 1, 2, 3]) if maybe(r, 0.99) else 0,
+        "heads": [heads, kv_heads],
+        "dims": dims,
+        "options": {"schedule": r.choice(SCHEDULES), "causal": maybe(r, 0.6)},
+        "sinks": r.choice([1.0, 1.0, 20.0]) if maybe(r, 0.15) else None,
+        "grads": r.choice(["qkv"] * 6 + ["q", "k", "v", "qk", "kv", "qv", ""]),
+        "strides": [r.choice(STRIDES) if maybe(r, 0.35) else "plain" for _ in range(3)],
+        "size": r.choice([1.0] * 8 + [0.1, 3.0]),
+        "uses": {
+            "out": r.choice(["weighted"] * 4 + ["sum", "transposed", "none"]), "lse": maybe(r, 0.3)},
+        "twice": maybe(r, 0.1),
+        "in_place": maybe(r, 0.05),
+        "backward_twice": maybe(r, 0.04),
+        "mode": r.choice(MODES) if kind != "triton" else "train",
+        "via": "ring",
+        "like": None,
+        "chained": False,
+        "bad": None,
+    }  # fmt: skip
+    options = call["options"]
+    if maybe(r, 0.3):
+        options["scale"] = r.choice([0.0, 0, -0.3, -1.0, 1.0, 2, 1e-3, 1e-8, 4.0, 30.0])
+    if maybe(r, 0.15):
+        options["softcap"] = r.choice([0.5, 2.0, 5, 30.0])
+    if call["sinks"] and maybe(r, 0.7):
+        call["grads"] += "s"
+    documents = call["seq"]["documents"]
+    if dilated:
+        options |= branches(r, call)
+        if maybe(r, 0.4):  # shards of several runs, as in training
+            call["seq"]["layout"] = "zigzag" if documents is None else "per_document"
+    else:
+        if maybe(r, 0.35):
+            side = [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
+            options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
+        if maybe(r, 0.15):
+            call["kv_seq"] = sequence(r, case["ranks"], 0 if documents is None else len(documents) - 1)
+            if "window" in options and maybe(r, 0.8):
+                del options["window"]
+    if documents is not None and call["seq"]["layout"] not in ("per_document", "auto"):
+        call["cut_later"] = maybe(r, 0.3)
+    _maybe_bad(r, call)
+    plain = not call["bad"] and not call["kv_seq"] and not call["sinks"]
+    if plain and maybe(r, 0.12):
+        own = dilated and case["ranks"] == 1 and documents is None and case["engine"] == "auto"
+        call["via"] = "alone" if own and "kv_wire_dtype" not in case["ring"] else "module"
+        call["uses"]["lse"] = False
+    elif plain and not dilated and not case["autocast"] and set(options) <= {"causal", "scale", "schedule"}:
+        if maybe(r, 0.3):
+            call["via"], call["uses"]["lse"] = "sdpa", False
+            del options["schedule"]
+    if call["via"] != "ring" and call["uses"]["out"] == "none":
+        call["uses"]["out"] = "weighted"
+    return call
+
+
+def branches(r: Random, call: Case) -> Case:
+    """The options of dilated attention alone."""
+    length, count = call["seq"]["length"], r.choice([1, 1, 2, 2, 3, 4])
+    heads = r.choice([call["heads"][0], 4, 4, 6, 8, 8, 12])
+    if heads % call["heads"][1] == 0:
+        call["heads"][0] = heads
+    if maybe(r, 0.4):  # as LongNet's: both grow by one ratio
+        base, ratio = r.choice([2, 4, 5, 8, 8, 16, 16, 32]), r.choice([2, 2, 2, 3, 4])
+        lengths, rates = [base * ratio**i for i in range(count)], [ratio**i for i in range(count)]
+    else:
+        several = [1, 2, 4, 8, 16, 16, 32, 64, 128, r.randint(1, 50), max(1, length), max(1, length), length // 2 + 1]
+        lengths = [r.choice(several) for _ in range(count)]
+        rates = [r.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8, r.randint(1, 12)]) for _ in range(count)]
+    if length > 48:  # many small segments are many small blocks, and slow
+        lengths = [max(w, length // 12) for w in lengths]
+    found: Case = {"segment_lengths": lengths, "dilation_rates": rates}
+    if maybe(r, 0.4):
+        found["offset"] = r.choice(["mod", "block", "kv_head", "layer_rotated"])
+        if found["offset"] == "layer_rotated":
+            found["layer"] = r.randint(0, 5)
+    if maybe(r, 0.15):
+        found["tail"] = "zero_pad"
+    if maybe(r, 0.12):
+        found["grad"] = "detached"
+    return found
+
+
+def _maybe_bad(r: Random, call: Case) -> None:
+    """Rarely an option that every rank must refuse."""
+    if not maybe(r, 0.02):
+        return
+    bad: list[Case] = [
+        {"scale": float("nan")}, {"scale": float("inf")}, {"softcap": 0.0}, {"softcap": -1.0},
+        {"softcap": float("inf")}, {"softcap": float("nan")}, {"schedule": "star"}, {"causal": "no"},
+    ]  # fmt: skip
+    if call["op"] == "attention":
+        bad += [{"window": (-2, 0)}, {"window": (1.5, 0)}, {"window": 3}, {"causal": True, "window": (4, 1)}]
+    else:
+        bad += [{"dilation_rates": [0]}, {"segment_lengths": []}, {"offset": "none"}, {"grad": "half"}, {"layer": -1}]
+    call["bad"] = r.choice(bad)
+
+
+def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
+    """Another call on the same ring: new, alike, alike on the same inputs, or one that takes another's output."""
+    how, base = r.random(), len(calls) - 1
+    last = calls[base]
+    if how < 0.3 or last["bad"]:
+        return call(r, case)
+    new = dict(last, like=base, mode=r.choice(MODES))
+    if how < 0.5:
+        return new
+    if how < 0.75:
+        return new | {"share": True}
+    rounds = case["dtype"] in ("bfloat16", "float16") or len(case["ring"]) > 1
+    trains = last["mode"] == "train" and not last["in_place"] and "s" not in last["grads"]
+    if rounds or not trains or last["dims"][0] != last["dims"][1]:
+        return new
+    return new | {"chained": True, "mode": "train", "strides": ["plain", *last["strides"][1:]]}
+
+
+def odd(r: Random, case: Case, call: Case) -> Case:
+    """What one rank does otherwise than the others, which all ranks must refuse."""
+    options, rank = call["options"], r.randrange(case["ranks"])
+    scale = options.get("scale")
+    scale = call["dims"][0] ** -0.5 if scale is None else scale
+    changes: list[Case] = [
+        {"scale": scale + 0.25},
+        {"scale": scale * (1 + 1e-9) + 1e-13},
+        {"softcap" if call["via"] != "sdpa" else "scale": options.get("softcap", scale) + 3.0},
+        {"causal": "a tensor"},
+        {"seq": call["seq"] | {"length": call["seq"]["length"] + case["ranks"], "documents": None, "layout": "auto"}},
+        {"dtype": "float32" if case["dtype"] == "float64" else "float64"},
+        {"tokens": 1},
+    ]
+    if call["op"] == "attention" and not options.get("window"):
+        changes += [{"causal": not options["causal"]}] * 2
+    return {"rank": rank, "change": r.choice(changes)}
