@@ -253,9 +253,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("ringattn", *LINKED):
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md"):
-        if (ROOT / file).exists():
-            shutil.copy(ROOT / file, copy / file)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy / file)
     return copy
 
 
@@ -300,6 +299,8 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     python(build, "build_wheel", str(tmp_path), cwd=next((tmp_path / "unpacked").iterdir()))
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (licence,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+        assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
     code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn")}
     conf = {f"ringattn/{path.relative_to(tree).as_posix()}" for path in (tree / "launch" / "conf").rglob("*.yaml")}
     data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json",
@@ -326,15 +327,15 @@ def test_files_are_short() -> None:
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_LINES}
 
 
-def house_map(readme: str) -> set[str]:
-    """Paths of the .py files in the tree under `## The house`: one entry a line, folders end with a slash.
+def file_map(page: str) -> set[str]:
+    """Paths of the .py files in the tree under `## Files`: one entry a line, folders end with a slash.
 
     The first word of a line is its entry; indentation and the usual lines of a drawn tree say which folder holds it.
     Paths start at the root of the repository.
     """
-    section = re.search(r"^## The house$(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL)
+    section = re.search(r"^## Files$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     block = re.search(r"^```\w*\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL) if section else None
-    assert block, "README.md has no code block under '## The house'"
+    assert block, "docs/architecture.md has no code block under '## Files'"
     files: set[str] = set()
     above: list[tuple[int, str]] = []
     for line in block[1].splitlines():
@@ -351,19 +352,18 @@ def house_map(readme: str) -> set[str]:
     return files
 
 
-def test_house_map_is_read() -> None:
+def test_file_map_is_read() -> None:
     tree = "ringattn/\n├── engine/   organs\n│   └── base.py  a contract\n├── plan.py  a plan\nbench/gate.py  a gate\n"
-    assert house_map(f"# x\n## The house\nwords\n```text\n{tree}```\n## Next\n") == {
+    assert file_map(f"# x\n## Files\nwords\n```text\n{tree}```\n## Next\n") == {
         "ringattn/engine/base.py",
         "ringattn/plan.py",
         "bench/gate.py",
     }
 
 
-def test_readme_maps_every_file() -> None:
-    readme = ROOT / "README.md"
-    assert readme.exists(), "README.md is missing"
+def test_architecture_page_maps_every_file() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     real = {p.resolve().relative_to(ROOT).as_posix() for p in sources(PACKAGE) if p.name != "__init__.py"}
-    named = {p for p in house_map(readme.read_text(encoding="utf-8")) if PurePosixPath(p).name != "__init__.py"}
+    named = {p for p in file_map(page) if PurePosixPath(p).name != "__init__.py"}
     assert real - named == set(), "not on the map"
-    assert {p for p in named - real if not (ROOT / p).exists()} == set(), "on the map, not in the house"
+    assert {p for p in named - real if not (ROOT / p).exists()} == set(), "on the map, not in the repository"

@@ -140,7 +140,7 @@ class EngineContract(NotFinite):
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("cut", [False, True], ids=["one-tile", "two-steps"])
     def test_half_is_as_good_as_torchs_kernel(self, dtype: torch.dtype, cut: bool) -> None:
-        """DESIGN §5: at most 1.25 times the error of the single-device kernel of the same dtype."""
+        """At most 1.25 times the error of one device in the same dtype (Exactness in docs/architecture.md)."""
         q, k, band = DENSE[0]
         halves = [(q, k.pick(Run(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
         # `pick` keeps buffer rows, so both steps read one buffer layout; the second half of the first is never read.
