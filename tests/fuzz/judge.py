@@ -99,7 +99,6 @@ def _layer(case: Case) -> None:
     if refusals[0]:
         return
     (wanted, largest), rows = layers.expected(case), torch.cat([one["rows"] for one in found])
-    relative = layers.relative(case) * max(1.0, largest / USUAL_SCORE)
     for name, value in wanted.items():
         shards = [one[name] for one in found]
         if name.startswith("weight "):
@@ -108,7 +107,8 @@ def _layer(case: Case) -> None:
             every = torch.cat([torch.zeros_like(value) if one is None else one for one in shards], 1)
             whole = torch.empty_like(every).index_copy_(1, rows, every)
         top = float(value.abs().max()) if value.numel() else 0.0
-        _compare_one(name, whole, Wanted(value, torch.full_like(value, relative * max(top, 1.0))))
+        tolerance = layers.relative(case, name) * max(1.0, largest / USUAL_SCORE) * max(top, 1.0)
+        _compare_one(name, whole, Wanted(value, torch.full_like(value, tolerance)))
 
 
 def _order(case: Case, outcomes: Outcomes) -> None:

@@ -77,17 +77,20 @@ def on_rank(ring: ringattn.Ring, case: Case) -> Found:
 
 
 STAGES = 6
-"""Projection, norm, rotation, attention, norm, projection: each rounds once more."""
+"""Projection, norm, rotation, attention, norm, projection: each rounds once more. Roundings of the terms of a sum go up
+as often as down, so they grow with the root of their number."""
 NORM_EPS = 1e-5
 """`torch.nn.LayerNorm` magnifies what has no variance by the root of its inverse."""
 
 
-def relative(case: Case) -> float:
+def relative(case: Case, name: str) -> float:
     """How far a result may be off, of its largest element and at least of 1."""
     unit = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}[case["dtype"]]
     if case["autocast"] and case["dtype"] != "float64":
         unit = max(unit, 2.0**-8 if case["autocast"] == "bfloat16" else 2.0**-11)
-    return unit * STAGES * (NORM_EPS**-0.5 if case["options"].get("layer_norm") else 1)
+    terms = case["batch"] * case["seq"]["length"] * case["heads"] if name.startswith("weight ") else 1
+    magnified = NORM_EPS**-0.5 if case["options"].get("layer_norm") else 1
+    return unit * STAGES * magnified * max(terms, 1) ** 0.5
 
 
 def expected(case: Case) -> tuple[dict[str, Tensor], float]:
