@@ -146,7 +146,7 @@ def odd(r: Random, case: Case, call: Case) -> Case:
         {"scale": scale + 0.25},
         {"scale": scale * (1 + 1e-9) + 1e-13},
         {"softcap" if call["via"] != "sdpa" else "scale": options.get("softcap", scale) + 3.0},
-        {"causal": "a tensor"},
+        {"causal": "a tensor" if call["via"] != "module" else not options["causal"]},  # a constructor refuses by itself
         {"seq": call["seq"] | {"length": call["seq"]["length"] + case["ranks"], "documents": None, "layout": "auto"}},
         {"dtype": "float32" if case["dtype"] == "float64" else "float64"},
         {"tokens": 1},
