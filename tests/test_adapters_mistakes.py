@@ -140,6 +140,71 @@ def test_only_one_parameter_is_wrong() -> None:
     assert run_ranks(2, body)[0] == "norm.weight"
 
 
+class Faint(nn.Module):
+    """A model beside parameters whose gradients are small, zero by the softmax's symmetry, or none at all."""
+
+    def __init__(self, single: bool = False) -> None:
+        super().__init__()
+        self.net, self.single = model(), single
+        self.faint, self.unused = nn.Parameter(torch.ones(3).double()), nn.Parameter(torch.ones(3))
+        self.key_bias = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k + self.key_bias, v)
+
+        logits: Tensor = self.net(tokens, positions, biased) * (1 + 1e-8 * (self.faint - 1).sum())
+        return logits.float().double() if self.single else logits
+
+
+def faintly(gradients: Callable[[nn.Module, Ring], None], single: bool = False) -> Parity:
+    """`parity` of a right step, but for what `gradients` does to the parameters of a ring of several ranks."""
+
+    def step(net: nn.Module, seq: Sequence) -> Tensor:
+        if seq.ring.world_size > 1:
+            gradients(net, seq.ring)
+        return right(net, seq, "mean")
+
+    def body(ring: Ring) -> Parity:
+        return parity(Faint(single), step, ring.sequence(37), gradients="mean", raises=False)
+
+    first, second = run_ranks(2, body)
+    assert str(first) == str(second)
+    return first
+
+
+def scaled(name: str, factor: float) -> Callable[[nn.Module, Ring], None]:
+    def spoil(net: nn.Module, ring: Ring) -> None:
+        net.get_parameter(name).register_hook(lambda grad: grad * factor)
+
+    return spoil
+
+
+def test_a_small_gradient_is_judged_by_its_own_norm() -> None:
+    """A hundred millionth of the others', and 110 percent off; where rounding is as large it is not judged."""
+    found = faintly(scaled("faint", 2.1))
+    assert found.wrong == ("faint",) == (found.worst,) and found.worst_error == pytest.approx(1.1, rel=1e-6)
+    assert found.grad_error < 1e-5 and "the gradients of faint differ, of " in found.advice
+    assert str(found).startswith("NOT equal to one process")
+    for factor, names in ((2.1, ("faint", "key_bias")), (1.0, ("key_bias",))):
+        coarse = faintly(scaled("faint", factor), single=True)
+        assert coarse.advice == "" and coarse.wrong == () and coarse.not_judged == names, coarse
+    assert "; not judged, as small as rounding: key_bias" in str(coarse)
+
+
+def test_a_gradient_of_zero_is_equal_or_not_judged() -> None:
+    found = faintly(lambda net, ring: None)
+    assert found.advice == "" and found.not_judged == ("key_bias",) and found.worst_error < 1e-6
+    assert "; not judged, as small as rounding: key_bias" in str(found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["faint", "net.norm.weight"])
+def test_a_gradient_that_is_not_finite_differs(name: str, value: float) -> None:
+    found = faintly(scaled(name, value))
+    assert found.wrong == (name,) == (found.worst,) and name in found.advice and name not in found.not_judged
+
+
 def test_ranks_without_a_label_take_part() -> None:
     def body(ring: Ring) -> tuple[int, float, float]:
         labels = torch.full((2, 5), -100)

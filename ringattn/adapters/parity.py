@@ -2,18 +2,22 @@
 
 Most mistakes of sharded training leave a loss that looks right: local positions move it in the sixth digit and the
 gradients by 0.3 percent. So the same step is run twice on copies of the model in float64, over a ring of this process
-alone and over the ring at hand, and every gradient is compared.
+alone and over the ring at hand, and every parameter's gradient is compared, by its own norm.
 Does not know: models, hosts, optimizers.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringattn.adapters.attend import lone_sequence
 from ringattn.adapters.loss import GRADIENTS
@@ -41,8 +45,12 @@ class Parity:
     grad_error: float
     """Norm of the difference of all gradients over their norm."""
     worst: str
-    """The parameter whose gradient is furthest off, relative to its own norm."""
+    """The parameter whose gradient is furthest off, relative to its own norm, of those that are judged."""
     worst_error: float
+    wrong: tuple[str, ...]
+    """The parameters whose own gradient differs."""
+    not_judged: tuple[str, ...]
+    """Those whose gradient is too small to be told from rounding: it may be zero, and it may be wrong."""
     ratio: float
     """The factor between the gradients that explains most of the difference."""
     advice: str
@@ -54,6 +62,7 @@ class Parity:
         return (
             f"{verdict} (loss {self.loss:.6f}, off by {self.loss_error:.1e}; gradients off by {self.grad_error:.1e}, "
             f"most in {self.worst}: {self.worst_error:.1e})"
+            + (f"; not judged, as small as rounding: {_listed(self.not_judged)}" if self.not_judged else "")
         )
 
 
@@ -65,36 +74,57 @@ def parity(
     `step` shards its batch by the sequence it is given, which is active then, runs the model and returns the loss it
     would call backward on; of rings it knows only the sequence's own. `gradients`: "mean" or "sum", as for
     `loss_scale`; they are reduced here. The batch must fit one process. The models are float64 copies, without FSDP or
-    DDP. `tolerance`: relative, of loss and gradients; float32 inside a model leaves about 1e-6, the mistakes that
-    `docs/embedding.md` lists 2e-3 and more. Raises `RingError` on every rank where they differ by more, unless `raises`
-    is False.
+    DDP. `tolerance`: relative, of the loss, of all gradients together and of each parameter's own; float32 inside a
+    model leaves about 1e-6, the mistakes that `docs/embedding.md` lists 2e-3 and more. A parameter whose difference is
+    within rounding is not judged: that is eps of the coarsest dtype in the model, times the norms of what the ranks
+    add, times the root of the tokens. Raises `RingError` on every rank where they differ, unless `raises` is False.
     """
     if gradients not in GRADIENTS:
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")
     ring = seq.ring
     alone, shared = (copy.deepcopy(model).double() for _ in range(2))
-    expected = _run(step, alone, lone_sequence(seq.length, seq.documents))
-    found = _run(step, shared, seq)
+    expected, eps = _run(step, alone, lone_sequence(seq.length, seq.documents))
+    found, ours = _run(step, shared, seq)
     pairs = {}
     for (name, one), other in zip(alone.named_parameters(), shared.parameters(), strict=True):
         if one.requires_grad:
             pairs[name] = _grad(one), _grad(other)
-    ring.all_reduce([found, *(grad for _, grad in pairs.values())])
+    facts = torch.zeros(ring.world_size, 2, dtype=torch.float64, device=found.device)
+    facts[ring.rank, 0] = max(eps, ours)
+    facts[ring.rank, 1] = math.hypot(*(norm for _, grad in pairs.values() if math.isfinite(norm := float(grad.norm()))))
+    ring.all_reduce([facts, found, *(grad for _, grad in pairs.values())])
     if gradients == "mean":
-        for value in (found, *(grad for _, grad in pairs.values())):
+        for value in (facts[:, 1], found, *(grad for _, grad in pairs.values())):
             value /= ring.world_size
-    result = _compared(expected, found, pairs, ring.world_size, tolerance)
+    rounding = float(facts[:, 0].max() * facts[:, 1].sum()) * math.sqrt(max(seq.length, 1))
+    result = _compared(expected, found, pairs, ring.world_size, tolerance, rounding)
     if result.advice and raises:
         raise RingError(f"rank {ring.rank}: the sharded step is {result}")
     return result
 
 
-def _run(step: Step, model: nn.Module, seq: Sequence) -> Tensor:
-    """The loss, once its gradients are in the model."""
-    with seq.ring.activate(seq):
-        loss = step(model, seq).double()
+class _Coarsest(TorchDispatchMode):
+    """The eps of the coarsest floating point dtype that operators give inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = torch.finfo(torch.float64).eps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(one.dtype).eps)
+        return out
+
+
+def _run(step: Step, model: nn.Module, seq: Sequence) -> tuple[Tensor, float]:
+    """The loss, once its gradients are in the model, and the eps of the coarsest dtype on the way to it."""
+    with _Coarsest() as seen, seq.ring.activate(seq):
+        loss = step(model, seq)
+    loss = loss.double()
     loss.backward()
-    return loss.detach().clone()
+    return loss.detach().clone(), seen.eps
 
 
 def _grad(weight: Tensor) -> Tensor:
@@ -102,22 +132,35 @@ def _grad(weight: Tensor) -> Tensor:
 
 
 def _compared(
-    expected: Tensor, found: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], ranks: int, tolerance: float
-) -> Parity:
-    def share(part: Tensor, whole: Tensor) -> float:
-        return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
-
+    expected: Tensor, found: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], ranks: int, tolerance: float,
+    rounding: float,
+) -> Parity:  # fmt: skip
     truth, ours = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
-    errors = {name: share(other - one, one) for name, (one, other) in pairs.items()}
-    worst = max(errors, key=errors.__getitem__)
+    errors = {name: _share(other - one, one) for name, (one, other) in pairs.items()}
+    off = [name for name, error in errors.items() if not error <= tolerance]  # NaN is no parity either
+    not_judged = tuple(name for name in off if float((pairs[name][1] - pairs[name][0]).norm()) <= rounding)
+    wrong = tuple(name for name in off if name not in not_judged)
+    judged = {name: error for name, error in errors.items() if name not in not_judged} or {"no parameter": 0.0}
+    worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
     square = truth.dot(truth)
     ratio = float(truth.dot(ours) / square) if square > 0 else 1.0
-    loss_error, grad_error = share(found - expected, expected), share(ours - truth, truth)
+    loss_error, grad_error = _share(found - expected, expected), _share(ours - truth, truth)
     advice = ""
-    if not (loss_error <= tolerance and grad_error <= tolerance):  # NaN is no parity either
+    if wrong or not (loss_error <= tolerance and (grad_error <= tolerance or float((ours - truth).norm()) <= rounding)):
         advice = f"usual causes: {CAUSES}"
-        if share(ours - ratio * truth, truth) <= tolerance:
+        if wrong and len(wrong) < len(judged):
+            advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
+        if _share(ours - ratio * truth, truth) <= tolerance and abs(ratio - 1) > tolerance:
             advice = f"everything is {ratio:.4g} times what it should be; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:
                 advice += f', gradients="mean" (an average over {ranks} ranks is to be undone)'
-    return Parity(float(expected), loss_error, grad_error, worst, errors[worst], ratio, advice)
+    return Parity(float(expected), loss_error, grad_error, worst, judged[worst], wrong, not_judged, ratio, advice)
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    """0 where both are; NaN or infinite where either is not finite."""
+    return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
