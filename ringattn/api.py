@@ -24,6 +24,7 @@ from ringattn.planner.choose import choose_route
 from ringattn.problem import FLOATS, Problem
 from ringattn.records import Home
 from ringattn.schedule.routes import Route
+from ringattn.selective import unseen
 from ringattn.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, call: Call
     ) -> tuple[Tensor, Tensor]:
-        result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=any(ctx.needs_input_grad))
+        with unseen():
+            result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=any(ctx.needs_input_grad))
         ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
         ctx.set_materialize_grads(False)

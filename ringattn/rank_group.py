@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringattn.agreement import Agreement
 from ringattn.errors import ClosedError, InputError, RingError
+from ringattn.selective import unseen
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
 
@@ -113,7 +114,7 @@ class RankGroup:
         if mine is None:
             return self._agreement.calls
         try:
-            with self.guarded():
+            with self.guarded(), unseen():
                 answers = self._agreement.ask(mine)
         except RingError:
             if refusal is not None:

@@ -35,6 +35,7 @@ from ringattn.pool import Pool
 from ringattn.problem import EIGHT_BIT, FLOATS, wire_name
 from ringattn.rank_group import RankGroup
 from ringattn.records import Home
+from ringattn.selective import unseen
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
@@ -285,7 +286,7 @@ class Ring(RankGroup):
     def begin(self, executor: Executor, make: Callable[[KV | None], Home]) -> Home:
         """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
         watch = watch_of(executor.plan, self._recording)
-        with self.guarded(), self.accounted(executor):
+        with self.guarded(), self.accounted(executor), unseen():
             self._make_room(executor)
             return executor.begin(self.transport, self.pool, make, watch)
 

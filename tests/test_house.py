@@ -27,7 +27,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
     6: (
         "__init__", "activation", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening",
-        "projected", "projection", "rank_group", "ring", "sequence",
+        "projected", "projection", "rank_group", "ring", "selective", "sequence",
     ),
     5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels", "watch"),
     4: ("engine", "transport", "pool", "partial", "observe"),
