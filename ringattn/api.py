@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.dilation import Dilated
 from ringattn.engine.base import Engine, Seed, Softmax
-from ringattn.errors import InputError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.mask import Banded
 from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
@@ -274,9 +274,15 @@ def check_tensors(
 ) -> None:
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
     where = f"rank {ring.rank}: "
-    for one in (seq, kv_seq):
-        if not isinstance(one, Sequence) or one.ring is not ring:
+    for given in (seq, kv_seq):
+        if not isinstance(given, Sequence) or given.ring is not ring:
             raise InputError(where + "seq must come from this ring's own ring.sequence(...)")
+    for name, one in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if hasattr(one, "to_local"):  # without torch.distributed.tensor, which takes long to import
+            raise UnsupportedError(
+                where + f"{name} is a {type(one).__name__}; give {name}.to_local(), this rank's tokens of the heads of "
+                "this rank, or call ringattn.adapters.torch_ops.ring_attention, which takes DTensors of sharded heads"
+            )
     for name, x, owner in (("q", q, seq), ("k", k, kv_seq), ("v", v, kv_seq)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import ClosedError, InputError, Ring, Sequence
+from ringattn import ClosedError, InputError, Ring, Sequence, UnsupportedError
 from ringattn.adapters import torch_ops
 from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, ring_attention
 from ringattn.sequence import sequence_with
@@ -239,6 +242,28 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
             ring_attention(q, k, k, seq, schedule="fastest")
 
     run_ranks(2, body)
+
+
+def test_sinks_of_sharded_heads() -> None:
+    """As a DTensor beside DTensors; the ring itself refuses any DTensor by name."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, sinks = torch.randn(1, 6, 2, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64, requires_grad=True)
+        heads, sharded = DTensor.from_local(x, mesh, [Shard(2)]), DTensor.from_local(sinks, mesh, [Shard(0)])
+        with Ring(transport="local") as ring:
+            seq = ring.sequence(6)
+            expected = ring.attention(x, x, x, seq, sinks=sinks)
+            out = ring_attention(heads, heads, heads, seq, sinks=sharded)
+            assert isinstance(out, DTensor) and torch.equal(out.to_local(), expected)
+            (grad,) = torch.autograd.grad(out.to_local().sum(), sinks)
+            assert torch.equal(grad, torch.autograd.grad(expected.sum(), sinks)[0])
+            with pytest.raises(UnsupportedError, match=r"rank 0: sinks is a DTensor; give sinks\.to_local\(\)"):
+                ring.attention(x, x, x, seq, sinks=sharded)
+            with pytest.raises(UnsupportedError, match=r"rank 0: k is a DTensor; give k\.to_local\(\)"):
+                ring.attention(x, heads, x, seq)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_policy_that_saves_the_operator_sends_nothing_again() -> None:
