@@ -1,15 +1,24 @@
 """Which sequence a model's tokens lie over just now, for code that is called through someone else's signature.
 
 Kept in a context variable: it nests, and threads and tasks do not see each other's.
+Promises: under the sequence of several ranks, attention that a model would compute of this rank's tokens alone is
+refused: an operator that attends where it is called, and at the end a model of which no attention went over a ring.
 Does not know: rings, attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ringattn.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringattn.sequence import Sequence
@@ -21,11 +30,15 @@ _active: ContextVar[Activation | None] = ContextVar("ringattn_activation", defau
 
 
 @contextmanager
-def activate(seq: Sequence | None) -> Iterator[None]:
-    """See `Ring.activate`."""
+def activate(seq: Sequence | None, *, throughout: bool = False) -> Iterator[None]:
+    """See `Ring.activate`. `throughout`: watch every operator, whatever has attended over a ring before."""
     token = _active.set((seq,))
     try:
-        yield
+        if seq is None or seq.ring.world_size == 1:
+            yield
+        else:
+            with _watched(seq, throughout):
+                yield
     finally:
         _active.reset(token)
 
@@ -39,3 +52,121 @@ def active_sequence() -> Sequence | None:
     """The sequence of the innermost `Ring.activate`, or None."""
     active = _active.get()
     return None if active is None else active[0]
+
+
+# --- attention that does not go over the ring ------------------------------------------------------------------------
+
+_watch: ContextVar[_Watch | None] = ContextVar("ringattn_watch", default=None)
+_proven: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+"""The rings over which a whole activation was watched and found right, with gradients or without."""
+
+_ATTENDING = "scaled_dot_product", "attention", "flash_attn", "_safe_softmax", "transformer_encoder_layer"
+"""Parts of the names of operators that attend, in torch and in flash-attn, xformers and others."""
+_PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm})
+
+
+def attended() -> None:
+    """An adapter's attention goes over a ring now, or is known to be local, or was refused by name."""
+    if (watch := _watch.get()) is not None:
+        watch.has_attended = True
+        watch.leave()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the operators of one activation, also those of scripts and of kernels that are called by name.
+
+    It costs some 5 us for each. So it leaves at the first attention over a ring, but in the first activation.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seq: Sequence, throughout: bool) -> None:
+        super().__init__()
+        self.seq, self.throughout = seq, throughout
+        self.is_on = self.has_attended = self.has_multiplied = False
+        self.refusal: InputError | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, and is seen as far as it calls operators."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _attends(func):
+            self._refuse_local(func.__name__.partition(".")[0])
+        elif getattr(func, "overloadpacket", None) in _PRODUCTS and self._is_meant():
+            self.has_multiplied = True
+        return func(*args, **(kwargs or {}))
+
+    def enter(self) -> None:
+        """Begin to see operators."""
+        self.is_on = True
+        self.__enter__()
+
+    def leave(self, at_last: bool = False) -> None:
+        """See no more operators, where no other mode was entered since."""
+        if self.is_on and (at_last or (not self.throughout and _get_current_dispatch_mode() is self)):
+            self.is_on = False
+            self.__exit__(None, None, None)
+
+    def _is_meant(self) -> bool:
+        """Whether this sequence is the active one; not in backward, which computes again what was looked at before."""
+        return active_sequence() is self.seq and torch._C._current_graph_task_id() == -1
+
+    def _refuse_local(self, name: str) -> None:
+        if self._is_meant():
+            self.refusal = UnsupportedError(
+                f"rank {self.seq.ring.rank}: {name} under an active sequence attends to this rank's tokens alone: "
+                + _ADVICE
+            )
+            _refuse(self.seq, self.refusal)
+
+
+_ADVICE = (
+    "prepare the model (for transformers ringattn.adapters.transformers.prepare(model)), or attend with "
+    "ringattn.adapters.sdpa.ring_sdpa or ring.attention; where every rank has the whole of what it sees, as a tower "
+    "for images, call it inside `with ring.activate(None):`, or mark its module once with "
+    "ringattn.adapters.context.attends_locally(module)"
+)
+
+
+@cache
+def _attends(func: Any) -> bool:
+    """Whether an operator of torch's, or of another library, computes attention of the tensors that it is given."""
+    name = func.__name__
+    ours = getattr(func, "namespace", "") == "ringattn"
+    return not ours and "backward" not in name and any(part in name for part in _ATTENDING)
+
+
+@contextmanager
+def _watched(seq: Sequence, throughout: bool) -> Iterator[None]:
+    proven, grad = _proven.setdefault(seq.ring, set()), torch.is_grad_enabled()
+    watch, outer = _Watch(seq, throughout or grad not in proven), _watch.get()
+    token = _watch.set(watch)
+    watch.enter()
+    try:
+        yield
+    except RuntimeError as error:
+        if watch.refusal is not None and not isinstance(error, InputError):
+            raise watch.refusal from error  # a script's interpreter raises an error of its own, without the words
+        raise
+    finally:
+        watch.leave(at_last=True)
+        _watch.reset(token)
+        if outer is not None:
+            outer.has_attended |= watch.has_attended
+    if watch.has_multiplied and not watch.has_attended:
+        _refuse(seq, InputError(
+            f"rank {seq.ring.rank}: a model ran inside of activate, and no attention went over the ring: {_ADVICE}; "
+            "what attends nowhere is called outside of activate"
+        ))  # fmt: skip
+    if watch.has_attended:
+        proven.add(grad)
+
+
+def _refuse(seq: Sequence, error: InputError) -> None:
+    if seq.ring.is_open:
+        seq.ring.agree("", error)
+    raise error

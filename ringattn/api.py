@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from ringattn.activation import attended
 from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.dilation import Dilated
 from ringattn.engine.base import Engine, Seed, Softmax
@@ -122,6 +123,7 @@ def checked_call(
 
 def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Call:
     """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all."""
+    attended()
     calls: list[Call] = []
 
     def described() -> str:

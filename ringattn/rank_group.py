@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ringattn.activation import attended
 from ringattn.agreement import Agreement
 from ringattn.errors import ClosedError, InputError, RingError
 from ringattn.selective import unseen
@@ -106,6 +107,8 @@ class RankGroup:
         Returns the number of this call, the same on all ranks; 0 alone.
         """
         self.check_open()
+        if refusal is not None:
+            attended()
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal

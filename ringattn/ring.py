@@ -208,7 +208,10 @@ class Ring(RankGroup):
     def activate(self, seq: Sequence | None) -> AbstractContextManager[None]:
         """Make `seq` what adapters find with `ringattn.active_sequence()`; nests. None asks for local attention.
 
-        Raises `InputError` for a sequence of another ring.
+        Raises `InputError` for a sequence of another ring. Under a sequence of several ranks an operator that attends
+        to a shard alone raises `UnsupportedError` where it is called, and at the end `InputError` is raised where a
+        model ran of which no attention went over a ring. Operators are watched in a ring's first activation, with
+        gradients and without, and in later ones until the first attention over a ring.
         """
         if seq is not None and (not isinstance(seq, Sequence) or seq.ring is not self):
             raise InputError(f"rank {self.rank}: activate takes a sequence of this ring, got {seq!r}")
@@ -303,7 +306,7 @@ class Ring(RankGroup):
     def accounted(self, executor: Executor) -> Iterator[None]:
         """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`."""
         try:
-            with executor.accounted(self.pool):
+            with executor.accounted(self.pool), activate(None):  # the engine's kernels attend to blocks, as they should
                 yield
         except OutOfMemoryError as error:
             self.end(error)

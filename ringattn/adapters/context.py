@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ringattn.activation import Activation, activation
+from ringattn.activation import Activation, activate, activation
 from ringattn.adapters.alike import refused_by_all
 from ringattn.errors import InputError
 from ringattn.layout import Layout
@@ -31,8 +31,13 @@ from ringattn.ring import Ring, shared_ring_is_open
 from ringattn.sequence import Sequence
 
 _recomputed: ContextVar[Activation | None] = ContextVar("ringattn_recomputed", default=None)
+_towers: ContextVar[tuple[tuple[nn.Module, AbstractContextManager[None]], ...]] = ContextVar(
+    "ringattn_towers", default=()
+)
 _lock = threading.Lock()
 _KEY = "ringattn"
+_LOCAL = "ringattn_local"
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class _Life:
@@ -108,6 +113,33 @@ def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextMa
     The region's second run attends over what is active at its first, whatever else is under way.
     """
     return nullcontext(), _recompute_over(activation() or (None,))
+
+
+def attends_locally(module: _Module) -> _Module:
+    """Every call of `module`, which it returns, is made inside `Ring.activate(None)` from now on. Idempotent.
+
+    For a tower, whose input every rank has whole; copies of the module keep it.
+    """
+    if not getattr(module, _LOCAL, False):
+        setattr(module, _LOCAL, True)
+        module.register_forward_pre_hook(_enter_tower)
+        module.register_forward_hook(_leave_tower, always_call=True)
+    return module
+
+
+@torch.compiler.disable
+def _enter_tower(module: nn.Module, args: object) -> None:
+    local = activate(None)
+    local.__enter__()
+    _towers.set((*_towers.get(), (module, local)))
+
+
+@torch.compiler.disable
+def _leave_tower(module: nn.Module, args: object, out: object) -> None:
+    *outer, (entered, local) = _towers.get() or ((None, nullcontext()),)
+    if entered is module:
+        _towers.set(tuple(outer))
+        local.__exit__(None, None, None)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ringattn.activation import active_sequence
+from ringattn.activation import activate, active_sequence
 from ringattn.adapters import context
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.sdpa import ring_sdpa
@@ -63,7 +63,7 @@ def context_parallel(
         for one, shard in zip(buffers, shards, strict=True):
             _hold(one, shard)
     try:
-        with ring.activate(seq), _Redirected(torch.is_grad_enabled()):
+        with activate(seq, throughout=True), _Redirected(torch.is_grad_enabled()):
             yield seq
     finally:
         with torch.no_grad():
@@ -120,12 +120,12 @@ class _Redirected(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ATTEND_THEMSELVES:
+        if func in _ATTEND_THEMSELVES and (torch.compiler.is_compiling() or active_sequence() is not None):
             raise UnsupportedError(
                 f"{func.__name__} inside of context_parallel would attend locally; use "
                 "torch.nn.functional.scaled_dot_product_attention, or ringattn.RingMultiheadAttention"
             )
-        if func is not F.scaled_dot_product_attention:
+        if func not in _SDPA:
             return func(*args, **kwargs)
         if self.with_gradients and not torch.is_grad_enabled():
             # A reentrant checkpoint looks like this, and its second run, in a backward outside, would attend locally.
@@ -136,6 +136,10 @@ class _Redirected(TorchFunctionMode):
         return ring_sdpa(*args, **kwargs)
 
 
+_SDPA = (
+    F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)  # fmt: skip
 _ATTEND_THEMSELVES = (
     F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd,
     torch.ops.higher_order.flex_attention,

@@ -17,7 +17,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
-from ringattn.activation import active_sequence
+from ringattn.activation import activate, active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
@@ -135,7 +135,8 @@ class RingAttnProcessor(AttnProcessor2_0):
             with refused_by_all(seq.ring):
                 _refuse(attn, attention_mask, kv_seq if is_cross else seq, is_whole)
         if seq is None or is_whole:
-            alone: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+            with activate(None):
+                alone: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return alone
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if is_cross and attn.norm_cross:

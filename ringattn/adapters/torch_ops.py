@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringattn import api
+from ringattn.activation import attended
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
@@ -82,6 +83,8 @@ def ring_attention(
     out, _, _ = attention(
         q, k, v, sinks, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap, schedule
     )
+    if not torch.compiler.is_compiling():
+        attended()  # beneath the operator no mode can be left
     return whole(out)
 
 

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ringattn.activation import active_sequence
+from ringattn.activation import activate, active_sequence, attended
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
@@ -99,7 +99,9 @@ def attention_forward(
     rank's shards of the active sequence. Returns (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its.
     """
     if is_tower(module, query, attention_mask):
-        return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+        attended()
+        with activate(None):
+            return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
     if active is not None and isinstance(attention_mask, MaskSpec):
         with refused_by_all(active.ring):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.context import attends_locally
 from ringattn.adapters.transformers_mask import MaskSpec
 from ringattn.errors import InputError
 
@@ -27,6 +28,17 @@ def mark_parts(model: nn.Module, text: Any) -> None:
         config = getattr(module, "config", None)
         if config is text or id(config) in towers:
             setattr(module, PART, "text" if config is text else "tower")
+    _mark_local(model)
+
+
+def _mark_local(module: nn.Module) -> None:
+    """What is a tower, with all that it holds, attends locally by whatever function it calls."""
+    parts = {getattr(part, PART, None) for part in module.modules()}
+    if getattr(module, PART, None) == "tower" and "text" not in parts:
+        attends_locally(module)
+        return
+    for child in module.children():
+        _mark_local(child)
 
 
 def _parts_of(config: Any) -> set[int]:

@@ -1,0 +1,182 @@
+"""What happens under an active sequence to a model that does not attend over the ring: it is refused, never silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import InputError, Ring, RingMultiheadAttention, UnsupportedError
+from ringattn.adapters.context import attends_locally
+from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.testing import run_ranks
+
+SDPA = torch.ops.aten.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def heads(tokens: int = 6) -> Tensor:
+    """(batch, heads, tokens, head_dim) of one rank."""
+    return torch.randn(1, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def attends(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def written_out(x: Tensor) -> Tensor:
+    return F.softmax(x @ x.mT, -1) @ x
+
+
+def by_method(x: Tensor) -> Tensor:
+    return (x @ x.mT).softmax(dim=-1) @ x
+
+
+def whole_layer(x: Tensor) -> Tensor:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    out: Tensor = layer(x[0], x[0], x[0])[0]
+    return out
+
+
+def without_weights(x: Tensor) -> Tensor:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    out: Tensor = layer(x[0], x[0], x[0], need_weights=False)[0]
+    return out
+
+
+class Tower(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attends(x)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (attends, "_scaled_dot_product_flash_attention_for_cpu"),
+        (lambda x: SDPA(x, x, x), "_scaled_dot_product_flash_attention_for_cpu"),
+        (lambda x: torch._scaled_dot_product_attention_math(x, x, x)[0], "_safe_softmax"),
+        (without_weights, "_scaled_dot_product_flash_attention_for_cpu"),
+        (lambda x: flex_attention(x, x, x), "flex_attention"),
+        (torch.compile(attends, backend="aot_eager", fullgraph=True), "_scaled_dot_product_flash_attention_for_cpu"),
+    ],
+)
+def test_an_operator_that_attends_is_refused_under_a_sequence(run: Callable[[Tensor], Tensor], name: str) -> None:
+    """At the call, on all ranks, also where one rank alone would attend so; and the ring lives on."""
+
+    def body(ring: Ring) -> tuple[str, str]:
+        x, seq = heads(), ring.sequence(12)
+        with ring.activate(None):
+            run(x)  # compiled code is compiled here
+        with pytest.raises(UnsupportedError) as raised, ring.activate(seq):
+            run(x)
+        with pytest.raises(InputError) as alone, ring.activate(seq):
+            run(x) if ring.rank == 1 else ring_sdpa(x, x, x)
+        ring.barrier()
+        return str(raised.value), str(alone.value)
+
+    for rank, (both, alone) in enumerate(run_ranks(2, body, timeout_s=20.0)):
+        assert f"rank {rank}: {name} under an active sequence attends to this rank's tokens alone: prepare" in both
+        assert f"rank 1: {name} under an active sequence" in alone
+
+
+@pytest.mark.parametrize("run", [written_out, by_method, whole_layer])
+def test_a_model_of_which_nothing_attends_over_the_ring_is_noticed_at_the_end(run: Callable[[Tensor], Tensor]) -> None:
+    def body(ring: Ring) -> None:
+        x, seq = heads(), ring.sequence(12)
+        with pytest.raises(InputError, match="a model ran inside of activate, and no attention went over the ring"):
+            with ring.activate(seq):
+                run(x)
+        with pytest.raises(ZeroDivisionError), ring.activate(seq):  # its own error comes first
+            assert run(x).sum() / (1 // 0)
+        with ring.activate(seq), ring.activate(None):
+            run(x)
+        with ring.activate(seq):
+            with ring.activate(ring.sequence(12, layout="striped")):
+                ring_sdpa(x, x, x)
+            out = run(x)
+        assert len(out)
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+@pytest.mark.parametrize("attend", [ring_sdpa, lambda q, k, v: q.new_tensor(0)])
+def test_operators_are_watched_until_the_model_is_known(attend: Callable[..., Tensor]) -> None:
+    """The first activation wholly, with gradients and without; then until the first attention over the ring."""
+
+    def body(ring: Ring) -> list[bool]:
+        x, seq, watched = heads(), ring.sequence(12), []
+        for grad in (True, True, False, False):
+            with torch.set_grad_enabled(grad), ring.activate(seq):
+                watched.append(_get_current_dispatch_mode() is not None)
+                attend(x, x, x)
+                watched.append(_get_current_dispatch_mode() is not None)
+            assert _get_current_dispatch_mode() is None
+        return watched
+
+    known = attend is ring_sdpa
+    for watched in run_ranks(2, body):
+        assert watched == [True, True, True, not known, True, True, True, not known]
+
+
+def test_what_attends_alone_beside_the_ring_is_refused_in_the_first_activation() -> None:
+    def body(ring: Ring) -> None:
+        x = heads()
+        with pytest.raises(UnsupportedError, match="under an active sequence"), ring.activate(ring.sequence(12)):
+            attends(ring_sdpa(x, x, x))
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+def test_what_is_meant_to_be_local_is_torchs_own() -> None:
+    """By `activate(None)`, by a marked module, nested, in backward, and alone."""
+
+    def body(ring: Ring) -> None:
+        x, seq = heads().requires_grad_(), ring.sequence(12)
+        tower = attends_locally(attends_locally(Tower()))
+        expected = attends(x)
+        with ring.activate(seq):
+            with ring.activate(None):
+                assert torch.equal(attends(x), expected)
+                again = checkpoint(attends, x, use_reentrant=False)
+                with ring.activate(ring.sequence(12)), pytest.raises(UnsupportedError):
+                    attends(x)
+            assert torch.equal(tower(x), expected)
+            with pytest.raises(TypeError):
+                tower()
+            with pytest.raises(UnsupportedError):
+                attends(x)
+            torch.autograd.backward(again.sum())
+            assert isinstance(ring_sdpa(x, x, x), Tensor)
+        assert x.grad is not None
+        (grad,) = torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(x.grad, grad)
+
+    run_ranks(2, body, timeout_s=20.0)
+    with Ring() as alone, alone.activate(alone.sequence(6)):
+        assert torch.equal(attends(heads()), attends(heads()))
+
+
+def test_modules_of_a_ring_attend_under_a_sequence() -> None:
+    """Their engines call torch's kernels, block by block."""
+
+    layer = RingMultiheadAttention(8, 2).double()
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(12)
+        x = torch.linspace(-1, 1, 96, dtype=torch.float64).view(1, 12, 8)
+        with ring.activate(seq):
+            return seq.gather(layer(seq.shard(x), seq))
+
+    one, other, (alone,) = *run_ranks(2, body, engine="aten"), run_ranks(1, body)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
