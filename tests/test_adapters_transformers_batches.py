@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,25 @@ def test_batches_that_cannot_be_sharded() -> None:
     more = {"input_ids": tokens, "pixels": tokens}
     differ = "different batches, pixels differ"
     refused(lambda ring, seq: shard_batch(ring, more if ring.rank else {"input_ids": tokens}), differ)
+
+
+ROWS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "given"),
+    [
+        ("labels of shape (2,)", {"input_ids": ROWS, "labels": torch.tensor([0, 1])}),
+        ("labels of shape (2, 3)", {"input_ids": ROWS, "labels": ROWS[:, :3]}),
+        ("input_ids of shape (2, 3, 4)", {"input_ids": ROWS.reshape(2, 3, 4)}),
+        ("inputs_embeds of shape (2, 12)", {"inputs_embeds": ROWS.double()}),
+        ("attention_mask of shape (2, 13)", {"input_ids": ROWS, "attention_mask": torch.ones(2, 13)}),
+        ("position_ids of shape (1, 11)", {"input_ids": ROWS, "position_ids": torch.arange(11)[None]}),
+    ],
+)
+def test_inputs_that_are_not_of_rows_and_tokens(wrong: str, given: dict[str, Tensor]) -> None:
+    """Classes of rows, choices, other lengths."""
+    refused(lambda ring, seq: shard_batch(ring, given), re.escape(wrong))
 
 
 def test_documents_that_begin_with_a_label() -> None:

@@ -59,6 +59,7 @@ def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
         ("BertForPreTraining", "BertConfig", BERT, "seq_relationship_logits"),
         ("AlbertForPreTraining", "AlbertConfig", {**BERT, "embedding_size": 16}, "sop_logits"),
         ("CLIPTextModelWithProjection", "CLIPTextConfig", CLIP, "text_embeds"),
+        ("DPRQuestionEncoder", "DPRConfig", BERT, "pooler_output"),
         ("BertForNextSentencePrediction", "BertConfig", BERT, "logits"),
         ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": TOKENS // 2}, "logits"),
         ("LlamaForSequenceClassification", "LlamaConfig", {**HEADS, "pad_token_id": 0, "num_labels": 14}, "logits"),

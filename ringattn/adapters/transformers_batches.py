@@ -37,19 +37,20 @@ def shard_batch(
     they are given, and made where they are not: 0, 1, ... or, where the `model` that gets them is told, those that it
     would make of whole rows. `labels` are shifted over the whole sequence, and given back as
     `labels` and as `shift_labels`. Raises on every rank: `DisagreementError` where anything in the batches differs,
-    `InputError` for inputs that it does not know, for positions that are neither those of rows, of documents, of real
-    tokens nor the model's own, for fewer tokens than ranks, and for labels at the start of a document, which the last
-    token of the one before would have to foretell.
+    `InputError` for inputs that it does not know or that are not (rows, tokens), for positions that are neither those
+    of rows, of documents, of real tokens nor the model's own, for fewer tokens than ranks, and for labels at the start
+    of a document, which the last token of the one before would have to foretell.
     """
     check_alike(ring, batch, "every rank of a ring has to read the same examples")  # from here on, all raise or none
     others = set(batch) - {*SHARDED, *WHOLE, "labels", "position_ids", "seq_idx"}
     if others:
         raise InputError(f"how {', '.join(sorted(others))} lies over ranks is not known; take it out of the batch")
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
+    _check_shapes(batch, tokens)
     places = batch.get("position_ids")
     cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
     own = _own_places(model, batch, cuts)
-    if own is None or places is None or places.dim() != 2 or not torch.equal(places.expand_as(own), own):
+    if own is None or places is None or not torch.equal(places.expand_as(own), own):
         cuts = _documents(batch)
     seq = ring.sequence(tokens.shape[1], cu_seqlens=cuts, layout=layout)
     check_nobody_is_empty(seq)
@@ -64,6 +65,21 @@ def shard_batch(
     if "shift_labels" in mine:
         mine["labels"] = mine["shift_labels"]
     return seq, mine
+
+
+def _check_shapes(batch: Mapping[str, Any], tokens: Tensor) -> None:
+    """Raise `InputError` for an input of other dimensions, or of another number of tokens, than `tokens`."""
+    for name in (*SHARDED, "labels", "position_ids"):
+        x = batch.get(name)
+        if x is None:
+            continue
+        features = 1 if name == "inputs_embeds" else 0
+        if x.dim() != 2 + features or x.shape[1] != tokens.shape[1]:
+            raise InputError(
+                f"{name} of shape {tuple(x.shape)}, beside tokens of shape {tuple(tokens.shape)}, are not (rows, tokens"
+                f"{', numbers' if features else ''}); take them out of the batch. A loss of whole rows is made of "
+                "gathered states"
+            )
 
 
 def _own_places(model: Any, batch: Mapping[str, Any], cuts: list[int] | None) -> Tensor | None:
@@ -117,12 +133,8 @@ def _cuts_where(name: str, begins: Tensor) -> list[int] | None:
 def _are_of_rows(places: Tensor, mask: Tensor | None) -> bool:
     """Whether positions count from the start of rows, or, beside padding, of their real tokens.
 
-    Raises `InputError` beside padding for any others, and for positions of more than one number a token.
+    Raises `InputError` beside padding for any others.
     """
-    if places.dim() != 2:
-        raise InputError(
-            f"position_ids of shape {tuple(places.shape)} are not (rows, tokens); take them out of the batch"
-        )
     if torch.equal(places, torch.arange(places.shape[1], device=places.device).expand_as(places)):
         return True
     if mask is None or bool((mask != 0).all()):

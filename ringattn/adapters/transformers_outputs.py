@@ -7,6 +7,7 @@ Does not know: what goes into a model.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
             f"{name} made its loss by itself, of labels, start_positions or whatever asked for it, and {OF_THIS_RANK}: "
             f"{LEAVE_OUT}"
         )
-    left_out = {"pooler_output"}
+    left_out = {"pooler_output"} - _required(type(out))
     for of, x in out.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or of in left_out | {"loss"}:
             continue
@@ -59,6 +60,12 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
             )
     left_out = {of for of in left_out if out.get(of) is not None}
     return type(out)(**{of: x for of, x in out.items() if of not in left_out}) if left_out else out
+
+
+def _required(kind: type[Any]) -> set[str]:
+    """What an output of this class is never without."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING}
 
 
 def _is_of_rows(model: nn.Module, x: Tensor, tokens: tuple[int, ...]) -> bool:
