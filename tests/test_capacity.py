@@ -10,7 +10,7 @@ import torch
 
 from ringattn.errors import InputError
 from ringattn.launch.batches import Part
-from ringattn.launch.loop import backward, local_loss, make_model, update
+from ringattn.launch.loop import backward, clip, local_loss, make_model, update
 from ringattn.launch.model import ModelConfig, Transformer
 from ringattn.launch.text import VOCABULARY, windows
 from ringattn.launch.train_config import TrainConfig
@@ -167,7 +167,8 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
             model, optimizer = make_model(ring, config)
             for step in range(2):  # the optimizer's state is there from the second on
                 backward(ring, ring, [Part(seq, windows(text, step, 1, length, 0))], model, config)
-                update(model, optimizer, config)
+                clip(model, config)
+                update(model, optimizer)
         return storages.peak_bytes
 
     shape = ModelShape(layers, 128, 4, 2, 384, VOCABULARY, True)
