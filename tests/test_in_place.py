@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ringattn import InputError, Ring
+from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
 from tests.face import TOKENS, X, attend, errors
@@ -103,3 +105,19 @@ def test_a_result_changed_on_one_rank_is_refused_by_all() -> None:
     for error in errors(body):
         assert isinstance(error, InputError)
         assert "rank 1: " in str(error) and "modified by an inplace operation" in str(error)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_result_of_a_checkpointed_call_may_be_changed_as_that_of_sdpa(reentrant: bool) -> None:
+    def gradient(attend: Callable[..., Tensor]) -> Tensor:
+        x = X.double().transpose(1, 2).clone().requires_grad_()
+        out = checkpoint(attend, x, x, x, use_reentrant=reentrant)
+        (out.mul_(2) if reentrant else out * 2).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    def body(ring: Ring) -> Tensor:
+        with ring.activate(ring.sequence(TOKENS)):
+            return gradient(ring_sdpa)
+
+    torch.testing.assert_close(run_ranks(1, body)[0], gradient(F.scaled_dot_product_attention), rtol=1e-10, atol=1e-10)

@@ -44,7 +44,10 @@ def ring_sdpa(
             ))  # fmt: skip
     _refuse(q, k, v, attn_mask, dropout_p, enable_gqa)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return whole(ring_attention(q, k, v, seq, causal=is_causal, scale=scale).transpose(1, 2))
+    out = ring_attention(q, k, v, seq, causal=is_causal, scale=scale).transpose(1, 2)
+    # Reentrant checkpointing calls this without gradients and returns the result from an autograd function of its own:
+    # a view could then not be changed in place, as torch's result can.
+    return whole(out if torch.is_grad_enabled() else out.detach())
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
