@@ -178,7 +178,8 @@ def test_sentences_get_the_same_embeddings() -> None:
     assert likeness[0, 1] > 0.8 and likeness[0, 2] < 0.2  # the weights are those that were trained
 
 
-def test_an_image_is_seen_by_a_tower_that_is_not_sharded() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "ringattn"])
+def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None:
     """Text of a multimodal model lies over ranks; its vision tower sees whole images, also under our name."""
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
@@ -194,7 +195,8 @@ def test_an_image_is_seen_by_a_tower_that_is_not_sharded() -> None:
     tower = model.model.vision_tower
     with torch.no_grad():
         true = tower(pixels)[0]
-        model.set_attn_implementation("ringattn")
+        model.set_attn_implementation({"vision_config": attention})
+    assert model.config.vision_config._attn_implementation == attention
 
     def body(ring: Ring) -> float:
         seq = ring.sequence(2 * true.shape[1])  # as many tokens a rank as the tower has patches
