@@ -101,6 +101,8 @@ class _Call:
         try:
             with modes(self.case, call["mode"]):
                 self.out, self.lse = self._result()
+            if call["via"] == "sdpa":
+                self.out = self.out.transpose(1, 2)
         except ringattn.InputError as error:
             self.refused = f"{type(error).__name__}: {error}"
             return
@@ -148,7 +150,7 @@ class _Call:
                 out = ring_sdpa(
                     *heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True
                 )
-            return out.transpose(1, 2), None
+            return out, None
         if call["via"] in ("module", "alone"):
             layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}
             if call["via"] == "alone":

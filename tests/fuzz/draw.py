@@ -68,9 +68,6 @@ def draw(seed: int) -> Case:
     if kind != "triton":
         for _ in range(r.choice([0, 0, 0, 0, 1, 1, 2])):
             calls.append(next_call(r, case, calls))
-    for one in calls:
-        if one["via"] == "sdpa" and one["mode"] == "reentrant":  # torch takes a view from there for one of several
-            one["in_place"] = False
     order = None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))
     return case | {"calls": calls, "order": order}
 
