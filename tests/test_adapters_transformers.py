@@ -111,13 +111,11 @@ def test_chunks_are_documents(kind: str) -> None:
 
 
 def test_an_encoder_sees_both_ways_and_no_padding() -> None:
-    made: list[Encoder] = []
-
-    def make(attention: str) -> Any:
-        made.append(Encoder(attention))
+    def make(attention: str) -> Encoder:
+        made = Encoder(attention)
         if attention == "ringattn":
-            adapter.prepare(made[-1].bert)
-        return made[-1]
+            adapter.prepare(made.bert)
+        return made
 
     padded = batches()["padded"]
     with InDouble():
