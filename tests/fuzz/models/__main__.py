@@ -1,0 +1,79 @@
+"""`python -m tests.fuzz.models`: every model class of transformers that takes text, over a ring against one process.
+
+seed=0          which cases are drawn
+only=a,b        classes or model types; else all
+every=1         each n-th class only
+cases=N         stop after so many classes
+seconds=3600    stop after so long
+jobs=1          processes that examine classes
+out=FILE        one JSON object for each class, written as it comes (build/fuzz-models.jsonl)
+page=FILE       write the tables of the documentation there, of what `out` holds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks are threads
+
+from tests.fuzz.models import page
+from tests.fuzz.models.walk import Record, walk
+
+DEFAULTS = {
+    "seed": "0", "only": "", "every": "1", "cases": "", "seconds": "3600", "jobs": "1",
+    "out": "build/fuzz-models.jsonl", "page": "",
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 1 where anything is wrong."""
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    if set(given) - set(DEFAULTS) or not all(given.values()):
+        print(__doc__)
+        return 2
+    options = DEFAULTS | given
+    from tests.fuzz.models.tiny import classes
+
+    wanted = set(options["only"].split(",")) - {""}
+    names = {name: kind for name, kind in classes().items() if not wanted or {name, kind} & wanted}
+    if missing := {one for one in wanted if not any(one in item for item in names.items())}:
+        print(f"no class or model type {', '.join(sorted(missing))}")
+        return 2
+    names = dict(list(names.items())[:: int(options["every"])])
+    out = Path(options["out"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+    began = time.monotonic()
+    with out.open("w", encoding="utf-8") as file:
+
+        def told(record: Record) -> None:
+            records.append(record)
+            print(json.dumps(record), file=file, flush=True)
+            if record["verdict"] == "wrong":
+                print(_finding(record), flush=True)
+            if len(records) % 20 == 0:
+                print(f"{time.monotonic() - began:.0f} s: {page.counts(records)}", flush=True)
+
+        walk(
+            names, int(options["seed"]), int(options["jobs"]), float(options["seconds"]),
+            int(options["cases"]) if options["cases"] else None, told,
+        )  # fmt: skip
+    print(page.summary(records))
+    print(f"{time.monotonic() - began:.0f} s, {out}")
+    if options["page"]:
+        Path(options["page"]).write_text(page.text(records, int(options["seed"])), encoding="utf-8")
+    return 1 if any(record["verdict"] == "wrong" for record in records) else 0
+
+
+def _finding(record: Record) -> str:
+    lines = [f"{record['class']}: wrong: {record['reason']}"]
+    lines += [f"    {name}: {why}" for name, (what, why) in record["cases"].items() if what == "wrong"]
+    return "\n".join([*lines, f"    again: python -m tests.fuzz.models only={record['class']}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,225 @@
+"""What a model class is called with: batches of one whole process, by its `forward`'s own arguments.
+
+Guarantees: the same seed and class give the same cases.
+Does not know: rings, what comes out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import zlib
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.models.rules import FIRST_SPECIAL, TYPES
+
+ROWS, TOKENS = 2, 14
+CHOICES = 2
+DOCUMENTS = [0, 3, 9, TOKENS]
+
+PER_TOKEN = {
+    "token_type_ids": TYPES, "mm_token_type_ids": TYPES, "langs": TYPES, "lang_ids": TYPES, "task_type_ids": TYPES,
+    "input_shape_ids": 20, "input_pronunciation_ids": 20, "global_attention_mask": 2, "moe_mm_token_type_ids": TYPES,
+    "decoder_input_ids": FIRST_SPECIAL, "sequence_id": 1,
+}  # fmt: skip
+"""Arguments of whole numbers, (rows, tokens), below these."""
+
+PER_ROW = {
+    "start_positions": TOKENS, "end_positions": TOKENS, "next_sentence_label": 2, "sentence_order_label": 2,
+    "lengths": 0,
+}  # fmt: skip
+"""Arguments (rows,) of whole numbers below these."""
+
+OPTIONS: dict[str, Any] = {
+    "use_cache": True, "output_hidden_states": True, "output_attentions": True, "return_dict": False,
+    "output_router_logits": True, "logits_to_keep": 1, "return_loss": True,
+}  # fmt: skip
+"""Arguments that ask for something else."""
+
+COMMON = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "bbox", "self", "kwargs"}
+
+
+ALWAYS: tuple[tuple[str, ...], ...] = ((), ("decoder_input_ids",), ("pixel_values",))
+"""Arguments that a class may not run without."""
+
+
+@dataclass
+class Case:
+    """One call: `batch` goes through `shard_batch`; `beside` is per token and sharded as it is; `rest` goes whole."""
+
+    name: str
+    batch: dict[str, Tensor]
+    beside: dict[str, Tensor] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+    documents: list[int] | None = None
+    layout: str = "zigzag"
+    is_told: bool = True
+    trains: bool = True
+
+    @property
+    def real(self) -> Tensor:
+        """Which tokens are no padding, (rows, tokens)."""
+        mask = self.batch.get("attention_mask")
+        tokens = self.batch.get("input_ids", self.batch.get("inputs_embeds"))
+        assert tokens is not None
+        return torch.ones(len(tokens), TOKENS, dtype=torch.bool) if mask is None else mask.bool()
+
+    @property
+    def labels_count(self) -> int | None:
+        """How many labels a causal language model is asked for."""
+        labels = self.batch.get("labels")
+        return None if labels is None or labels.dim() != 2 else int((labels[:, 1:] != -100).sum())
+
+
+def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = ()) -> list[Case]:
+    """The usual ones, one for each input and option that `forward` takes, and a few drawn. `always`: in all."""
+    name = kind.__name__
+    draw = random.Random(zlib.crc32(f"{seed} {name}".encode()))
+    takes = inspect.signature(kind.forward).parameters
+    make = _Maker(name, model, takes, always, torch.Generator().manual_seed(draw.randrange(2**31)))
+    found = [
+        make("plain"),
+        make("padded right", padding="right"),
+        make("padded left", padding="left"),
+        make("packed, position_ids", packing="position_ids"),
+        make("packed, cu_seq_lens_q", packing="cu_seq_lens_q"),
+        make("position_ids", positions="places"),
+    ]
+    if "labels" in takes:
+        found += [make("labels", labels=True), make("labels, padded left", labels=True, padding="left"),
+                  make("labels, packed", labels=True, packing="position_ids")]  # fmt: skip
+    if "inputs_embeds" in takes and make.embedded is not None:
+        found.append(make("inputs_embeds", embeds=True))
+    spans = [one for one in ("start_positions", "end_positions") if one in takes]
+    found += [make(one, extra=(one,)) for one in (*PER_TOKEN, *PER_ROW) if one in takes and one not in spans]
+    if spans:
+        found.append(make("start_positions", extra=tuple(spans)))
+    found += [make(one, options=(one,)) for one in OPTIONS if one in takes or one in ("use_cache", "return_dict")]
+    per_token = [one for one in PER_TOKEN if one in takes]
+    for number in range(3):
+        found.append(
+            make(
+                f"drawn {number}",
+                padding=draw.choice(["", "right", "left", "both"]),
+                positions=draw.choice(["", "", "", "places", "real", "shifted"]),
+                labels="labels" in takes and draw.random() < 0.4,
+                embeds="inputs_embeds" in takes and make.embedded is not None and draw.random() < 0.2,
+                extra=tuple(draw.sample(per_token, min(len(per_token), draw.randrange(2)))),
+                options=tuple(draw.sample(["use_cache", "output_hidden_states"], draw.randrange(3))),
+            )
+        )
+    for case in found:
+        case.layout = draw.choice(["zigzag", "contiguous"])
+        case.is_told = draw.random() < 0.8
+        case.trains = draw.random() < 0.5
+    return found
+
+
+def not_given(kind: type[Any]) -> list[str]:
+    """Arguments of `forward` that no case has."""
+    takes = inspect.signature(kind.forward).parameters
+    return [one for one in takes if one not in {*COMMON, *PER_TOKEN, *PER_ROW, *OPTIONS}]
+
+
+class _Maker:
+    """Makes the cases of one class."""
+
+    def __init__(self, name: str, model: Any, takes: Any, always: tuple[str, ...], generator: Any) -> None:
+        self.name, self.model, self.takes, self.generator = name, model, takes, generator
+        self.always = tuple(one for one in always if one in takes)
+        self.embedded = _embedded(model)
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+        self.eos = eos if isinstance(eos, int) and eos < FIRST_SPECIAL else 2
+
+    def __call__(
+        self, name: str, padding: str = "", packing: str = "", positions: str = "", labels: bool = False,
+        embeds: bool = False, extra: tuple[str, ...] = (), options: tuple[str, ...] = (),
+    ) -> Case:  # fmt: skip
+        rows = 1 if packing else ROWS
+        choices = "MultipleChoice" in self.name
+        shape = (rows, CHOICES, TOKENS) if choices else (rows, TOKENS)
+        tokens = self._draw(shape, 3, FIRST_SPECIAL)
+        tokens[..., -1] = self.eos  # some heads look for it
+        mask = _mask(rows, padding)
+        case = Case(name, {"input_ids": tokens}, documents=DOCUMENTS if packing else None)
+        if mask is not None:
+            pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
+            pad = 0 if pad is None else int(pad)
+            last = TOKENS - 1 - mask.flip(1).int().argmax(1)
+            tokens[torch.arange(rows), ..., last] = self.eos
+            case.batch["input_ids"] = torch.where(mask[:, None] if choices else mask, tokens, pad)
+            case.batch["attention_mask"] = mask[:, None].expand(shape).long() if choices else mask.long()
+        real = torch.ones(rows, TOKENS, dtype=torch.bool) if mask is None else mask
+        if embeds and self.embedded is not None:
+            del case.batch["input_ids"]
+            case.batch["inputs_embeds"] = 0.3 * torch.randn(
+                *shape, self.embedded, generator=self.generator, dtype=torch.float64
+            )
+        self._place(case, real, packing, positions)
+        if labels:
+            case.batch["labels"] = self._labels(rows, real, case)
+        for one in {*extra, *self.always}:
+            if one in PER_TOKEN:
+                where = case.batch if one == "token_type_ids" else case.beside
+                where[one] = self._draw(shape, 0, PER_TOKEN[one])
+            elif one == "pixel_values":
+                side = getattr(getattr(self.model.config, "vision_config", self.model.config), "image_size", 32)
+                pixels = torch.randn(rows, 3, side, side, generator=self.generator, dtype=torch.float64)
+                case.rest[one] = pixels
+            else:
+                case.rest[one] = real.sum(1) if one == "lengths" else self._draw((rows,), 0, PER_ROW[one])
+        if "bbox" in self.takes:
+            corners = self._draw((*shape, 2), 0, 40)
+            case.beside["bbox"] = torch.cat([corners, corners + self._draw((*shape, 2), 0, 20)], -1)
+        case.rest |= {one: OPTIONS[one] for one in options}
+        return case
+
+    def _draw(self, shape: tuple[int, ...], least: int, stop: int) -> Tensor:
+        return torch.randint(least, max(stop, least + 1), shape, generator=self.generator)
+
+    def _place(self, case: Case, real: Tensor, packing: str, positions: str) -> None:
+        places = torch.arange(TOKENS)[None]
+        if packing == "position_ids":
+            case.batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
+        elif packing:
+            case.batch["cu_seq_lens_q"] = torch.tensor(DOCUMENTS, dtype=torch.int32)
+        elif positions == "real":
+            case.batch["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)
+        elif positions:
+            case.batch["position_ids"] = places.expand(len(real), -1) + (2 if positions == "shifted" else 0)
+
+    def _labels(self, rows: int, real: Tensor, case: Case) -> Tensor:
+        if any(word in self.name for word in ("SequenceClassification", "MultipleChoice", "NextSentence")):
+            return self._draw((rows,), 0, 2)
+        few = "TokenClassification" in self.name or "PreTraining" in self.name
+        labels = self._draw((rows, TOKENS), 0 if few else 3, 2 if few else FIRST_SPECIAL)
+        labels[~(real & real.roll(1, 1))] = -100
+        labels[:, 5] = -100
+        if case.documents is not None:
+            labels[:, case.documents[:-1]] = -100
+        return labels
+
+
+def _mask(rows: int, padding: str) -> Tensor | None:
+    if not padding:
+        return None
+    mask = torch.ones(rows, TOKENS, dtype=torch.bool)
+    if padding in ("left", "both"):
+        mask[0, :3] = False
+    if padding in ("right", "both"):
+        mask[-1, -4:] = False
+    return mask
+
+
+def _embedded(model: Any) -> int | None:
+    """Numbers that a token is embedded by."""
+    try:
+        table = model.get_input_embeddings()
+        return int(table.weight.shape[1])
+    except Exception:  # has none, or no table
+        return None

@@ -1,0 +1,194 @@
+"""The smallest model that a class of transformers builds from its own configuration, in float64 with random weights.
+
+Sizes are found by the names of a configuration's fields, in its sub-configurations too; `OTHER` has what those do not
+say.
+Does not know: rings, inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from tests.fuzz.models.rules import HEAD_DIM, OTHER, small
+
+TASKS = (
+    "", "FOR_CAUSAL_LM", "FOR_MASKED_LM", "FOR_SEQUENCE_CLASSIFICATION", "FOR_TOKEN_CLASSIFICATION",
+    "FOR_QUESTION_ANSWERING", "FOR_PRETRAINING", "FOR_MULTIPLE_CHOICE", "FOR_NEXT_SENTENCE_PREDICTION",
+    "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_MULTIMODAL_LM", "FOR_TEXT_ENCODING",
+)  # fmt: skip
+"""The mappings of transformers' auto classes that hold models of text, also beside images and sound."""
+
+MOST_PARAMETERS = 25_000_000
+
+PROFILES: tuple[dict[str, int], ...] = (
+    {"kv_heads": 2}, {"kv_heads": 4}, {"kv_heads": 2, "every": 1}, {"kv_heads": 4, "every": 1},
+    {"kv_heads": 4, "layers": 4}, {"kv_heads": 4, "head_dim": 16, "hidden": 64},
+)  # fmt: skip
+"""Tried one after the other, until a model runs. `every`: also fields that are None have a size."""
+
+
+class NotBuilt(Exception):
+    """A class whose configuration does not make a small model."""
+
+
+def classes() -> dict[str, str]:
+    """Names of classes whose `forward` takes `input_ids`, and the model type of each."""
+    found: dict[str, str] = OrderedDict()
+    for task in TASKS:
+        for kind, names in getattr(modeling_auto, f"MODEL_{task}_MAPPING_NAMES".replace("__", "_")).items():
+            for name in names if isinstance(names, (tuple, list)) else (names,):
+                found.setdefault(name, kind)
+    return dict(sorted(found.items()))
+
+
+def class_of(name: str) -> Any:
+    """The class. Raises `NotBuilt` where it cannot be imported here."""
+    try:
+        return getattr(transformers, name)
+    except (ImportError, AttributeError) as error:
+        raise NotBuilt(line(error)) from error
+
+
+def takes_text(kind: Any) -> bool:
+    """Whether its `forward` takes `input_ids`."""
+    return "input_ids" in inspect.signature(kind.forward).parameters
+
+
+def build(name: str, profile: dict[str, int]) -> Any:
+    """A model with eager attention and random float64 weights, in training mode. Raises whatever it does not take."""
+    kind = class_of(name)
+    config = _config(kind.config_class, profile, OTHER.get(kind.config_class.model_type, {}))
+    for one in _all(config):
+        one._experts_implementation = "eager"  # the grouped one takes no float64
+    _check_size(kind, config)
+    return filled(kind._from_config(config, attn_implementation="eager"))
+
+
+def _check_size(kind: Any, config: Any) -> None:
+    """Raise `NotBuilt` for a model of too many parameters."""
+    try:
+        with torch.device("meta"):
+            count = sum(x.numel() for x in kind._from_config(copy.deepcopy(config)).parameters())
+    except Exception:  # says nothing: some cannot be made without numbers
+        return
+    if count > MOST_PARAMETERS:
+        raise NotBuilt(f"{count:,} parameters at its smallest")
+
+
+def filled(model: Any) -> Any:
+    """The model with random weights that depend on nothing but their shapes and order, none of them zero."""
+    model = model.double().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # heads have some that no configuration names
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            scale = 0.3 if parameter.dim() < 3 else 0.15
+            parameter.copy_(scale * noise + (parameter.dim() == 1))  # norms, biases and sinks around one
+        for buffer in model.buffers():
+            if buffer.is_floating_point() and buffer.numel() > 1 and not buffer.any():  # biases of routers
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def _config(kind: Any, profile: dict[str, int], options: dict[str, Any]) -> Any:
+    fields = _fields(kind)
+    defaults = None
+    values: dict[str, Any] = {}
+    for name, default in fields.items():
+        if name in kind.sub_configs:
+            continue
+        found = small(name, default, fields, profile)
+        if found is not None:
+            values[name] = found
+    for name in kind.sub_configs:
+        if name not in fields and not hasattr(kind, name):
+            continue
+        if defaults is None:
+            defaults = kind()
+        sub = getattr(defaults, name, None)
+        if sub is not None:
+            values[name] = _config(type(sub), profile, OTHER.get(sub.model_type, {}) | dict(options.get(name, {})))
+    values |= {name: value for name, value in options.items() if name not in kind.sub_configs}
+    values = {name: value for name, value in values.items() if value is not ...}
+    config = _made(kind, values)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "layer_types" not in values and "layer_types" in fields:
+        wanted = _layer_kinds(kind, kinds)
+        if wanted != list(kinds):
+            layers = next((one for one in ("num_hidden_layers", "n_layers", "num_layers") if one in fields), None)
+            if layers is not None:
+                config = _made(kind, {**values, layers: len(wanted), "layer_types": wanted})
+    return config
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """A configuration whose rotary positions have a base, and whose small heads share those of images."""
+    wants = "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()) and not _is_nested(kind)
+    given = values
+    if wants and "rope_parameters" in _fields(kind):
+        default = {"rope_type": "default", "rope_theta": 10000.0}
+        dim = values.get("head_dim") or HEAD_DIM
+        rope = {**default, **(getattr(kind(), "rope_parameters", None) or {})}
+        half = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        section = [half - 2 * (half // 3), half // 3, half // 3] if half > 2 else [half, 0, 0]
+        given = {**values, "rope_parameters": {**rope, "mrope_section": section}}
+    try:
+        config = kind(**given)
+    except Exception:
+        config = kind(**values)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
+        config = kind(**{**given, "rope_parameters": {**rope, "rope_theta": 10000.0}})
+    return config
+
+
+def _is_nested(kind: Any) -> bool:
+    """Whether it has rotary positions of its own for each kind of layer."""
+    rope = getattr(kind(), "rope_parameters", None)
+    return isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values())
+
+
+def _layer_kinds(kind: Any, kinds: list[str]) -> list[str]:
+    """One layer of each kind that the class has as it is published, and two at least."""
+    usual = list(dict.fromkeys(getattr(kind(), "layer_types", None) or kinds))
+    return usual if len(usual) > 1 else usual * 2
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Names and defaults of what a configuration takes."""
+    if dataclasses.is_dataclass(kind):
+        return {
+            one.name: None if one.default is dataclasses.MISSING else one.default
+            for one in dataclasses.fields(kind)
+            if one.init
+        }
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+
+
+def _all(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if (sub := getattr(config, name, None)) is not None:
+            yield from _all(sub)
+
+
+def line(error: BaseException, most: int = 200) -> str:
+    """The first lines of an error, cut to so many characters, without what differs from run to run."""
+    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
+    text = re.sub(r"0x[0-9a-f]+", "0x", " ".join(lines[:3]))
+    return f"{type(error).__name__}: {text}"[:most]
+
