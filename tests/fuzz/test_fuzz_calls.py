@@ -12,7 +12,6 @@ from tests.fuzz.draw import draw
 SECONDS = float(os.environ.get("RINGATTN_FUZZ_SECONDS", "28"))
 
 
-@pytest.mark.slow
 def test_fresh_seeds() -> None:
     start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
     print(f"python -m tests.fuzz start={start} kinds=attention,dilated,nan seconds={SECONDS:.0f}")

@@ -13,7 +13,6 @@ SECONDS = float(os.environ.get("RINGATTN_FUZZ_SECONDS", "28"))
 KINDS = ("layers", "sequences", "order", "disagree", "processes")
 
 
-@pytest.mark.slow
 def test_fresh_seeds() -> None:
     start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
     print(f"python -m tests.fuzz start={start} kinds={','.join(KINDS)} seconds={SECONDS:.0f}")
