@@ -301,7 +301,7 @@ def redirected(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> 
         return run(*qkv, is_causal=True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("run", [by_name, as_operator, redirected])
 def test_autocast_casts_like_sdpa(run: Run, compiled: bool) -> None:
     """Out and gradients, of rotary embeddings' float32 beside a projection's bfloat16 too; float64 stays."""

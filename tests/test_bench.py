@@ -183,6 +183,7 @@ def test_table_is_markdown() -> None:
 # --- the entries, tiny -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["length_tokens=2000", "documents=5", "ranks=4", "rank=1", "repeats=2", f"results={tmp_path}"]
     found = planning.main(words)["ms"]
@@ -195,6 +196,7 @@ def test_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gate: green" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
     data = speed.main(["length_tokens=256", "heads=2", "kv_heads=2", "head_dim=16", "repeats=2", f"results={tmp_path}"])
     assert set(data["samples"]) == {"one process", "ringattn ring", "torch ring (alltoall)", "no exchange"}

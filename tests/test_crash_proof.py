@@ -22,6 +22,7 @@ def job(folder: str, number: int) -> int:
     return number * number
 
 
+@pytest.mark.slow
 def test_every_job_is_run_once_and_deaths_are_told(tmp_path: Path) -> None:
     given = [(str(tmp_path), number) for number in range(5)]
     ended = {index: str(found) for index, found in run_all(job, given, 2, 60.0, Budget(60.0))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from ringattn import InputError, Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
+from tests.covering import thinned
 from tests.dilated_truth import coverage, dilated_truth
 from tests.torchscale_algorithm import CASES, GOLDENS, inputs
 
@@ -66,17 +68,17 @@ def check(ranks: int, layout: str, schedule: str = "auto", documents: list[int] 
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-10, msg=lambda why, name=name: f"{name}: {why}")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "causal", "engine"),
+    thinned(product((1, 2, 3, 4, 8), ("contiguous", "zigzag", "striped"), (False, True), ENGINES)),
+)
 def test_every_layout(ranks: int, layout: str, causal: bool, engine: str) -> None:
     check(ranks, layout, causal=causal, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("schedule", ROUTES)
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize(
+    ("layout", "schedule", "engine"), thinned(product(("contiguous", "striped", "zigzag"), ROUTES, ENGINES))
+)
 def test_every_schedule(layout: str, schedule: str, engine: str) -> None:
     check(4, layout, schedule, causal=layout == "zigzag", engine=engine)
 

@@ -1,4 +1,7 @@
-"""End to end on threads against dense float64 attention: every mask, layout, schedule, world size, dtype and engine."""
+"""End to end on threads against dense float64 attention: every mask, layout, schedule, world size, dtype and engine.
+
+`make test` tries every pair of them, the slow tests every combination.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ringattn.engine.base import KV, Output, Seed
 from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
+from tests.covering import thinned
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
@@ -34,21 +38,22 @@ GRID = [
     for mask, layout in product(MASKS, LAYOUTS)
     if layout != "per_document" or MASKS[mask].documents is not None
 ]
+RANKS = (1, 2, 3, 4, 8)
+ENGINES = ("plain", "aten")
 EXACT = 1e-10
 SINGLE = 1e-5
 HALVES = 1.25
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(("mask", "layout"), GRID)
+@pytest.mark.parametrize(("mask", "layout", "ranks"), thinned((*cell, ranks) for cell in GRID for ranks in RANKS))
 def test_float64(mask: str, layout: str, ranks: int) -> None:
     trial = MASKS[mask]._replace(heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped")
     check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT)
 
 
-@pytest.mark.parametrize("engine", ["plain", "aten"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(("mask", "layout"), GRID)
+@pytest.mark.parametrize(
+    ("mask", "layout", "ranks", "engine"), thinned((*cell, *more) for cell in GRID for more in product(RANKS, ENGINES))
+)
 def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
     trial = MASKS[mask]._replace(heads=(2, 1), lse=layout == "contiguous")
     # One schedule each, in turn: what another one sends is float64's business.
@@ -74,11 +79,15 @@ def check_schedules(
         assert greatest_error(joined(list(parts)), truth(trial, dtype)) <= bound, schedule
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("engine", ["plain", "aten"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("mask", ["full", "causal", "two-sided", "causal-documents"])
+@pytest.mark.parametrize(
+    ("mask", "layout", "ranks", "engine", "dtype"),
+    thinned(
+        product(
+            ("full", "causal", "two-sided", "causal-documents"), ("contiguous", "zigzag"), (2, 4), ENGINES,
+            (torch.bfloat16, torch.float16),
+        )
+    ),
+)  # fmt: skip
 def test_halves_lose_nothing_by_the_ring(mask: str, layout: str, ranks: int, engine: str, dtype: torch.dtype) -> None:
     trial = MASKS[mask]._replace(heads=(4, 2), dims=(16, 16))
     wanted = truth(trial, dtype)
@@ -124,8 +133,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "ranks"), thinned(product(VARIANTS, RANKS), strength=1))
 def test_variants(variant: str, ranks: int) -> None:
     for layout in ("contiguous", "zigzag", "striped") if ranks == 3 else ("zigzag",):
         check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT)
@@ -194,9 +202,9 @@ def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
     assert Strict.seen >= 4
 
 
-@pytest.mark.parametrize("engine", ["plain", "aten"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("schedule", ROUTES)
+@pytest.mark.parametrize(
+    ("schedule", "dtype", "engine"), thinned(product(ROUTES, (torch.float32, torch.bfloat16), ENGINES))
+)
 def test_same_plan_same_bits(schedule: str, dtype: torch.dtype, engine: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), sinks=True, lse=True)
 
@@ -221,9 +229,9 @@ def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str
         assert 2**-12 < relative_error(found[name], wanted[name]) <= (ranks - 1) * 2**-9
 
 
-@pytest.mark.parametrize("engine", ["plain", "aten"])
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "all_to_all"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "engine"), thinned(product((1, 3), ("ring", "all_gather", "all_to_all"), ENGINES))
+)
 def test_a_query_of_nan_is_nan_and_no_other_row_changes(ranks: int, schedule: str, engine: str) -> None:
     given, token, head = inputs(Trial(causal=True, heads=(4, 2)), torch.float32), 11, 2
     spoilt = given.q.clone()

@@ -43,6 +43,7 @@ runs = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(runs)
 def test_more_work_never_takes_less_and_more_ranks_never_more(run: Run) -> None:

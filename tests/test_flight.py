@@ -343,6 +343,7 @@ def lengths_differ(rank: int, world_size: int, folder: Path) -> None:
         ring.abort(ValueError("of another ring"))
 
 
+@pytest.mark.slow
 def test_the_records_of_lengths_that_differ_name_both_ends(processes: Processes, tmp_path: Path) -> None:
     processes.run(lengths_differ, tmp_path)
     assert divergences(read_records(tmp_path)) == [

@@ -156,6 +156,7 @@ def test_bytes_of_every_size() -> None:
     assert world.violations == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_is_exact(ranks: int) -> None:
     world = SimWorld(1, any_memory=True)
@@ -165,6 +166,7 @@ def test_every_schedule_is_exact(ranks: int) -> None:
     assert world.violations == [] and max(sizes) >= 2 * ranks
 
 
+@pytest.mark.slow
 def test_processes_are_exact(tmp_path: Path) -> None:
     processes.every_schedule_is_exact(tmp_path, 2, "fp64", "gloo")
 

@@ -115,6 +115,7 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_floors() -> None:
     assert not violations(PACKAGE), "\n" + "\n".join(violations(PACKAGE))
 
@@ -226,6 +227,7 @@ print(len(loaded), bare, [names for names in loaded.values() if len(names) > 1])
 """
 
 
+@pytest.mark.slow
 def test_no_file_loads_under_two_names() -> None:
     # From the root, where the bare names could be found as well.
     printed = python(IMPORT_ALL + PRINT_TWICE, ",".join(OPTIONAL), *module_names(), cwd=ROOT)
@@ -258,6 +260,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_plain_checkout_on_the_path(checkout: Path, tmp_path: Path) -> None:
     code = "import ringattn, ringattn.geometry as g, ringattn.launch as l, ringattn.bench as b, ringattn.kernels as k\n"
     code += "print(*(m.__file__ for m in (g, l, b)), k.__path__[0], sep='\\n')"
@@ -285,6 +288,7 @@ def test_kernels_leaves_its_name_to_others(tmp_path: Path) -> None:
 # --- what is shipped, how long, on which map -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
     # By way of the sdist, in which the links become files. Planted files make this hold whatever the folders hold.
     tree = tmp_path / "tree"

@@ -60,6 +60,7 @@ def test_without_the_package() -> None:
     assert usable == "False" and ours == str(ROOT / "ringattn" / "kernels" / "configs.py")
 
 
+@pytest.mark.slow
 def test_beside_a_package_of_the_version_that_transformers_wants(tmp_path: Path) -> None:
     """A stand-in, which has any name that transformers may ask it for."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
@@ -74,6 +75,7 @@ def test_beside_a_package_of_the_version_that_transformers_wants(tmp_path: Path)
     assert ours == str(ROOT / "ringattn" / "kernels" / "configs.py")
 
 
+@pytest.mark.slow
 def test_beside_the_package_itself(tmp_path: Path) -> None:
     install = ["install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "10", "--target", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "pip", *install, "kernels"], capture_output=True, text=True)

@@ -121,6 +121,7 @@ def test_a_missing_nccl(tmp_path: Path) -> None:
     assert "install a CUDA build" in done.stderr and "`ringattn[cu13]`" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         folder.claim(["tokens=64,128"], ["0123456789ab"], code_version())

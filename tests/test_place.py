@@ -25,7 +25,11 @@ EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("all_to_all", "int8
 each_route = pytest.mark.parametrize(("route", "wire"), [*OWN_DTYPE, *EIGHT_BIT])
 
 
-def plans_of(case: Case, route: str, wire: str | None = None) -> list[list[Plan]]:
+Passes = list[list[Plan]]
+"""Forward and backward: the plans of all ranks."""
+
+
+def plans_of(case: Case, route: str, wire: str | None = None) -> Passes:
     """The plans of all ranks, forward and backward."""
     problem, way = replace(case.problem, kv_wire_dtype=wire), ROUTES[route]
     return [[plan_of(problem, way, rank, back) for rank in range(case.ranks)] for back in (False, True)]
@@ -76,8 +80,19 @@ def touched(plan: Plan) -> dict[int, set[int]]:
 
 @each_route
 @covering
-def test_plans_are_projections_and_verified(route: str, wire: str | None, case: Case) -> None:
-    for backward, plans in enumerate(plans_of(case, route, wire)):
+def test_plans(route: str, wire: str | None, case: Case) -> None:
+    """All that holds of any plan, of plans that are made once for all of it."""
+    passes = plans_of(case, route, wire)
+    check_they_are_projections_and_verified(passes, case, route)
+    check_the_arena_holds_what_is_live(passes)
+    check_messages_of_two_plans_meet(passes)
+    check_packs_only_what_does_not_lie_in_one_piece(passes)
+    check_bytes_and_messages_are_the_schedules(passes, case, route, wire)
+    check_folds_read_the_rows_they_mean(passes, case)
+
+
+def check_they_are_projections_and_verified(passes: Passes, case: Case, route: str) -> None:
+    for backward, plans in enumerate(passes):
         schedule = schedule_of(plans[0].problem, ROUTES[route], bool(backward))
         for rank, plan in enumerate(plans):
             of_all = project(schedule, rank)
@@ -96,10 +111,8 @@ def gist(plan: Plan) -> list:
     ]  # fmt: skip
 
 
-@each_route
-@covering
-def test_the_arena_holds_what_is_live(route: str, wire: str | None, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
+def check_the_arena_holds_what_is_live(passes: Passes) -> None:
+    for plan in (plan for plans in passes for plan in plans):
         steps = touched(plan)
         assert set(steps) == set(range(len(plan.buffers)))
         live = [0] * len(plan.steps)
@@ -113,10 +126,8 @@ def test_the_arena_holds_what_is_live(route: str, wire: str | None, case: Case) 
         assert 0 <= plan.arena_bytes - max(ends, default=0) < ALIGNMENT_BYTES
 
 
-@each_route
-@covering
-def test_messages_of_two_plans_meet(route: str, wire: str | None, case: Case) -> None:
-    for plans in plans_of(case, route, wire):
+def check_messages_of_two_plans_meet(passes: Passes) -> None:
+    for plans in passes:
         sent: dict[tuple[int, int], list] = defaultdict(list)
         received: dict[tuple[int, int], list] = defaultdict(list)
         for plan in plans:
@@ -138,10 +149,8 @@ def message(plan: Plan, send: Send) -> list[tuple[int, int]]:
     return wire_order(plan.buffers[send.buffer].content)[first[0] : first[0] + count[0]]
 
 
-@each_route
-@covering
-def test_packs_only_what_does_not_lie_in_one_piece(route: str, wire: str | None, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
+def check_packs_only_what_does_not_lie_in_one_piece(passes: Passes) -> None:
+    for plan in (plan for plans in passes for plan in plans):
         for step in plan.steps:
             for pack in step.packs:
                 into = plan.buffers[pack.into]
@@ -157,11 +166,9 @@ def test_packs_only_what_does_not_lie_in_one_piece(route: str, wire: str | None,
         assert len(packed) == len(set(packed)) and len(shared) >= bool(packed)
 
 
-@each_route
-@covering
-def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | None, case: Case) -> None:
+def check_bytes_and_messages_are_the_schedules(passes: Passes, case: Case, route: str, wire: str | None) -> None:
     problem = case.problem
-    for backward, plans in enumerate(plans_of(case, route, wire)):
+    for backward, plans in enumerate(passes):
         copies = [copy for step in schedule_of(problem, ROUTES[route], bool(backward)).steps for copy in step.copies]
         for plan in plans:
             mine = [copy for copy in copies if copy.src == plan.rank]
@@ -174,10 +181,8 @@ def test_bytes_and_messages_are_those_of_the_schedule(route: str, wire: str | No
             assert (plan.messages, plan.bytes_sent) == (len(mine), nbytes)
 
 
-@each_route
-@covering
-def test_folds_read_the_rows_they_mean(route: str, wire: str | None, case: Case) -> None:
-    for plan in (plan for plans in plans_of(case, route, wire) for plan in plans):
+def check_folds_read_the_rows_they_mean(passes: Passes, case: Case) -> None:
+    for plan in (plan for plans in passes for plan in plans):
         for fold in (item for step in plan.steps for item in step.work if isinstance(item, Fold)):
             sides = ((fold.kv, fold.kv_row, fold.kv_step), (fold.dkv, fold.dkv_row, fold.dkv_step))
             for buffer, base, step in sides[: 1 + plan.backward]:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parent.parent
 
 
+OTHER_CHECKS = (1, "fp64"), (4, "fp64"), (4, "fp32")
 MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
@@ -44,7 +45,9 @@ def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
     return answers
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp64"), (2, "fp64"), (4, "fp64"), (4, "fp32")])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(2, "fp64"), *(pytest.param(*more, marks=pytest.mark.slow) for more in OTHER_CHECKS)]
+)
 def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "length_tokens=61"],
@@ -80,6 +83,7 @@ def test_a_rank_that_raises_is_the_cause_everywhere() -> None:
         assert answer["after"]["kind"] == "ClosedError" and "the engine of rank 1 broke" in answer["after"]["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_a_missed_deadline() -> None:
     answer = start("stalls_mid_pass", 3)[2]
     assert answer is not None

@@ -280,5 +280,6 @@ def ends_its_threads(rank: int, world_size: int) -> None:
     alone.close()
 
 
+@pytest.mark.slow
 def test_no_thread_outlives_its_ring(processes: Processes) -> None:
     processes.run(ends_its_threads)

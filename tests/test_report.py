@@ -268,6 +268,7 @@ def test_a_report_of_failures_alone(tmp_path: Path) -> None:
     assert "1 point: 0 with results, 1 without" in markdown and "no memory" in page and "<figure" not in page
 
 
+@pytest.mark.slow
 def test_a_report_of_one_point_and_of_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, page = reported(tmp_path / "one", [record(2, 4096)])
     assert "<figure" not in page and UNKNOWN not in results(read_sweep(tmp_path / "one")).rows[0]

@@ -56,6 +56,7 @@ def test_without_dilation_there_is_nothing_to_draw(tmp_path: Path) -> None:
         main(["length_tokens=64", f"rows_picture={tmp_path / 'rows.png'}"])
 
 
+@pytest.mark.slow
 def test_the_worked_example() -> None:
     """2^20 tokens on 8 ranks: a full ring sends 299 times, LongNet's all-gather 4.08 times as much."""
     powers = [1 << i for i in range(10)]

@@ -190,6 +190,7 @@ def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Time
     return [(one, simulate(one, cluster)) for one in plans]
 
 
+@pytest.mark.slow
 @covering
 def test_no_rank_is_busier_than_the_whole(case: Case) -> None:
     for cluster in (COSTLY, replace(COSTLY, cores=2, wire_cores=0.5), replace(COSTLY, cores=1, ranks_per_node=2)):

@@ -92,6 +92,7 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
 
 
+@pytest.mark.slow
 def test_masks_layouts_dtypes_and_branches_are_axes_too(ranks: StandIn, tmp_path: Path) -> None:
     assert swept(tmp_path / "a", "mask=dilated", "mask.branches=1,2", "dtype=fp32,bf16", "layout=zigzag,striped") == 0
     assert len({hash_of(config) for config in ranks.ran}) == 8

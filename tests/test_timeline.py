@@ -39,7 +39,7 @@ def shares(path: Path) -> dict[str, float]:
     return {color: float((np.abs(pixels - to_rgb(color)).max(2) < 0.01).mean()) for color in colors}
 
 
-@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize("ranks", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ranks: int) -> None:
     hidden, exposed = tmp_path / "hidden.png", tmp_path / "exposed.png"
     draw_timeline(hidden, scripted(ranks, exposed=False))
@@ -51,6 +51,7 @@ def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ran
     assert after[EXPOSED] - before[EXPOSED] > 0.3 * before[ATTEND]
 
 
+@pytest.mark.slow
 def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
     tracks, alone, beside = scripted(4), tmp_path / "alone.png", tmp_path / "beside.png"
     draw_timeline(alone, tracks)

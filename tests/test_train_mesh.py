@@ -94,6 +94,7 @@ def test_attention_is_what_the_configuration_says() -> None:
     same(alone(whole), full)
 
 
+@pytest.mark.slow
 def test_accumulating_holds_the_activations_of_a_part() -> None:
     big = replace(TINY, batch=8, length_tokens=512, dtype="fp32")
     batch = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(1))

@@ -61,6 +61,7 @@ def test_every_block_but_the_live_one_takes_less(change: dict[str, Any], saved_o
     assert saved >= (BIG.model.layers - 1) * ROWS * saved_of_a_block
 
 
+@pytest.mark.slow
 def test_recompute_and_packing_save_together() -> None:
     # So many rows, in four sequences, that what is left of a block, its input, outweighs the gradients of its weights.
     full = replace(BIG, batch=4, recompute="full", model=ModelConfig(8, 64, 4, 2, 64))
