@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import InputError, Ring, RingError, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.loss import count_labels, loss_scale
-from ringattn.adapters.parity import Parity, parity
+from ringattn.adapters.parity import Parity, _Coarsest, parity
 from ringattn.launch.model import ModelConfig, Transformer
+from ringattn.observe.storages import StorageMeter
 from ringattn.testing import run_ranks
 
 TOKENS = torch.randint(256, (2, 37), generator=torch.Generator().manual_seed(3))
@@ -222,3 +225,31 @@ def test_an_unknown_reduction_is_refused() -> None:
         loss_scale(torch.zeros(1), ring, gradients="average")
     with Ring() as ring, pytest.raises(InputError, match="gradients='average' is not known"):
         parity(model(), lambda net, seq: right(net, seq, "sum"), ring.sequence(37), gradients="average")
+
+
+def test_overlapping_checks_of_two_threads_leave_compiled_code_compiled() -> None:
+    """torch keeps whether a mode is on in flags of the process, saved at entry and restored at exit."""
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(lambda x: x * 2, backend=counter)
+
+    first, second = _Coarsest(), StorageMeter()
+    ran = [threading.Event() for _ in range(3)]
+
+    def other() -> None:
+        ran[0].wait()
+        with second:
+            ran[1].set()
+            ran[2].wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with first:
+        ran[0].set()
+        ran[1].wait()
+    ran[2].set()
+    thread.join()
+    torch._dynamo.reset()
+    for _ in range(3):
+        with _Coarsest():
+            run(torch.ones(3))
+    assert counter.frame_count == 1

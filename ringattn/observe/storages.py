@@ -34,6 +34,11 @@ class StorageMeter(TorchDispatchMode):
         self._scratch_bytes = scratch_bytes
         self._known: dict[int, Any] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; else overlapping meters of two threads leave a flag of torch's set for good."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
