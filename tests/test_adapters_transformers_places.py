@@ -190,6 +190,25 @@ def test_places_of_embeddings_and_of_documents() -> None:
     run_ranks(2, body, timeout_s=10.0)
 
 
+@pytest.mark.parametrize("kind", ["absolute", "rotary"])
+def test_embeddings_that_hold_their_places_already(kind: str) -> None:
+    """ESM looks up no place for them; a rotary one turns them by 0, 1, ...."""
+
+    def make() -> Any:
+        return counting("Esm", position_embedding_type=kind)
+
+    embeds = torch.randn(3, 27, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for batch in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "attention_mask": padded()["attention_mask"]}):
+        assert far_off(make, batch) < 1e-9
+        assert far_off(make, batch, layout="contiguous", told=False) < 1e-9
+
+    def shifted(seq: Any) -> Any:
+        with seq.ring.activate(seq):
+            return adapter.prepare(make())(inputs_embeds=seq.shard(embeds), position_ids=seq.positions()[None] + 2)
+
+    refused(shifted, "position_ids are", InputError)
+
+
 @pytest.mark.parametrize("name", [*COUNTING, "OPT"])
 @pytest.mark.parametrize("prepared", [True, False])
 def test_places_from_0_where_the_model_counts_others(name: str, prepared: bool) -> None:

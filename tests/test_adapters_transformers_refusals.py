@@ -194,6 +194,33 @@ def test_masks_that_have_no_form_here() -> None:
     refused(one_alone, "the ranks do not ask for the same", DisagreementError)
 
 
+def test_a_mask_in_the_arithmetic_of_a_model() -> None:
+    """What a model does with a table by itself: refused by name, whatever function it is."""
+    spec = mask_spec(q_length=9, kv_length=9, mask_function=masking_utils.causal_mask_function, batch_size=1)
+    table: Any = spec
+    scores = torch.zeros(1, 2, 9, 9)
+    uses: list[Callable[[], Any]] = [
+        lambda: scores + table, lambda: table + scores, lambda: torch.cat([table, scores], -1), lambda: 1.0 - table,
+        lambda: table * -1e4, lambda: ~table, lambda: scores.masked_fill(table, 0.0),
+        lambda: scores * table, lambda: table == 0, lambda: table > 0, lambda: len(table), lambda: bool(table),
+        lambda: torch.where(table, scores, 0),
+    ]  # fmt: skip
+    for number, use in enumerate(uses):
+        with pytest.raises(UnsupportedError, match="reads its mask as a table"):
+            pytest.fail(f"use {number} gave {use()}")
+
+
+def test_a_model_that_adds_its_mask_by_itself() -> None:
+    """GIT's text, whose tower goes through the interface."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**small, "image_size": 32, "patch_size": 16}
+    kind = transformers.GitForCausalLM  # imported here, and not by two threads at once
+    config = transformers.GitConfig(vision_config=vision, vocab_size=64, max_position_embeddings=64, **small,
+                                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    refused(lambda ring, seq: forward(seq, adapter.prepare(kind(config).double())),
+            "reads its mask as a table .*keep its own attn_implementation", UnsupportedError)  # fmt: skip
+
+
 def test_functions_of_a_mask_that_are_not_known() -> None:
     def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return k < 3

@@ -37,7 +37,7 @@ from ringattn.adapters.transformers_checks import (
 )
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_rotary import watch_rotary
-from ringattn.adapters.transformers_towers import is_tower, mark_parts
+from ringattn.adapters.transformers_towers import is_tower, mark_parts, refuse_text_towers
 from ringattn.errors import UnsupportedError
 
 NAME = "ringattn"
@@ -75,6 +75,7 @@ def prepare(model: Any) -> Any:
             "through transformers' AttentionInterface can attend through a ring"
         )
     mark_parts(model, text)
+    refuse_text_towers(model)
     if model not in prepared_models:
         watch(model)
         watch_rotary(model)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.transformers_checks import check_encoder, check_tokens, short
+from ringattn.adapters.transformers_checks import check_encoder, check_tokens, refuse_layers, short
 from ringattn.adapters.transformers_outputs import LEAVE_OUT, check_output, token_shape
 from ringattn.adapters.transformers_places import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
@@ -111,8 +111,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if seq is None:
         return
     is_placed = given.get("position_ids") is not None and not _decodes(given) and counts_by_itself(model)
-    if is_placed:
-        _check_places(model, seq, given)
+    is_placed = is_placed and _is_placed(model, seq, given)
     if is_placed or seq.ring.world_size > 1:
         _call.set(Call(model, seq, given, _call.get(), is_placed=is_placed))
 
@@ -120,6 +119,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
     """Raise `InputError`, on all ranks, for what is not a shard, or would give something of this rank's tokens."""
     with refused_by_all(seq.ring):
+        refuse_layers(_text_config(model))  # those before the first attention would have run by then
+        _refuse_picking(model)
         if given.get("labels") is not None:
             _check_loss(model, given)
         kept = given.get("logits_to_keep")
@@ -181,10 +182,11 @@ def _check_cache(cache: Any) -> None:
     )
 
 
-def _check_places(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless the positions are those that the model would make of the whole rows, or documents.
+def _is_placed(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> bool:
+    """Whether the model would make positions by itself of such inputs.
 
-    A collective call. Padding may be anywhere.
+    Raises `InputError` unless those given are what it would make of the whole rows, or documents. A collective call.
+    Padding may be anywhere.
     """
     ids, embeds, mask = (given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     whole = {} if ids is None else {"input_ids": seq.gather(ids)}
@@ -194,6 +196,8 @@ def _check_places(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> 
         whole["attention_mask"] = seq.gather(mask)
     found: Tensor = given["position_ids"]
     wanted = [seq.shard(own) for cuts in {None, seq.documents} if (own := own_places(model, whole, cuts)) is not None]
+    if not wanted:
+        return False
     real = torch.ones_like(wanted[0], dtype=torch.bool) if mask is None else mask != 0
     with refused_by_all(seq.ring):
         if found.dim() != 2 or not any(torch.equal(found.expand_as(own)[real], own[real]) for own in wanted):
@@ -201,6 +205,24 @@ def _check_places(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> 
                 f"rank {seq.ring.rank}: position_ids are {short(found.flatten())}, {type(model).__name__} by itself "
                 f"would count {short(wanted[0][0])} of whole rows; make them with shard_batch(ring, batch, model=model)"
             )
+    return True
+
+
+def _text_config(model: Any) -> Any:
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _refuse_picking(model: Any) -> None:
+    """Raise `UnsupportedError` for a head that takes tokens from the places it is told, or finds by itself."""
+    takes = inspect.signature(model.forward).parameters
+    named = [name for name in takes if name.endswith("_positions") and name not in ("start_positions", "end_positions")]
+    if named:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes {', '.join(named)}: its head would pick tokens that other ranks have; call "
+            "the model beneath it, and the head on seq.gather(last_hidden_state, dim=1) on every rank, and divide the "
+            "loss by the ranks"
+        )
 
 
 def _decodes(given: Mapping[str, Any]) -> bool:

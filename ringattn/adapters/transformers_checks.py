@@ -94,7 +94,7 @@ def refuse_inputs(
     """What may be wrong on one rank alone, once for each mask; all ranks raise. `call`: of a prepared model."""
     refusal = None
     try:
-        _refuse_layers(module)
+        refuse_layers(getattr(module, "config", None))
         if not _takes_positions(type(module).__mro__):
             raise UnsupportedError(
                 f"the models of {type(module).__name__} take no position_ids, so they count places from 0 on every rank"
@@ -121,8 +121,8 @@ def refuse_inputs(
     seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
 
 
-def _refuse_layers(module: nn.Module) -> None:
-    config = getattr(module, "config", None)
+def refuse_layers(config: Any) -> None:
+    """Raise `UnsupportedError` for what mixes tokens beside softmax attention, as far as a configuration tells."""
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     others |= {name for name in ("mamba_d_state", "mamba_d_conv", "ssm_state_size") if hasattr(config, name)}
     if others:

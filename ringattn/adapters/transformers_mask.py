@@ -58,7 +58,17 @@ class MaskSpec:
     arguments: Mapping[str, Any]
     _rows: dict[Sequence, Rows] = field(default_factory=dict, repr=False)
 
-    def __getitem__(self, _: object) -> Any:
+    def _is_no_table(self, *_: object) -> Any:
+        raise _NoTableError(_NO_TABLE)
+
+    __getitem__ = __len__ = __bool__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _is_no_table
+    __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _is_no_table
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _is_no_table
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        """Of every function of torch that gets one among its arguments, also in a list."""
         raise _NoTableError(_NO_TABLE)
 
     def __getattr__(self, name: str) -> Any:

@@ -122,6 +122,8 @@ def own_places(model: Any, given: dict[str, Tensor], documents: Sequence[int] | 
     parts = []
     for start, stop in pairwise(cuts):
         found = _lookups(model, {name: x[:, start:stop] for name, x in given.items()})
+        if len(found) < -counting.lookup:
+            return None  # embeddings of ESM hold their places already, and it looks up none
         parts.append(found[counting.lookup] - counting.added)
     return torch.cat(parts, 1)
 

@@ -6,6 +6,7 @@ Does not know: masks' meanings, attention.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.context import attends_locally
 from ringattn.adapters.transformers_mask import MaskSpec
-from ringattn.errors import InputError
+from ringattn.errors import InputError, UnsupportedError
 
 PART = "ringattn_part"
 """The attribute by which `prepare` marks modules as "text" or "tower"; copies of a model keep it."""
@@ -29,6 +30,25 @@ def mark_parts(model: nn.Module, text: Any) -> None:
         if config is text or id(config) in towers:
             setattr(module, PART, "text" if config is text else "tower")
     _mark_local(model)
+
+
+def refuse_text_towers(model: Any) -> None:
+    """Raise `UnsupportedError` for an encoder-decoder whose encoder reads the text and has a configuration of its own.
+
+    `mark_parts` has taken it for a tower.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return
+    for part in model.modules():
+        if getattr(part, PART, None) != "tower" or part.config is model.config:
+            continue
+        if "input_ids" in inspect.signature(part.forward).parameters:
+            name = type(model).__name__
+            raise UnsupportedError(
+                f"{name} reads its text with {type(part).__name__}, which has a configuration of its own and would "
+                "see this rank's tokens alone: prepare and call the encoder and the decoder by themselves, the decoder "
+                "with the encoder's last_hidden_state as encoder_hidden_states beside an encoder_attention_mask of ones"
+            )
 
 
 def _mark_local(module: nn.Module) -> None:
