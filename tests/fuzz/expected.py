@@ -208,15 +208,22 @@ def _spread(call: _Call) -> dict[str, Tensor]:
     given = zip("qkv", call.values[:3], strict=True)
     q, k, v = (inputs.as_input(x.isnan(), call.call, name).transpose(1, 2) for name, x in given)
     q, k, v = q.any(-1), k.any(-1).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    meets = (call.counts.pairs.sum(0) > 0).expand(heads, -1, -1)[None]
-    lse = (meets & (q[..., None] | k[:, :, None])).any(-1)
-    out = lse[..., None] | (meets[..., None] & v[:, :, None]).any(3)
-    ds = out.any(-1)
+    # Detached branches are softmaxes of their own: what a NaN does to their scores reaches their own keys only, but a
+    # share that is NaN makes all shares of its row NaN.
+    pairs = call.counts.pairs if call.detached else call.counts.pairs.sum(0, keepdim=True)
+    branches = [(branch > 0).expand(heads, -1, -1)[None] for branch in pairs]
+    lse = torch.stack([(meets & (q[..., None] | k[:, :, None])).any(-1) for meets in branches]).any(0)
+    outs = [lse[..., None] | (meets[..., None] & v[:, :, None]).any(3) for meets in branches]
+    out = torch.stack(outs).any(0)
     found = {"out": out.transpose(1, 2), "lse": lse}
     if call.loss is not None and call.call["uses"]["out"] in ("weighted", "transposed", "sum"):
-        seen = ((meets & one[..., None]).any(2).transpose(1, 2) for one in (ds, lse))
-        dk, dv = (one.unflatten(2, (-1, group)).any(3)[..., None] for one in seen)
-        found |= {"dq": ds.transpose(1, 2)[..., None], "dk": dk, "dv": dv}
+        rows = [(one.any(-1), lse) for one in outs]  # whose ds, and whose shares times p, are NaN
+        seen = (
+            torch.stack([(meets & row[n][..., None]).any(2) for meets, row in zip(branches, rows, strict=True)]).any(0)
+            for n in range(2)
+        )
+        dk, dv = (one.transpose(1, 2).unflatten(2, (-1, group)).any(3)[..., None] for one in seen)
+        found |= {"dq": out.any(-1).transpose(1, 2)[..., None], "dk": dk, "dv": dv}
     for name, leaf in zip(("dq", "dk", "dv"), call.leaves, strict=True):
         for dim in (0, 2):
             if name in found and leaf.shape[dim] != found[name].shape[dim]:
