@@ -8,6 +8,7 @@ Does not know: how the schedule was made, torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from ringattn.geometry import Run
@@ -187,12 +188,16 @@ def form_of(problem: Problem, kind: Kind, dtype: str) -> Form:
 
     K beside V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
     """
-    q, v = problem.head_dim, problem.value_dim
+    return _form(kind, dtype, problem.head_dim, problem.value_dim, problem.accumulator_dtype)
+
+
+@cache
+def _form(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> Form:
     if kind in (Kind.KV, Kind.DKV):
         return Form((q, v), 1 if dtype in EIGHT_BIT else 0)
     if kind in (Kind.Q, Kind.DQ):
         return Form((q,))
-    return Form((v,), 1 if kind is Kind.OUT else 2, problem.accumulator_dtype)
+    return Form((v,), 1 if kind is Kind.OUT else 2, accumulator_dtype)
 
 
 def record_elements(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:

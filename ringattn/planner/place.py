@@ -195,7 +195,8 @@ class _Projection:
         return len(self.buffers) - 1
 
     def _use(self, buffer: int, now: int) -> int:
-        self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
+        if self.buffers[buffer].last != now:
+            self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
         return buffer
 
     def _readable(self, block: Block, draft: _Draft) -> int:

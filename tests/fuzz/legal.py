@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from operator import eq
 
+from tests.fuzz.calls import owned
 from tests.fuzz.draw import Case
 
 
@@ -38,6 +40,22 @@ def may_refuse(call: Case) -> bool:
     """Whether a refusal is right beside an exact answer: a window on one side, between two sequences."""
     sides = call["options"].get("window") or (None, None)
     return bool(call["kv_seq"]) and any(side not in (None, -1) for side in sides)
+
+
+def regions_may_be_mixed_up(case: Case) -> bool:
+    """Whether a reentrant region attends by an adapter, and calls of it without a graph had other sequences.
+
+    What tells two sequences apart in backward is how many tokens a rank has of them.
+    """
+    without_graph = [call for call in case["calls"] if call["via"] == "sdpa" and call["mode"] != "train"]
+    if all(call["mode"] != "reentrant" for call in without_graph):
+        return False
+    counts = [[len(rows) for rows in owned(call["seq"], case["ranks"])] for call in without_graph]
+    return any(
+        here["seq"] != there["seq"] and any(map(eq, counts[n], counts[m]))
+        for n, here in enumerate(without_graph)
+        for m, there in enumerate(without_graph[:n])
+    )
 
 
 def _bounded(options: Case) -> bool:
