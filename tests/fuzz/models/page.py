@@ -43,6 +43,7 @@ def grouped(records: Iterable[Record], what: str) -> list[tuple[str, list[str]]]
 def _general(reason: str, name: str) -> str:
     """What a reason says was wrong, without what differs between classes and without what to do about it."""
     reason = re.sub(r"^(InputError|UnsupportedError|_NoTableError|NotBuilt): ", "", reason).replace(name, "this class")
+    reason = reason.replace("zigzag", "contiguous")
     reason = re.sub(r"rank \d+: ", "", reason.split("; ")[0].split(": leave ")[0])
     reason = re.sub(r"the models of \w+", "the models of this attention", reason)
     reason = re.sub(r"\b[A-Z][A-Za-z0-9_]*(Attention|Config|Model|Encoder|Decoder)\d*\b", r"…\1", reason)
@@ -77,6 +78,7 @@ Calls: {calls}.
 
 def text(records: Sequence[Record], seed: int) -> str:
     """The page of the documentation."""
+    records = sorted(records, key=lambda record: str(record["class"]))
     by = Counter(record["verdict"] for record in records)
     exact = [record for record in records if record["verdict"] == "exact"]
     head = _HEAD.format(

@@ -54,7 +54,9 @@ def classes() -> dict[str, str]:
 def class_of(name: str) -> Any:
     """The class. Raises `NotBuilt` where it cannot be imported here."""
     try:
-        return getattr(transformers, name)
+        kind = getattr(transformers, name)
+        kind.forward  # noqa: B018  # what stands for a class whose libraries are missing raises here
+        return kind
     except (ImportError, AttributeError) as error:
         raise NotBuilt(line(error)) from error
 
@@ -191,4 +193,3 @@ def line(error: BaseException, most: int = 200) -> str:
     lines = [one.strip() for one in str(error).splitlines() if one.strip()]
     text = re.sub(r"0x[0-9a-f]+", "0x", " ".join(lines[:3]))
     return f"{type(error).__name__}: {text}"[:most]
-
