@@ -17,17 +17,16 @@ from typing import Any
 
 import torch
 
-from ringattn.api import call_of
+from ringattn.attention import call_of
 from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
-from ringattn.dilation import Dilated
-from ringattn.mask import Banded
 from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.observe.storages import StorageMeter
 from ringattn.planner.attention_memory import backward_memory, forward_memory
 from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
 
 PROGRAM = "ringattn.bench.attention_memory:on_rank"
 BRANCHES = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}
@@ -94,9 +93,9 @@ def on_rank(ring: Ring, **facts: Any) -> dict[str, int]:
     seq = ring.sequence(one.length_tokens, layout=one.layout)
     tokens, dtype = seq.counts[ring.rank], getattr(torch, one.dtype)
     dilated = one.mask == "dilated"
-    pairs = Dilated(**options) if dilated else Banded(options.get("causal", False), options.get("window"))
+    spec = (AttentionSpec.dilated if dilated else AttentionSpec.banded)(**options, schedule=one.schedule)
     sizes = one.batch, one.heads, one.kv_heads, one.head_dim, one.value_dim
-    call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), pairs, None, None, one.schedule)
+    call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), spec)
     there, back = (ring.executor_of(call, backward) for backward in (False, True))
     shapes = ((one.heads, one.head_dim), (one.kv_heads, one.head_dim), (one.kv_heads, one.value_dim))
     q, k, v = (torch.randn(one.batch, tokens, *shape, dtype=dtype).requires_grad_() for shape in shapes)

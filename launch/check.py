@@ -45,7 +45,7 @@ class CheckConfig:
         "gloo", "processes on CPU, threads of this process, or processes with a GPU each",
         choices=("gloo", "local", "nccl"),
     )  # fmt: skip
-    engine: str = option("auto", "which kernels attend", choices=ringattn.ring.ENGINES)
+    engine: str = option("auto", "which kernels attend", choices=ringattn.engine.select.ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
     length_tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
     batch: int = option(2, "sequences", least=1)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_type_hints
 
+from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.exactness import DTYPES
@@ -17,7 +18,6 @@ from ringattn.layout import LAYOUTS
 from ringattn.opening import TRANSPORTS
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.presets import geometric
-from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
 DEFAULT_TOKENS = 4096

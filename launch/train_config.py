@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.curriculum import doublings
@@ -17,7 +18,6 @@ from ringattn.launch.model import ModelConfig
 from ringattn.launch.options import MOST_SEED, option
 from ringattn.layout import LAYOUTS
 from ringattn.presets import check, coverage_warnings
-from ringattn.ring import ENGINES
 from ringattn.schedule.routes import ROUTES
 
 ATTENTION = ("full", "dilated")

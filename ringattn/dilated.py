@@ -8,27 +8,27 @@ Does not know: schedules, engines, modules.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from ringattn.api import Attention, Call, agreed, call_of, check_tensors
+from ringattn.attention import Attention, agreed, check_tensors, checked_call
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
 from ringattn.partial import accumulator_dtype
-from ringattn.presets import check, head_offsets
+from ringattn.presets import head_offsets
+from ringattn.runtime import AttentionCall, Runtime
 from ringattn.sequence import Sequence
-
-if TYPE_CHECKING:
-    from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec, SoftmaxOptions
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
 
 
 def dilated_attention(
-    ring: Ring,
+    ring: Runtime,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -36,35 +36,44 @@ def dilated_attention(
     *,
     segment_lengths: Many[int],
     dilation_rates: Many[int],
-    causal: bool,
-    offset: str,
-    grad: str,
-    tail: str,
-    layer: int | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    schedule: str,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `Ring.dilated_attention`."""
+    causal: bool = False,
+    offset: str = "mod",
+    grad: str = "exact",
+    tail: str = "ragged",
+    layer: int | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **softmax: Unpack[SoftmaxOptions],
+) -> Any:
+    """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
+
+    Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's
+    queries meet the keys at its `offset` modulo `dilation_rates[i]` (see `ringattn.dilation`). A pair that several
+    branches have counts once for each. `grad`: exact, or detached, which takes the branches' shares as constants,
+    as torchscale does. `tail`: ragged, or zero_pad, which lets queries see the zero keys with which torchscale
+    fills short segments. `layer`: for offset="layer_rotated". The rest, what is returned (out, and with
+    `return_lse` lse) and what is raised are those of `attention`; an lse beside detached carries no gradient.
+    """
+    chosen: list[AttentionSpec] = []
 
     def attended(branch: int | None) -> tuple[Tensor, Tensor]:
         """The attention of one branch, or of all: (out, lse), zero keys and all."""
-        chosen: list[Dilated] = []
 
-        def described() -> Call:
+        def described() -> AttentionCall:
             check_tensors(ring, q, k, v, seq, seq, sinks)
-            whole = Dilated(*check(segment_lengths, dilation_rates), causal, offset, layer)
-            _check_variant(ring, whole, seq, grad, tail, sinks)
-            chosen.append(whole if branch is None else whole.branches()[branch])
-            sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-            return call_of(ring, seq, None, sizes, q.dtype, q.device, chosen[0], scale, softcap, schedule)
+            spec = AttentionSpec.dilated(
+                segment_lengths, dilation_rates, causal, offset, layer, sinks=sinks, **softmax
+            )  # fmt: skip
+            assert isinstance(spec.mask, Dilated)
+            _check_variant(spec.mask, seq, grad, tail, sinks)
+            chosen[:] = [spec if branch is None else replace(spec, mask=spec.mask.branches()[branch])]
+            return checked_call(ring, q, k, v, seq, None, chosen[0])
 
         call = agreed(ring, described, sinks)
         out, lse = Attention.apply(q, k, v, sinks, ring, call)
         if tail == "zero_pad" and not causal:
-            out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0], seq, q.shape[2], k.shape[2]))
+            assert isinstance(chosen[0].mask, Dilated)
+            out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0].mask, seq, q.shape[2], k.shape[2]))
         return out, lse
 
     if isinstance(grad, str) and grad == "detached":
@@ -100,7 +109,7 @@ def _bounds(seq: Sequence) -> tuple[int, ...]:
     return seq.documents or (0, seq.length)
 
 
-def _check_variant(ring: Ring, pairs: Dilated, seq: Sequence, grad: str, tail: str, sinks: Tensor | None) -> None:
+def _check_variant(pairs: Dilated, seq: Sequence, grad: str, tail: str, sinks: Tensor | None) -> None:
     for name, value, known in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
         if value not in known:
             raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")

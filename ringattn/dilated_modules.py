@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ringattn.projection import project_qkv
 from ringattn.ring import Ring
 from ringattn.rotary import Rope
 from ringattn.sequence import Sequence
+from ringattn.spec import AttentionSpec, SoftmaxOptions
 from ringattn.transport.local import LocalWorld
 
 
@@ -68,22 +69,20 @@ class Dilation(Reports, nn.Module):
         grad: str = "exact",
         tail: str = "ragged",
         layer: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        schedule: str = "auto",
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Raises `InputError` for branches, an offset or a layer that are wrong; a call checks the other options."""
         super().__init__()
         self.branches = check(segment_lengths, dilation_rates)
         self.pairs = Dilated(*self.branches, causal, offset, layer)
-        self.grad, self.tail, self.scale, self.softcap, self.schedule = grad, tail, scale, softcap, schedule
+        self.spec = AttentionSpec(self.pairs, **softmax)
+        self.grad, self.tail, self._softmax = grad, tail, softmax
         self.warned = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
         """`Ring.dilated_attention` of this rank's shards of `seq`."""
         out: Tensor = seq.ring.dilated_attention(
-            q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, scale=self.scale, softcap=self.softcap,
-            schedule=self.schedule,
+            q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **self._softmax
         )  # fmt: skip
         self.warn_once(q.shape[2], k.shape[2])  # after the call, which has checked the shapes
         return out
@@ -97,7 +96,7 @@ class Dilation(Reports, nn.Module):
 
     def extra_repr(self) -> str:
         """The options, in the layer's line of a printed model."""
-        facts = asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.schedule}
+        facts = asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.spec.schedule}
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
@@ -154,11 +153,9 @@ class MultiheadDilation(Projections):
         grad: str = "exact",
         tail: str = "ragged",
         layer: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        schedule: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Raises `InputError` for heads, branches, an offset and rotary positions that are unknown or do not fit."""
         if rope is None and xpos_scale is not None:
@@ -171,7 +168,7 @@ class MultiheadDilation(Projections):
         self.layer_norm = nn.LayerNorm(columns, device=device, dtype=dtype) if layer_norm else None
         self.attention = RingDilatedAttention(
             segment_lengths, dilation_rates, causal=causal, offset=offset, grad=grad, tail=tail, layer=layer,
-            scale=scale, softcap=softcap, schedule=schedule,
+            **softmax,
         )  # fmt: skip
         self.attention.warn_once(self.num_heads, self.num_kv_heads)
         self.reset_parameters()
@@ -194,8 +191,7 @@ class MultiheadDilation(Projections):
         if (options.grad, options.tail) == ("exact", "ragged"):
             return projected_attention(
                 x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-                q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, pairs=options.pairs,
-                scale=options.scale, softcap=options.softcap, schedule=options.schedule,
+                q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=options.spec,
             )  # fmt: skip
         with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
             q, k, v = self._projected(x, seq)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn import api
+from ringattn.attention import make_problem
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
 from ringattn.geometry import Run
@@ -29,14 +29,13 @@ from ringattn.planner.extent import check_extent, excess
 from ringattn.planner.simulate import simulate
 from ringattn.presets import check
 from ringattn.problem import Problem
+from ringattn.runtime import Runtime
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
+from ringattn.spec import MaskSpec, Window
 from ringattn.sweep import branch_tiles, pieces_of, tiles_of
-
-if TYPE_CHECKING:
-    from ringattn.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def explain(
-    ring: Ring,
+    ring: Runtime,
     seq: Sequence,
     *,
     q: Tensor | None = None,
@@ -118,10 +117,10 @@ def explain(
     q_heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     backward: bool = True,
     causal: bool = False,
-    window: api.Window = None,
+    window: Window = None,
     segment_lengths: Many[int] | None = None,
     dilation_rates: Many[int] | None = None,
     offset: str = "mod",
@@ -153,10 +152,10 @@ def explain(
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
-    pairs: api.Pairs = Banded(causal, window)
+    mask: MaskSpec = Banded(causal, window)
     if segment_lengths is not None or dilation_rates is not None:
-        pairs = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
-    problem = api.make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, pairs)
+        mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
+    problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=schedule == ALL_TO_ALL.name or (schedule == "auto" and dilated))
     route = choose_route(problem, schedule)
@@ -187,7 +186,7 @@ def _pairs(problem: Problem) -> tuple[int, ...]:
 
 
 def _better_layout(
-    ring: Ring, seq: Sequence, kv_seq: Sequence | None, problem: Problem, pairs: tuple[int, ...]
+    ring: Runtime, seq: Sequence, kv_seq: Sequence | None, problem: Problem, pairs: tuple[int, ...]
 ) -> str | None:
     """A layout with a clearly lower greatest share of pairs (one part in twenty), or None.
 

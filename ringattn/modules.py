@@ -9,15 +9,18 @@ Does not know: how ranks were started, losses, optimizers.
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from typing import Unpack
+
 import torch
 from torch import Tensor, nn
 
-from ringattn.api import Window
+from ringattn.attention import attend
 from ringattn.errors import InputError
-from ringattn.mask import Banded
 from ringattn.projected import Heads, projected_attention
 from ringattn.rotary import Rope
 from ringattn.sequence import Sequence
+from ringattn.spec import AttentionSpec, SoftmaxOptions, Window
 
 
 class Reports:
@@ -43,13 +46,11 @@ class RingAttention(Reports, nn.Module):
         *,
         causal: bool = False,
         window: Window = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         sink_heads: int | None = None,
-        schedule: str = "auto",
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         super().__init__()
-        self.causal, self.window, self.scale, self.softcap, self.schedule = causal, window, scale, softcap, schedule
+        self._spec = AttentionSpec.banded(causal, window, **softmax)
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
@@ -57,14 +58,17 @@ class RingAttention(Reports, nn.Module):
 
         Returns (batch, tokens, q_heads, d_v). Raises like `Ring.attention`.
         """
-        return seq.ring.attention(
-            q, k, v, seq, causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap,
-            sinks=self.sinks, schedule=self.schedule,
-        )  # fmt: skip
+        return attend(seq.ring, q, k, v, seq, None, self.spec)[0]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the layer computes, its sinks included."""
+        return replace(self._spec, sinks=self.sinks)
 
     def extra_repr(self) -> str:
         """The options, in the layer's line of a printed model."""
-        return f"causal={self.causal}, window={self.window}, softcap={self.softcap}, schedule={self.schedule!r}"
+        facts = asdict(self._spec.mask) | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
+        return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
 class Projections(Reports, nn.Module):
@@ -149,10 +153,8 @@ class RingMultiheadAttention(Projections):
         rope_base: float = 10_000.0,
         causal: bool = False,
         window: Window = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         sinks: bool = False,
-        schedule: str = "auto",
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Raises `InputError` for heads that do not fit each other, and for an unknown `rope`."""
         super().__init__(
@@ -160,9 +162,8 @@ class RingMultiheadAttention(Projections):
             rope=None if rope is None else Rope(rope, rope_base), device=None, dtype=None,
         )  # fmt: skip
         self.attention = RingAttention(
-            causal=causal, window=window, scale=scale, softcap=softcap, sink_heads=num_heads if sinks else None,
-            schedule=schedule,
-        )  # fmt: skip
+            causal=causal, window=window, sink_heads=num_heads if sinks else None, **softmax
+        )
         self.reset_parameters()
 
     def forward(self, x: Tensor, seq: Sequence) -> Tensor:
@@ -170,12 +171,9 @@ class RingMultiheadAttention(Projections):
 
         Raises `InputError` on every rank where one rank's x does not fit.
         """
-        options, heads = self.attention, Heads(self.num_heads, self.num_kv_heads, self.head_dim)
         attended = projected_attention(
-            x, self.in_proj_weight, self.in_proj_bias, seq, heads,
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
-            pairs=Banded(options.causal, options.window), scale=options.scale, softcap=options.softcap,
-            sinks=options.sinks, schedule=options.schedule,
+            x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=self.attention.spec,
         )  # fmt: skip
         out: Tensor = self.out_proj(attended.flatten(2))
         return out

@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ringattn.api import Attention, Call, Pairs, agreed, call_of, check_recordable, check_sinks
+from ringattn.attention import Attention, agreed, call_of, check_recordable, check_sinks
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
-from ringattn.mask import Banded
 from ringattn.projection import Backend, check_projection, project_kv, project_q, stored_dtype
 from ringattn.records import Home
 from ringattn.rotary import Rope, Rotation
+from ringattn.runtime import AttentionCall
 from ringattn.sequence import Sequence
+from ringattn.spec import AttentionSpec
 
 
 class Heads(NamedTuple):
@@ -42,22 +43,17 @@ def projected_attention(
     norm_eps: float = 1e-6,
     rope: Rope | None = None,
     backend: Backend = "auto",
-    pairs: Pairs = Banded(),  # noqa: B008
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    schedule: str = "auto",
+    spec: AttentionSpec = AttentionSpec(),  # noqa: B008
 ) -> Tensor:
     """Self-attention (batch, tokens, q_heads, head_dim) of x (batch, tokens, model), this rank's shard of `seq`.
 
     `weight`, `bias`, `q_norm`, `k_norm`, `norm_eps`, `rope` and `backend` are those of `project_qkv`, with the
-    sequence's own positions; `pairs` says which pairs meet, and the other options are those of `Ring.attention`. All
-    ranks call it together; it raises as they do.
+    sequence's own positions; `spec` is what attention computes. All ranks call it together; it raises as they do.
     """
     ring = seq.ring
     turns: list[Rotation | None] = [None, None]
 
-    def described() -> Call:
+    def described() -> AttentionCall:
         dtype, tokens = stored_dtype(x), seq.counts[ring.rank]
         rows = (heads.query + 2 * heads.kv) * heads.dim
         model = weight.shape[-1]
@@ -71,13 +67,13 @@ def projected_attention(
         except InputError as error:
             raise InputError(f"rank {ring.rank}: {error}") from error
         check_recordable(f"rank {ring.rank}: ", {"x": x, "weight": weight})
-        check_sinks(f"rank {ring.rank}: ", sinks, heads.query, x.device)
+        check_sinks(f"rank {ring.rank}: ", spec.sinks, heads.query, x.device)
         if rope is not None:
             turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
         sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
-        return call_of(ring, seq, None, sizes, dtype, x.device, pairs, scale, softcap, schedule)
+        return call_of(ring, seq, None, sizes, dtype, x.device, spec)
 
-    call = agreed(ring, described, sinks)
+    call = agreed(ring, described, spec.sinks)
     # One split, so that the two gradients are put together by one copy.
     cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
     (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
@@ -100,5 +96,5 @@ def projected_attention(
         make(None)
     q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
-    out: Tensor = Attention.apply(q, k, v, sinks, ring, call)[0]
+    out: Tensor = Attention.apply(q, k, v, spec.sinks, ring, call)[0]
     return out

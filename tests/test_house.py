@@ -26,8 +26,8 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 FLOORS: dict[int, tuple[str, ...]] = {
     7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
     6: (
-        "__init__", "activation", "agreement", "api", "dilated", "dilated_modules", "explain", "modules", "opening",
-        "projected", "projection", "rank_group", "ring", "selective", "sequence",
+        "__init__", "activation", "agreement", "attention", "dilated", "dilated_modules", "explain", "modules",
+        "opening", "projected", "projection", "rank_group", "ring", "runtime", "selective", "sequence", "spec",
     ),
     5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels", "watch"),
     4: ("engine", "transport", "pool", "partial", "observe"),
@@ -134,8 +134,8 @@ def test_floors() -> None:
         ("geometry.py", "from ringattn.errors import InputError"),
         ("engine/aten.py", "import ringattn.transport.local"),
         ("executor.py", "from ringattn import Ring"),
-        ("executor.py", "from importlib import import_module\nimport_module('ringattn.api')"),
-        ("api.py", "from ringattn.launch import demo"),
+        ("executor.py", "from importlib import import_module\nimport_module('ringattn.attention')"),
+        ("attention.py", "from ringattn.launch import demo"),
         ("bench/ring.py", "from ringattn.launch import demo"),
         ("engine/triton.py", "from kernels import tile"),
         ("kernels/tile.py", "from ringattn.geometry import Run"),
@@ -159,7 +159,7 @@ def test_floors_catch_a_planted_violation(tmp_path: Path, file: str, code: str) 
         ("planner/place.py", "from ringattn.plan import Plan\nfrom .cost import price\nfrom ..schedule import ops"),
         ("engine/aten.py", "import torch\nfrom ringattn import partial\nfrom ringattn.kernels import tile"),
         ("kernels/tile.py", "import torch, triton\nfrom .carry import fold\nfrom ringattn.kernels.carry import fold"),
-        ("__init__.py", "from ringattn.api import Ring"),
+        ("__init__.py", "from ringattn.attention import Ring"),
         ("cli.py", "from ringattn.launch import demo\nimport ringattn"),
     ],
 )

@@ -122,7 +122,7 @@ def break_plan(patch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan
         found = plan_of(problem, route, rank, back)
         return change(found) if rank == broken and back == backward else found
 
-    patch.setattr("ringattn.ring.plan_of", changed)
+    patch.setattr("ringattn.runtime.plan_of", changed)
 
 
 def with_first(whole: Plan, change: Callable[[PlanStep], dict[str, Any] | None]) -> Plan:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import ringattn.executor
-import ringattn.ring
+import ringattn.runtime
 from ringattn import Ring
 from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
@@ -147,7 +147,7 @@ def no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
 
 def swapped_slots(patch: pytest.MonkeyPatch) -> None:
     """Two slots that live together lie in one place."""
-    plan_of = ringattn.ring.plan_of
+    plan_of = ringattn.runtime.plan_of
 
     def swapped(*facts: Any) -> Plan:
         plan = plan_of(*facts)
@@ -160,7 +160,7 @@ def swapped_slots(patch: pytest.MonkeyPatch) -> None:
         moved = second._replace(offset_bytes=first.offset_bytes)
         return replace(plan, buffers=tuple(moved if buffer is second else buffer for buffer in plan.buffers))
 
-    patch.setattr(ringattn.ring, "plan_of", swapped)
+    patch.setattr(ringattn.runtime, "plan_of", swapped)
 
 
 def ungrouped(patch: pytest.MonkeyPatch) -> None:

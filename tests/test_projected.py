@@ -13,10 +13,10 @@ from torch import Tensor
 from ringattn import ClosedError, InputError, Ring, RingError
 from ringattn import executor as executor_module
 from ringattn import projected as projected_module
-from ringattn.mask import Banded
 from ringattn.projected import Heads, projected_attention
 from ringattn.projection import project_kv, project_q
 from ringattn.rotary import Rope
+from ringattn.spec import AttentionSpec
 from ringattn.testing import run_ranks
 
 HEADS, MODEL, TOKENS = Heads(4, 2, 8), 12, 37
@@ -33,7 +33,7 @@ def parameters() -> dict[str, Tensor]:
 def on_the_way(x: Tensor, seq: Any, schedule: str, **weights: Tensor) -> Tensor:
     return projected_attention(
         x, weights["weight"], weights["bias"], seq, HEADS, q_norm=weights["q_norm"], k_norm=weights["k_norm"],
-        rope=ROPE, pairs=Banded(causal=True), sinks=weights["sinks"], schedule=schedule,
+        rope=ROPE, spec=AttentionSpec.banded(True, sinks=weights["sinks"], schedule=schedule),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_keys_leave_before_queries_are_made(
         seq, p = ring.sequence(30, layout="contiguous"), parameters()
         ring.transport.exchange = noted("leave", ring.transport.exchange)  # type: ignore[method-assign]
         x, weight = seq.shard(p["x"][:, :30]).float(), p["weight"].float()
-        projected_attention(x, weight, None, seq, HEADS, pairs=Banded(True, window), schedule="ring")
+        projected_attention(x, weight, None, seq, HEADS, spec=AttentionSpec.banded(True, window, schedule="ring"))
         return events[threading.get_ident()]
 
     for rank, order in enumerate(run_ranks(3, body, engine="plain", kv_wire_dtype=wire)):

@@ -226,7 +226,7 @@ def test_explain_asks_for_what_the_call_would(monkeypatch: pytest.MonkeyPatch) -
         asked.append(facts)
         return choose(*facts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ringattn.ring.choose", recording)
+    monkeypatch.setattr("ringattn.runtime.choose", recording)
     with Ring(engine="plain") as ring:
         monkeypatch.setattr(Ring, "device", HOST)
         q, v = torch.zeros(1, 64, 2, 16, dtype=torch.float64), torch.zeros(1, 64, 2, 24, dtype=torch.float64)

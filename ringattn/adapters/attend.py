@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn.api import Options
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
+from ringattn.spec import AttentionOptions
 from ringattn.transport.local import LocalWorld
 
 _own = threading.local()
 
 
-def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
+def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """`Ring.attention` of this rank's shards of `seq`, with its tensors, options and errors; None: of whole tensors.
 
     Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
@@ -44,7 +44,7 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
+def _alone(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     kept = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
     if kept or q.shape[1] != k.shape[1]:
         seq = lone_sequence(q.shape[1])

@@ -27,7 +27,8 @@ from ringattn.activation import Activation, activate, activation
 from ringattn.adapters.alike import refused_by_all
 from ringattn.errors import InputError
 from ringattn.layout import Layout
-from ringattn.ring import Ring, shared_ring_is_open
+from ringattn.ring import Ring
+from ringattn.runtime import shared_ring_is_open
 from ringattn.sequence import Sequence
 
 _recomputed: ContextVar[Activation | None] = ContextVar("ringattn_recomputed", default=None)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 
 from ringattn.errors import InputError
-from ringattn.ring import Ring, shared_ring_is_open
+from ringattn.ring import Ring
+from ringattn.runtime import shared_ring_is_open
 
 
 class _Environment:

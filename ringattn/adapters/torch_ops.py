@@ -18,16 +18,18 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from ringattn import api
+from ringattn import attention as calls
 from ringattn.activation import attended
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
 from ringattn.errors import ClosedError, InputError
-from ringattn.mask import Banded, make_mask
+from ringattn.mask import make_mask
 from ringattn.partial import accumulator_dtype
 from ringattn.ring import Ring
+from ringattn.runtime import AttentionCall
 from ringattn.sequence import Sequence, sequence_with
+from ringattn.spec import AttentionSpec, Window
 
 ACTIVE = 0
 """The handle that stands for the sequence that `Ring.activate` names when the operator runs."""
@@ -39,7 +41,7 @@ class _Kept:
 
     ticket: int
     ring: ref[Ring]
-    call: api.Call
+    call: AttentionCall
 
 
 KEPT_CALLS = 1024
@@ -47,7 +49,7 @@ KEPT_CALLS = 1024
 TICKET = 1 << 32
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
-_kept_of: WeakKeyDictionary[Ring, dict[api.Call, _Kept]] = WeakKeyDictionary()
+_kept_of: WeakKeyDictionary[Ring, dict[AttentionCall, _Kept]] = WeakKeyDictionary()
 
 
 def ring_attention(
@@ -57,7 +59,7 @@ def ring_attention(
     seq: Sequence | None = None,
     *,
     causal: bool = False,
-    window: api.Window = None,
+    window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -124,15 +126,16 @@ def attention(
         seq = sequence_of(q, 1, COMPILED) or lone_sequence(q.shape[1])
     else:
         seq = sequence_with(handle)
-    ring, pairs = seq.ring, Banded(causal, (left, right))
+    ring = seq.ring
+    spec = AttentionSpec.banded(causal, (left, right), sinks=sinks, scale=scale, softcap=softcap, schedule=schedule)
 
-    def described() -> api.Call:
-        call = api.checked_call(ring, q, k, v, seq, None, pairs, scale, softcap, sinks, schedule)
+    def described() -> AttentionCall:
+        call = calls.checked_call(ring, q, k, v, seq, None, spec)
         # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
         return replace(call, route=replace(call.route, keeps=False))
 
-    call = api.agreed(ring, described, sinks)
-    out, lse, _ = api.forward_pass(ring, call, q, k, v, sinks, keep=False)
+    call = calls.agreed(ring, described, sinks)
+    out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)
     return _row_first(out).detach(), lse.contiguous(), torch.tensor(_ticket(ring, call) * TICKET + call.number)
 
 
@@ -158,11 +161,11 @@ def attention_backward(
             f"{KEPT_CALLS} calls over other sequences in between"
         )
     call = replace(kept.call, number=number)  # `_kept` has one for all calls that are alike
-    dq, dk, dv, dsinks = api.backward_pass(ring, call, q, k, v, sinks, out, lse, None, dout, dlse)
+    dq, dk, dv, dsinks = calls.backward_pass(ring, call, q, k, v, sinks, out, lse, None, dout, dlse)
     return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
 
 
-def _ticket(ring: Ring, call: api.Call) -> int:
+def _ticket(ring: Ring, call: AttentionCall) -> int:
     calls = _kept_of.setdefault(ring, {})
     kept = calls.pop(call, None)
     if kept is None:

@@ -5,126 +5,108 @@ Does not know: how the ranks were started, where the schedule's steps lead.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import replace
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ringattn.activation import attended
 from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
-from ringattn.dilation import Dilated
-from ringattn.engine.base import Engine, Seed, Softmax
+from ringattn.engine.base import Engine, Seed
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.mask import Banded
 from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
 from ringattn.problem import FLOATS, Problem
 from ringattn.records import Home
-from ringattn.schedule.routes import Route
+from ringattn.runtime import AttentionCall, Runtime
 from ringattn.selective import unseen
 from ringattn.sequence import Sequence
-
-if TYPE_CHECKING:
-    from ringattn.ring import Ring
-
-Window = tuple[int | None, int | None] | None
-Pairs = Banded | Dilated
-"""Which pairs meet."""
+from ringattn.spec import AttentionSpec, MaskSpec, SoftmaxOptions, Window
 
 
-class Options(TypedDict, total=False):
-    """The options of `Ring.attention`."""
-
-    causal: bool
-    window: Window
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    kv_seq: Sequence | None
-    schedule: str
+@overload
+def attention(
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
+    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[False] = ...,
+    **softmax: Unpack[SoftmaxOptions],
+) -> Tensor: ...  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Call:
-    """Everything about a call but its tensors."""
+@overload
+def attention(
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
+    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[True],
+    **softmax: Unpack[SoftmaxOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
-    problem: Problem
-    route: Route
-    softmax: Softmax
-    engine: Engine
-    number: int = field(default=0, compare=False)
-    """Which call of the ring it is, once all ranks agreed on it: its backward pass names it."""
 
-    def summary(self, *extra: object) -> str:
-        """What all ranks must have in common, readable."""
-        p, s = self.problem, self.softmax
-        bounds = p.mask.branches[0].bounds
-        documents = f"{len(bounds) - 1} documents ending {bounds[-4:]}"
-        branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
-        kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
-        facts = (
-            f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
-            f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
-            f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
-            f"scale {s.scale!r}, softcap {s.softcap!r}, K/V travel as {p.kv_dtype}, "
-            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
-        )
-        return f"{facts} {extra} [{p.digest.hex()[:16]}]"
+@overload
+def attention(
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
+    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: bool,
+    **softmax: Unpack[SoftmaxOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(
-    ring: Ring,
+    ring: Runtime,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     seq: Sequence,
     *,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    kv_seq: Sequence | None,
-    schedule: str,
-    return_lse: bool,
+    causal: bool = False,
+    window: Window = None,
+    sinks: Tensor | None = None,
+    kv_seq: Sequence | None = None,
+    return_lse: bool = False,
+    **softmax: Unpack[SoftmaxOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `Ring.attention`."""
+    """Exact attention of this rank's queries to the keys of all ranks; differentiable.
 
-    def described() -> Call:
-        return checked_call(ring, q, k, v, seq, kv_seq, Banded(causal, window), scale, softcap, sinks, schedule)
+    `q`: (batch, tokens, q_heads, d_k), `k`: (batch, tokens, kv_heads, d_k), `v`: (batch, tokens, kv_heads, d_v),
+    this rank's shards of `seq` (of `kv_seq` for k and v in cross attention). `window` = (left, right) tokens
+    besides the query, None or -1 for unbounded. `scale`: any finite number, None for 1/sqrt(d_k). `softcap`: scores
+    become softcap * tanh(score / softcap). `sinks`: (q_heads,) logits of any float dtype that take weight and give
+    no value. `schedule`: auto, ring, all_gather, direct, sub_rings or all_to_all. torch.autocast changes nothing
+    here: out is in q's dtype, and engines compute as they do without.
 
-    call = agreed(ring, described, sinks)
-    out, lse = Attention.apply(q, k, v, sinks, ring, call)
+    Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
+    natural log, accumulator dtype. Rows that see no key give 0 and -inf, as do those whose scores are all -inf; a
+    NaN in a query makes its row NaN. Backward needs them, as that of torch's scaled_dot_product_attention does, and
+    raises where they were changed in place. Raises `InputError` on every rank when one rank refuses or the ranks
+    disagree.
+    """
+    with ring.refused_by_all():
+        spec = AttentionSpec.banded(causal, window, sinks=sinks, **softmax)
+    out, lse = attend(ring, q, k, v, seq, kv_seq, spec)
     return (out, lse) if return_lse else out
 
 
+def attend(
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of what `spec` says; see `attention`."""
+    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, spec), spec.sinks)
+    out, lse = Attention.apply(q, k, v, spec.sinks, ring, call)
+    return out, lse
+
+
 def checked_call(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq: Sequence,
-    kv_seq: Sequence | None,
-    pairs: Pairs,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    schedule: str,
-) -> Call:
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
+) -> AttentionCall:
     """The call with these tensors. Raises `InputError` for what cannot be one."""
-    check_tensors(ring, q, k, v, seq, kv_seq or seq, sinks)
+    check_tensors(ring, q, k, v, seq, kv_seq or seq, spec.sinks)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, pairs, scale, softcap, schedule)
+    return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, spec)
 
 
-def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Call:
+def agreed(ring: Runtime, describe: Callable[[], AttentionCall], sinks: Tensor | None) -> AttentionCall:
     """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all."""
     attended()
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
 
     def described() -> str:
         calls.append(describe())
@@ -135,27 +117,24 @@ def agreed(ring: Ring, describe: Callable[[], Call], sinks: Tensor | None) -> Ca
 
 
 def call_of(
-    ring: Ring,
+    ring: Runtime,
     seq: Sequence,
     kv_seq: Sequence | None,
     sizes: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    pairs: Pairs,
-    scale: float | None,
-    softcap: float | None,
-    schedule: str,
-) -> Call:
+    spec: AttentionSpec,
+) -> AttentionCall:
     """The call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim."""
     name = str(dtype).removeprefix("torch.")
-    problem = make_problem(ring, seq, kv_seq, *sizes, name, pairs)
-    softmax = Softmax(_scale(scale, sizes[3]), problem.group, _softcap(softcap))
+    problem = make_problem(ring, seq, kv_seq, *sizes, name, spec.mask)
+    softmax = spec.softmax(sizes[3], problem.group)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax.softcap)
-    return Call(problem, choose_route(problem, schedule), softmax, engine)
+    return AttentionCall(problem, choose_route(problem, spec.schedule), softmax, engine)
 
 
 def make_problem(
-    ring: Ring,
+    ring: Runtime,
     seq: Sequence,
     kv_seq: Sequence | None,
     batch: int,
@@ -164,11 +143,11 @@ def make_problem(
     head_dim: int,
     value_dim: int,
     dtype: str,
-    pairs: Pairs,
+    mask_spec: MaskSpec,
 ) -> Problem:
     """The facts of a call. Raises `InputError` for options that contradict each other."""
     other = kv_seq or seq
-    mask = pairs.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
+    mask = mask_spec.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 
@@ -178,7 +157,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Runtime, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         with unseen():
             result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=any(ctx.needs_input_grad))
@@ -196,7 +175,7 @@ class Attention(torch.autograd.Function):
 
 
 def forward_pass(
-    ring: Ring, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
+    ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Out and lse of a call that all ranks agreed on, and with `keep` what its backward pass begins with, if anything.
 
@@ -218,8 +197,8 @@ def forward_pass(
 
 
 def backward_pass(
-    ring: Ring,
-    call: Call,
+    ring: Runtime,
+    call: AttentionCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -272,7 +251,7 @@ def _sinks_grad(sinks: Tensor, seed: Seed) -> Tensor:
 
 
 def check_tensors(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence, sinks: Tensor | None
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence, sinks: Tensor | None
 ) -> None:
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
     where = f"rank {ring.rank}: "
@@ -333,24 +312,3 @@ def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
                     f"{where}{name} was made under torch.inference_mode, and backward would need it; pass "
                     f"{name}.clone(), or make it under torch.no_grad"
                 )
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(head_dim)
-    if not _finite(scale):
-        raise InputError(f"scale must be a finite number or None, got {scale!r}")
-    return float(scale)
-
-
-def _softcap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    if not _finite(softcap) or softcap <= 0:
-        raise InputError(f"softcap must be positive and finite, or None, got {softcap!r}")
-    return float(softcap)
-
-
-def _finite(x: object) -> bool:
-    """Whether it is a number that a float can hold; True is none, and nan compares with nothing."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
