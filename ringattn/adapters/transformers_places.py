@@ -10,6 +10,7 @@ Checked with transformers 5.23.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -39,6 +40,8 @@ class _Counting(NamedTuple):
 
 
 _known: WeakKeyDictionary[nn.Module, _Counting | None] = WeakKeyDictionary()
+_asking = threading.Lock()
+"""Ranks that are threads share a model, whose layers are out of reach while it is asked."""
 
 
 class _LookedUpError(Exception):
@@ -101,9 +104,10 @@ def _without_layers(model: nn.Module) -> Iterator[None]:
 
 def counts_by_itself(model: Any) -> bool:
     """Whether the places that `model` makes of whole rows are others than 0, 1, ... in every row."""
-    if model not in _known:
-        _known[model] = _counting(model)
-    return _known[model] is not None
+    with _asking:
+        if model not in _known:
+            _known[model] = _counting(model)
+        return _known[model] is not None
 
 
 def own_places(model: Any, given: dict[str, Tensor], documents: Sequence[int] | None = None) -> Tensor | None:
