@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-rest test-all lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+.PHONY: help setup test test-rest test-all prove durations lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
 	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-tune clean
 
 help: ## list the targets
@@ -25,18 +25,25 @@ $(STAMP): pyproject.toml constraints.txt
 # The tests that a marker expression takes: first those that share the machine, then one after another those that do not.
 # Status 5 says that there is none.
 tests = failed=0; \
-	$(BIN)/python -m pytest -q -m "not alone $(1)" -n $(WORKERS) --dist worksteal --durations=10 || failed=1; \
-	$(BIN)/python -m pytest -q -m "alone $(1)" --durations=5 || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -q -m "not alone $(1)" -n $(WORKERS) --dist worksteal --durations=10 \
+		--junitxml=build/tests-$(2).xml || failed=1; \
+	$(BIN)/python -m pytest -q -m "alone $(1)" --durations=5 --junitxml=build/tests-$(2)-alone.xml || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 test: lint ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
-	@$(call tests,and not slow)
+	@$(call tests,and not slow,quick)
 
 test-rest: $(STAMP) ## the tests that `make test` leaves out
-	@$(call tests,and slow)
+	@$(call tests,and slow,slow)
 
 test-all: lint ## every test on CPU
-	@$(call tests,)
+	@$(call tests,,all)
+
+prove: $(STAMP) ## run the compile gates and interpreted kernels where what they read has changed, and record what passes
+	$(BIN)/python -m tests.unchanged
+
+durations: $(STAMP) ## write what the tests took, of the last `make test` and `make test-rest`, into tests/durations.json
+	$(BIN)/python -m tests.durations
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
+pytest_plugins = ("tests.running",)
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A GPU machine may have torch and pytest and nothing else; see pytest_ignore_collect.

@@ -249,7 +249,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("compile gate of Gluon")
 @pytest.mark.parametrize("name", ["64/everything", "64/state", "128/everything", "128/state"])
 def test_the_machine_code(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     """Warpgroups that share registers anew, TMA, no spill, each softmax but the first under a product."""

@@ -19,14 +19,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return outcomes_of(CASES, tmp_path_factory.mktemp("kernels"), ("carried", "not carried"))
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("attention kernels in the interpreter")
 @pytest.mark.timeout(1200)
 def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
     failed = {name: why for name, why in outcomes.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("attention kernels in the interpreter")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("prefix", "cases"),

@@ -108,7 +108,7 @@ def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
 TABLES = golden_tables(GOLDEN)
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("compile gate")
 @pytest.mark.timeout(1800)  # six times what it takes alone on a core; a hang is what it is for
 @pytest.mark.parametrize("name", TESTED)
 def test_an_entry(name: str, entries: dict[str, Finding]) -> None:

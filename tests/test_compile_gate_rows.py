@@ -99,7 +99,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
 TABLES = golden_tables(GOLDEN)
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("compile gate of rows")
 @pytest.mark.parametrize("name", TESTED)
 def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
     assert not faults(name, found[name])

@@ -30,7 +30,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return outcomes_of(CASES, tmp_path_factory.mktemp("engine"), ("test_scenario", "not test_scenario"))
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("engine in the interpreter")
 @pytest.mark.timeout(1200)
 def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
     failed = {name: why for name, why in outcomes.items() if why}
@@ -39,7 +39,7 @@ def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
     assert len(scenarios) == 4 * len(SCENARIOS)
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("engine in the interpreter")
 @pytest.mark.timeout(1200)
 def test_carried_steps_equal_one_launch_bitwise(outcomes: dict[str, str]) -> None:
     """Two, four and eight steps in float32, float16 and bfloat16, each case by its name in the interpreted suite."""

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.alone
 FEWEST = 60  # tests; fewer have not been collected
 
 
-@pytest.mark.slow
+@pytest.mark.unchanged("row kernels in the interpreter")
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter(tmp_path: Path) -> None:
     outcomes = outcomes_of("tests/interpreter_rows", tmp_path, ("test_qkv", "not test_qkv"))

@@ -1,0 +1,147 @@
+"""What the digest of a group depends on, when it is recorded, and what `make test` then leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import unchanged
+
+TREE = {
+    "ringattn/kernels/product.py": "from ringattn.kernels import tiles\n",
+    "ringattn/kernels/tiles.py": "def later():\n    import ringattn.engine.base\n",
+    "ringattn/kernels/configs.json": "{}",
+    "ringattn/engine/__init__.py": "",
+    "ringattn/engine/base.py": "",
+    "ringattn/other.py": "",
+    "tests/test_product.py": "from ringattn.kernels.product import product\nfrom tests.gate.reading import read\n",
+    "tests/conftest.py": "",
+    "tests/gate/reading.py": "import json\n",
+    "tests/gate/golden/3.json": "{}",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small repository with one group, `product`."""
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(unchanged, "ROOT", tmp_path)
+    monkeypatch.setattr(unchanged, "RECORD", tmp_path / "tests/unchanged.json")
+    monkeypatch.setattr(unchanged, "GROUPS", {"product": ("tests/test_product.py",)})
+    return tmp_path
+
+
+def digest() -> str:
+    return unchanged.digest.__wrapped__("product")
+
+
+@pytest.mark.parametrize("name", [name for name in TREE if name != "ringattn/other.py"])
+def test_whatever_it_reads_changes_the_digest(tree: Path, name: str) -> None:
+    before = digest()
+    assert digest() == before
+    (tree / name).write_text(f"{TREE[name]} ")
+    assert digest() != before
+
+
+def test_what_it_does_not_read_does_not(tree: Path) -> None:
+    before = digest()
+    (tree / "ringattn/other.py").write_text("1")
+    (tree / "tests/unchanged.json").write_text("{}")
+    assert digest() == before
+
+
+def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest()
+    monkeypatch.setattr(unchanged, "version", lambda package: "9.9" if package == "triton" else "1")
+    assert digest() != before
+
+
+@pytest.mark.parametrize(
+    ("group", "needed"),
+    [
+        ("compile gate", ["attention_forward.py", "attention_backward.py", "configs.json", "compiling.py"]),
+        ("compile gate of Gluon", ["attention_gluon_kernel.py", "simulator.py"]),
+        ("engine in the interpreter", ["tables.py", "triton.py", "attention_forward.py", "engine_scenarios.py"]),
+        ("row kernels in the interpreter", ["merge.py", "quantize.py", "rows.py", "qkv_projection.py", "fp8_shim.py"]),
+    ],
+)
+def test_groups_read_their_kernels(group: str, needed: list[str]) -> None:
+    assert set(needed) <= {file.name for file in unchanged.sources(unchanged.GROUPS[group])}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "meanwhile", "proven"),
+    [
+        (["passed", "passed"], "", True),
+        (["passed", "failed"], "", False),
+        (["passed", "skipped"], "", False),
+        (["passed"], "changed", False),
+        ([], "", False),
+    ],
+)
+def test_only_a_whole_group_that_passed_is_recorded(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[str], meanwhile: str, proven: bool
+) -> None:
+    def run(words: list[str], plugins: list[unchanged.Tally]) -> None:
+        assert words == ["-q", "-m", "unchanged", str(tree / "tests/test_product.py")]
+        for outcome in outcomes:
+            for when, said in (("setup", "passed"), ("call", outcome), ("teardown", "passed")):
+                report = pytest.TestReport("one", ("", 0, ""), {}, said, None, when)  # type: ignore[arg-type]
+                plugins[0].pytest_runtest_logreport(report)
+        if meanwhile:
+            (tree / "ringattn/kernels/tiles.py").write_text(meanwhile)
+
+    monkeypatch.setattr(pytest, "main", run)
+    unchanged.digest.cache_clear()
+    assert not unchanged.is_unchanged("product")
+    assert unchanged.main() == int(not proven)
+    assert unchanged.is_unchanged("product") == proven == (unchanged.RECORD.exists())
+    unchanged.digest.cache_clear()
+
+
+PASSES = "import pytest\n@pytest.mark.unchanged('product')\ndef test_one():\n    assert True\n"
+SETTINGS = """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = "--import-mode=importlib"
+markers = ["unchanged(group): ", "slow: ", "alone: "]
+"""
+
+
+@pytest.mark.slow
+def test_what_is_recorded_is_left_out_until_it_changes(tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "__init__.py").touch()
+    own = Path(unchanged.__file__)
+    for name in ("conftest.py", "running.py"):
+        shutil.copy(own.with_name(name), tests)
+    groups = "GROUPS = {'product': ('tests/test_product.py',)}\nOTHERS = {"
+    (tests / own.name).write_text(own.read_text().replace("GROUPS = {", groups))
+    (tmp_path / "pyproject.toml").write_text(SETTINGS)
+    (tests / "test_product.py").write_text(PASSES)
+
+    def python(*words: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+        )
+        return done.stdout + done.stderr
+
+    assert "1 passed" in python("pytest", "-q", "-m", "not slow")
+    assert "product: passed" in python("tests.unchanged")
+    assert list(json.loads((tests / "unchanged.json").read_text())) == ["product"]
+    assert "1 passed" in python("pytest", "-q", "-m", "not alone and slow")
+    for more in ([], ["-n", "2"]):
+        left = python("pytest", "-q", "-m", "not alone and not slow", *more)
+        assert "left out, for nothing they read has changed since they passed: product (1)" in left
+    (tests / "test_product.py").write_text(f"{PASSES}# other\n")
+    assert "1 passed" in python("pytest", "-q", "-m", "not alone and not slow")

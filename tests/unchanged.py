@@ -1,0 +1,132 @@
+"""Tests that need not run again while nothing they read has changed: identical code is identical proof.
+
+They compile or interpret the GPU kernels, take minutes, and depend on few files. A group's digest is of its test files,
+of every module that these import, directly or not, of the data beside them, and of the versions that compile and
+interpret. Where it is the recorded one, the group counts as slow: `make test` leaves it out and says so.
+`python -m tests.unchanged` (`make prove`) runs the groups whose digest is another one, and records those that pass.
+Does not know: what the tests assert.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(__file__).with_suffix(".json")
+PACKAGES = ("triton", "torch", "numpy")
+GROUPS = {
+    "compile gate": ("tests/test_compile_gate.py",),
+    "compile gate of rows": ("tests/test_compile_gate_rows.py",),
+    "compile gate of Gluon": ("tests/test_attention_gluon.py",),
+    "engine in the interpreter": ("tests/test_engine_triton.py", "tests/interpreter/engine_cases.py"),
+    "attention kernels in the interpreter": ("tests/test_attention_kernels.py", "tests/interpreter/kernel_cases.py"),
+    "row kernels in the interpreter": ("tests/test_kernels_rows.py", "tests/interpreter_rows"),
+}
+"""The files with which each begins. The tests that belong to it are marked `unchanged(group)`."""
+DATA = ("*.json", "conftest.py", "golden*/*.json")
+"""What is read beside a module without being imported."""
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """The files of this repository that a module imports, at its top or in its functions.
+
+    Without `ringattn/__init__.py`, which only hands on names.
+    """
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            top, *inner = name.split(".")
+            for depth in range(1, len(inner) + 1) if top in ("ringattn", "tests") else ():
+                stem = ROOT.joinpath(top, *inner[:depth])
+                yield from (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists())
+
+
+def sources(starts: Iterable[str]) -> list[Path]:
+    """Every file of this repository that the tests in `starts`, files or folders, depend on."""
+    waiting = [ROOT / start for start in starts]
+    found = set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file.is_dir():
+            waiting += file.glob("*.py")
+        elif file not in found:
+            found.add(file)
+            waiting += imported(file)
+    folders = {file.parent for file in found}
+    return sorted(found | {data for folder in folders for pattern in DATA for data in folder.glob(pattern)})
+
+
+@cache
+def digest(group: str) -> str:
+    """Of everything that the outcome of a group's tests depends on."""
+    whole = hashlib.sha256()
+    for file in sources(GROUPS[group]):
+        if file == RECORD:
+            continue
+        whole.update(f"{file.relative_to(ROOT)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    for package in PACKAGES:
+        try:
+            whole.update(f"{package} {version(package)}\n".encode())
+        except PackageNotFoundError:
+            whole.update(f"no {package}\n".encode())
+    return whole.hexdigest()
+
+
+def recorded() -> dict[str, str]:
+    """The digest with which each group last passed."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def is_unchanged(group: str) -> bool:
+    """Whether a group passed with what there is now."""
+    return recorded().get(group) == digest(group)
+
+
+class Tally:
+    """Counts the tests of a run that passed, and the others; a plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.passed, self.others = 0, 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test counts by its call; one that is skipped, or fails beside its call, proves nothing."""
+        self.passed += report.when == "call" and report.passed
+        self.others += not report.passed
+
+
+def prove(group: str) -> bool:
+    """Run a group; record its digest if all of it passed."""
+    before, tally = digest(group), Tally()
+    file = next(start for start in GROUPS[group] if Path(start).name.startswith("test_"))
+    pytest.main(["-q", "-m", "unchanged", str(ROOT / file)], plugins=[tally])
+    digest.cache_clear()
+    if not tally.passed or tally.others or digest(group) != before:
+        return False
+    RECORD.write_text(json.dumps(recorded() | {group: before}, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    return True
+
+
+def main() -> int:
+    """Prove what has changed; 1 where some of it does not pass."""
+    changed = [group for group in GROUPS if not is_unchanged(group)]
+    outcomes = {group: prove(group) for group in changed}
+    for group in GROUPS:
+        print(f"{group}: {'unchanged' if group not in outcomes else 'passed' if outcomes[group] else 'NOT PROVEN'}")
+    return int(not all(outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
