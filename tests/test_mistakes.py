@@ -11,11 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from ringattn import cli
+from ringattn.launch import run
 from ringattn.launch.environment import code_version
 from ringattn.launch.points import opened
 from tests.test_run import ROOT, free_port, ringattn
@@ -23,7 +26,6 @@ from tests.test_run import ROOT, free_port, ringattn
 SMALL = ("tokens=64", "shape=small", "repeats=1", "warmup=1")
 INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 """What torchrun sets for rank 0 of 4; the mistakes are found before anybody meets."""
-RUN = ("ringattn.launch.run",)
 
 
 @pytest.mark.parametrize(
@@ -38,25 +40,41 @@ RUN = ("ringattn.launch.run",)
         ("sweeep nproc=1,2", "'sweeep' is not a command"),
     ],
 )
-def test_mistakes_in_words(words: str, told: str) -> None:
-    done = ringattn(*words.split())
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and not printed.out
+
+
+def test_the_command_exits_with_the_code() -> None:
+    done = ringattn("run", "shedule=ring")
+    assert done.returncode == 2 and "shedule: no such key; did you mean schedule?" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "told"),
+    ("main", "words", "told"),
     [
-        (RUN, ["nproc=8", "tokens=64"], "nproc=8: torchrun started 4; leave nproc out"),
-        (RUN, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
-        (("ringattn", "sweep"), ["tokens=64,128"], "run it without torchrun"),
+        (run.main, ["nproc=8", "tokens=64"], "nproc=8: torchrun started 4; leave nproc out"),
+        (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
+        (cli.main, ["sweep", "tokens=64,128"], "run it without torchrun"),
     ],
 )
-def test_mistakes_under_torchrun(module: tuple[str, ...], words: list[str], told: str) -> None:
-    done = ringattn(*words, env=INSIDE, module=module)
-    assert done.returncode == 2 and told in done.stderr, done.stderr
-    other = ringattn(*words, env={**INSIDE, "RANK": "1"}, module=module)
-    assert other.returncode == 2 and ("sweep" in module or not other.stderr)  # said once, not by every rank
+def test_mistakes_under_torchrun(
+    main: Callable[[list[str]], int], words: list[str], told: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in INSIDE.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 2 and told in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 2 and ("sweep" in words or not capsys.readouterr().err)  # said once, not by every rank
+
+
+@pytest.mark.slow
+def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
+    done = ringattn("nproc=8", "tokens=64", env=INSIDE, module=("ringattn.launch.run",))
+    assert done.returncode == 2 and "torchrun started 4; leave nproc out" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
