@@ -1,6 +1,6 @@
 """The folder `kernels/` and Hugging Face's package of that name: models import from the root of the repository.
 
-With a package `kernels` there and without one; `tests/test_house.py` says why the folder has no `__init__.py`.
+With a package `kernels` there and without one; `tests/test_repository.py` says why the folder has no `__init__.py`.
 """
 
 from __future__ import annotations

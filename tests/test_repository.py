@@ -1,4 +1,4 @@
-"""The shape of the house: floors, names, sizes, what a wheel holds.
+"""The repository as a whole: layers, names, sizes, what a wheel holds.
 
 Walks the source; imports the package only in subprocesses, so that one test's imports cannot hide another's.
 Does not know: attention.
@@ -6,13 +6,13 @@ Does not know: attention.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -23,31 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ringattn"
 LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside ringattn/
 
-FLOORS: dict[int, tuple[str, ...]] = {
-    7: ("launch", "bench", "adapters", "cli", "testing", "__main__"),
-    6: (
-        "__init__", "activation", "agreement", "attention", "dilated", "dilated_modules", "explain", "modules",
-        "opening", "projected", "projection", "rank_group", "ring", "runtime", "selective", "sequence", "spec",
-    ),
-    5: ("arithmetic", "executor", "gathering", "records", "rotary", "projection_kernels", "watch"),
-    4: ("engine", "transport", "pool", "partial", "observe"),
-    3: ("planner", "plan", "kernels"),
-    2: ("schedule",),
-    1: ("mask", "dilation", "presets", "layout", "problem", "sweep"),
-    0: ("geometry", "errors", "span"),
-}
-FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-FAMILIES = [set(FLOORS[6]), set(FLOORS[5]), {"planner", "plan"}, set(FLOORS[1])]  # may import each other
-SHARED = {"observe", "partial", "testing"}  # what every room of its own floor may import
-DOORS = {"cli", "__main__"}  # they open the other rooms of floor 7
-TORCH_FREE = [room for room, floor in FLOOR.items() if floor <= 3 and room != "kernels"]
-
 OPTIONAL = {"triton", "cupy", "cuda", "nvidia", "transformers", "accelerate", "torchtitan", "megatron", "lightning",
             "diffusers"}  # fmt: skip
 MAX_LINES = 400
+_contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+CONTRACTS = {one["id"]: f"{one['name']} BROKEN" for one in _contracts}
+LAYERS: list[str] = _contracts[0]["layers"]
+TORCH_FREE = {"geometry", "errors", "span", "sweep", "problem", "layout", "dilation", "mask", "presets", "schedule",
+              "planner", "plan"}  # fmt: skip
 
 
-# --- floors ----------------------------------------------------------------------------------------------------------
+# --- layers ----------------------------------------------------------------------------------------------------------
 
 
 def sources(folder: Path) -> Iterator[Path]:
@@ -57,117 +43,57 @@ def sources(folder: Path) -> Iterator[Path]:
         yield from (Path(path, f) for f in sorted(files) if f.endswith(".py"))
 
 
-def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all that a module imports, at any depth of the code; `package` resolves leading dots."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else ()
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            yield node.lineno, f"torch.{node.attr}"
+@pytest.fixture(scope="module")
+def importable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with its links as folders, which is how import-linter reads it, and the contracts."""
+    copy = tmp_path_factory.mktemp("layers")
+    ignored = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(PACKAGE, copy / "ringattn", ignore=ignored)
+    for folder in LINKED:
+        (copy / "ringattn" / folder / "__init__.py").touch()
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
 
 
-def fault(room: str, name: str) -> str | None:
-    """Why `room` may not import `name`, or None."""
-    top, *rest = name.split(".")
-    if top in LINKED:
-        return f"say ringattn.{top}"
-    if top == "torch" and room in TORCH_FREE:
-        return "floors 0 to 3 know no torch"
-    if room == "kernels" and name.startswith("torch.distributed"):
-        return "kernels know no ranks"
-    if top != "ringattn":
-        return None
-    target = rest[0] if rest and rest[0] in FLOOR else "__init__"
-    if target == room:
-        return None
-    if room == "kernels":
-        return "kernels know no other room"
-    if FLOOR[target] > FLOOR[room]:
-        return f"{target} is on floor {FLOOR[target]}, {room} on floor {FLOOR[room]}"
-    together = any({room, target} <= family for family in FAMILIES) or target in SHARED or room in DOORS
-    if FLOOR[target] == FLOOR[room] and not together:
-        return f"{target} and {room} share floor {FLOOR[room]}"
-    return None
+def lint_imports(folder: Path) -> tuple[int, str]:
+    """The exit code of import-linter and what it prints. Contracts are in pyproject.toml."""
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
-def violations(package: Path) -> list[str]:
-    """One line for each import that breaks the floors, and for each room that has no floor."""
-    found = []
-    for path in sources(package):
-        parts = path.relative_to(package).with_suffix("").parts
-        room = parts[0]
-        where = path.relative_to(package.parent).as_posix()
-        if room not in FLOOR:
-            found.append(f"{where}: unknown room {room}: give it a floor")
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for line, name in imports(tree, ("ringattn", *parts[:-1])):
-            if why := fault(room, name):
-                found.append(f"{where}:{line}: {name}: {why}")
-    return found
-
-
-@pytest.mark.slow
-def test_floors() -> None:
-    assert not violations(PACKAGE), "\n" + "\n".join(violations(PACKAGE))
+def test_import_contracts_are_kept(importable: Path) -> None:
+    code, printed = lint_imports(importable)
+    assert code == 0 and ", 0 broken" in printed, printed
 
 
 @pytest.mark.parametrize(
-    ("file", "code"),
+    ("file", "code", "broken"),
     [
-        ("mask.py", "from ringattn.schedule import ops"),
-        ("schedule/ops.py", "from ringattn import executor"),
-        ("schedule/ops.py", "from ..planner.cost import price"),
-        ("schedule/__init__.py", "from .. import planner"),
-        ("plan.py", "import ringattn"),
-        ("layout.py", "def f():\n    import torch"),
-        ("planner/cost.py", "from torch.nn import functional"),
-        ("planner/cost.py", "from ringattn.kernels import tile"),
-        ("geometry.py", "from ringattn.errors import InputError"),
-        ("engine/aten.py", "import ringattn.transport.local"),
-        ("executor.py", "from ringattn import Ring"),
-        ("executor.py", "from importlib import import_module\nimport_module('ringattn.attention')"),
-        ("attention.py", "from ringattn.launch import demo"),
-        ("bench/ring.py", "from ringattn.launch import demo"),
-        ("engine/triton.py", "from kernels import tile"),
-        ("kernels/tile.py", "from ringattn.geometry import Run"),
-        ("kernels/tile.py", "import torch.distributed as dist"),
-        ("kernels/tile.py", "import torch\nrank = torch.distributed.get_rank()"),
-        ("utils.py", "x = 1"),
-        ("extras/new.py", "x = 1"),
+        ("mask.py", "from ringattn.schedule import ops", "layers"),
+        ("schedule/ops.py", "def f():\n    from ringattn import executor", "layers"),
+        ("engine/aten.py", "import ringattn.transport.local", "layers"),
+        ("executor.py", "from ringattn.ring import Ring", "layers"),
+        ("bench/ring.py", "from ringattn.launch import demo", "layers"),
+        ("kernels/rows.py", "from ringattn.geometry import Run", "layers"),
+        ("layout.py", "def f():\n    import torch", "no-torch"),
+        ("planner/cost.py", "from torch.nn import functional", "no-torch"),
+        ("planner/cost.py", "from ringattn.kernels import rows", "no-torch"),
+        ("records.py", "from ringattn.executor import Executor", "acyclic"),
+        ("schedule/ops.py", "from ringattn.schedule import passes", "acyclic"),
+        ("utils.py", "x = 1", "layers"),
     ],
 )
-def test_floors_catch_a_planted_violation(tmp_path: Path, file: str, code: str) -> None:
-    planted = tmp_path / "ringattn" / file
-    planted.parent.mkdir(parents=True)
-    planted.write_text(code)
-    assert len(violations(tmp_path / "ringattn")) == 1
-
-
-@pytest.mark.parametrize(
-    ("file", "code"),
-    [
-        ("mask.py", "from ringattn.layout import Layout\nfrom .errors import InputError\nimport numpy"),
-        ("planner/place.py", "from ringattn.plan import Plan\nfrom .cost import price\nfrom ..schedule import ops"),
-        ("engine/aten.py", "import torch\nfrom ringattn import partial\nfrom ringattn.kernels import tile"),
-        ("kernels/tile.py", "import torch, triton\nfrom .carry import fold\nfrom ringattn.kernels.carry import fold"),
-        ("__init__.py", "from ringattn.attention import Ring"),
-        ("cli.py", "from ringattn.launch import demo\nimport ringattn"),
-    ],
-)
-def test_floors_allow_what_is_meant(tmp_path: Path, file: str, code: str) -> None:
-    planted = tmp_path / "ringattn" / file
-    planted.parent.mkdir(parents=True, exist_ok=True)
-    planted.write_text(code)
-    assert violations(tmp_path / "ringattn") == []
+def test_import_contracts_find_a_planted_import(importable: Path, file: str, code: str, broken: str) -> None:
+    path = importable / "ringattn" / file
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    try:
+        path.write_text(f"{before or ''}\n{code}\n", encoding="utf-8")
+        result, printed = lint_imports(importable)
+    finally:
+        path.write_text(before, encoding="utf-8") if before is not None else path.unlink()
+    assert result == 1 and CONTRACTS[broken] in printed, printed
 
 
 # --- names and imports -----------------------------------------------------------------------------------------------
@@ -240,11 +166,12 @@ def test_lower_floors_import_without_torch(tmp_path: Path) -> None:
     # A bare package object stands in for ringattn/__init__.py, which is of floor 6.
     bare = "import types\nstub = types.ModuleType('ringattn')\nstub.__path__ = [sys.argv.pop(1)]\n"
     code = "BLOCKED = {'torch'}" + BLOCK + bare + "sys.modules['ringattn'] = stub\n" + IMPORT_ALL
-    python(code, str(PACKAGE), "", *module_names(set(TORCH_FREE)), cwd=tmp_path)
+    python(code, str(PACKAGE), "", *module_names(TORCH_FREE), cwd=tmp_path)
 
 
 def test_import_needs_no_gpu_package(tmp_path: Path) -> None:
-    names = ["ringattn", *module_names({*FLOORS[6], "cli", "testing"})]
+    face = next(layer for layer in LAYERS if layer.startswith("ring : ")).split(" : ")
+    names = ["ringattn", *module_names({*face, "cli", "testing"})]
     blocked = "BLOCKED = {'cupy', 'triton', 'nvidia', 'cuda', 'nccl'}"
     python(blocked + BLOCK + IMPORT_ALL, "", *names, cwd=tmp_path, path=ROOT)
 
