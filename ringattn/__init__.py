@@ -1,26 +1,42 @@
-"""ringattn: exact attention over sequences that no single device can hold."""
+"""ringattn: exact attention over sequences that no single device can hold.
 
-from ringattn.activation import active_sequence
-from ringattn.dilated_modules import (
-    DilatedAttention,
-    MultiheadDilatedAttention,
-    RingDilatedAttention,
-    RingMultiheadDilatedAttention,
-)
-from ringattn.errors import (
-    ClosedError,
-    DeadlineError,
-    DisagreementError,
-    InputError,
-    PeerLostError,
-    PlanError,
-    RingError,
-    TransportError,
-    UnsupportedError,
-)
-from ringattn.modules import RingAttention, RingMultiheadAttention
-from ringattn.ring import Ring
-from ringattn.sequence import Sequence
+Names are loaded at their first use, so that a command's `--help` does not wait for torch. Messages go to the logger
+"ringattn".
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringattn.activation import active_sequence
+    from ringattn.dilated_modules import (
+        DilatedAttention,
+        MultiheadDilatedAttention,
+        RingDilatedAttention,
+        RingMultiheadDilatedAttention,
+    )
+    from ringattn.errors import (
+        ClosedError,
+        DeadlineError,
+        DisagreementError,
+        InputError,
+        NonFiniteError,
+        OutOfMemoryError,
+        PeerLostError,
+        PlanError,
+        RingError,
+        TransportError,
+        UnsupportedError,
+    )
+    from ringattn.modules import RingAttention, RingMultiheadAttention
+    from ringattn.ring import Ring
+    from ringattn.sequence import Sequence
+    from ringattn.transport.nccl.options import NcclOptions
+
+    __version__: str
 
 __all__ = [
     "ClosedError",
@@ -29,6 +45,9 @@ __all__ = [
     "DisagreementError",
     "InputError",
     "MultiheadDilatedAttention",
+    "NcclOptions",
+    "NonFiniteError",
+    "OutOfMemoryError",
     "PeerLostError",
     "PlanError",
     "Ring",
@@ -40,5 +59,39 @@ __all__ = [
     "Sequence",
     "TransportError",
     "UnsupportedError",
+    "__version__",
     "active_sequence",
 ]
+
+_MODULES = {
+    "NcclOptions": "transport.nccl.options",
+    "Ring": "ring",
+    "Sequence": "sequence",
+    "active_sequence": "activation",
+    **dict.fromkeys(("RingAttention", "RingMultiheadAttention"), "modules"),
+    **dict.fromkeys((name for name in __all__ if "Dilated" in name), "dilated_modules"),
+    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+}
+
+logging.getLogger("ringattn").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ringattn' has no attribute {name!r}")
+    return getattr(import_module(f"ringattn.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ringattn")
+    except PackageNotFoundError:
+        return "0+checkout"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 
+import ringattn
 from ringattn.errors import RingError
 
 COMMANDS = {
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help())
         return 0
     if words[0] in ("--version", "version"):
-        print(_version())
+        print(f"ringattn {ringattn.__version__}")
         return 0
     if words[0] not in COMMANDS:
         print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
@@ -60,10 +60,3 @@ def _help() -> str:
     return "\n".join(
         ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
     )
-
-
-def _version() -> str:
-    try:
-        return f"ringattn {version('ringattn')}"
-    except PackageNotFoundError:
-        return "ringattn (from a checkout)"
