@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ringattn.bench.crash_proof import told
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
-from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.flash import NEEDS, flash_engine
 from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine, architecture
@@ -162,7 +162,7 @@ def ours(name: str, engine: Engine) -> Contestant:
         def forward() -> Tensor:
             carry = engine.begin(works[0], q, dim, None)
             engine.attend(q, KV(k, v), carry, works[0][0])
-            last.append((carry.out.settled(q.dtype), carry.lse))
+            last.append((carry.out.finalized(q.dtype), carry.lse))
             del last[:-1]
             return last[0][0].transpose(0, 1)
 
@@ -171,8 +171,8 @@ def ours(name: str, engine: Engine) -> Contestant:
             delta = engine.delta(dout, out, None)
             dq = engine.begin_grad(works[1], q, dim)
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-            engine.attend_grad(q, KV(k, v), Seed(dout, out, lse, None, delta), dq, KV(dk, dv), works[1][0])
-            return [dq.settled(q.dtype).transpose(0, 1), *(x.to(q.dtype).transpose(0, 1) for x in (dk, dv))]
+            engine.attend_grad(q, KV(k, v), BackwardInputs(dout, out, lse, None, delta), dq, KV(dk, dv), works[1][0])
+            return [dq.finalized(q.dtype).transpose(0, 1), *(x.to(q.dtype).transpose(0, 1) for x in (dk, dv))]
 
         last: list[tuple[Tensor, Tensor]] = []
         forward()

@@ -40,8 +40,8 @@ from ringattn.ring import Ring
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES
-from ringattn.sweep import tiles_of
 from ringattn.testing import dense_dilated_attention
+from ringattn.tiling import tiles_of
 
 PROGRAM = "ringattn.bench.dilated:on_rank"
 WEIGHED = "ringattn.bench.dilated:weighed"

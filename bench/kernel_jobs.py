@@ -86,13 +86,13 @@ def ring_steps(options: Options, name: str) -> dict[str, float]:
     def one_launch() -> Tensor:
         carry = engine.begin(whole, q, options.head_dim, None)
         engine.attend(q, KV(k, v), carry, whole[0])
-        return carry.out.settled(q.dtype)
+        return carry.out.finalized(q.dtype)
 
     def steps_carried() -> Tensor:
         carry = engine.begin(carried, q, options.head_dim, None)
         for kv, work in zip(blocks, carried, strict=True):
             engine.attend(q, kv, carry, work)
-        return carry.out.settled(q.dtype)
+        return carry.out.finalized(q.dtype)
 
     def steps_merged() -> Tensor:
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -100,7 +100,7 @@ def ring_steps(options: Options, name: str) -> dict[str, float]:
         for kv, works in zip(blocks, alone, strict=True):
             carry = engine.begin(works, q, options.head_dim, None)
             engine.attend(q, kv, carry, works[0])
-            merge_call(out, lse, carry.out.settled(q.dtype).float(), carry.lse).run()
+            merge_call(out, lse, carry.out.finalized(q.dtype).float(), carry.lse).run()
         return out.to(q.dtype)
 
     truth = one_launch().double()

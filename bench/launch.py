@@ -26,7 +26,7 @@ from triton.runtime import driver
 from ringattn.bench import report
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, finish, progress, spread
-from ringattn.engine.base import KV, Carry, Output, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.engine.triton import TritonEngine
 from ringattn.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.kernels.attention_forward import forward
@@ -80,19 +80,20 @@ class StubDriver:
             self.launched.append(args)
 
 
-def operands() -> tuple[Tensor, KV, Carry, Seed, Output, KV]:
+def operands() -> tuple[Tensor, KV, SoftmaxState, BackwardInputs, Output, KV]:
     """Of one step over 64 rows and 8 heads: what an engine gets, forward and backward."""
     q, k, v, dout = (torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16) for _ in range(4))
     out, dq, dk, dv = (torch.zeros(64, 1, 8, 128) for _ in range(4))
     lse, delta = (torch.zeros(1, 8, 64) for _ in range(2))
-    return q, KV(k, v), Carry(Output(out), lse), Seed(dout, dout, lse, None, delta), Output(dq), KV(dk, dv)
+    inputs = BackwardInputs(dout, dout, lse, None, delta)
+    return q, KV(k, v), SoftmaxState(Output(out), lse), inputs, Output(dq), KV(dk, dv)
 
 
-def described(q: Tensor, kv: KV, carry: Carry) -> LaunchCall:
+def described(q: Tensor, kv: KV, state: SoftmaxState) -> LaunchCall:
     """The forward call."""
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 8)
     config = configs_for(90, torch.bfloat16, 128).forward
-    return forward(q, kv.k, kv.v, carry.out.carried, carry.lse, table, config, scale=0.1)
+    return forward(q, kv.k, kv.v, state.out.carried, state.lse, table, config, scale=0.1)
 
 
 def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
@@ -109,9 +110,9 @@ def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
 def measured() -> dict[str, Callable[[], Any]]:
     """What is measured, by its name. Puts a `StubDriver` in the place of the process's driver."""
     driver.set_active(StubDriver(90))
-    q, kv, carry, seed, dq, dkv = operands()
-    call, kept = described(q, kv, carry), Kept()
-    changing = (q, kv.k, kv.v, carry.out.carried, carry.lse)
+    q, kv, state, seed, dq, dkv = operands()
+    call, kept = described(q, kv, state), Kept()
+    changing = (q, kv.k, kv.v, state.out.carried, state.lse)
     handle, repeat = kept.compile(call), kept.repeat(call, changing)
     by_hand = partial(
         handle.run, *call.grid, 1, 1, 0, handle.function, handle.packed, None, None, None, *call.args, *handle.constants
@@ -121,10 +122,10 @@ def measured() -> dict[str, Callable[[], Any]]:
     work = engine.prepare([(tile,)], Softmax(0.1), 64, 8)[0]
     return {
         "kernel[grid](...)": call.run,
-        "describing and kernel[grid](...)": lambda: described(q, kv, carry).run(),
+        "describing and kernel[grid](...)": lambda: described(q, kv, state).run(),
         "handle, arguments at hand": by_hand,
         "repeat": lambda: repeat(changing),
-        "engine, forward": lambda: engine.attend(q, kv, carry, work),
+        "engine, forward": lambda: engine.attend(q, kv, state, work),
         "engine, backward": lambda: engine.attend_grad(q, kv, seed, dq, dkv, work),
     }
 

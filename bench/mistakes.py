@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ringattn.bench.contenders import ALL, flash
 from ringattn.bench.gate import Inputs
-from ringattn.partial import merge_
 from ringattn.ring import Ring
+from ringattn.softmax_state import merge_
 from ringattn.transport.base import Message
 
 

@@ -27,7 +27,7 @@ from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
 from ringattn.problem import Problem
-from ringattn.schedule.needs import needs_of
+from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import forward_of_rank, route_named, schedule_of
 from ringattn.schedule.verify import verify
 
@@ -70,7 +70,7 @@ def plan_cold(
 
     A backward is planned after its forward, as it always is, and only the backward is timed.
     """
-    for cached in (plan_of, forward_of_rank, schedule_of, needs_of, sweep.cut):
+    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, sweep.cut):
         cached.cache_clear()
     route = route_named(schedule)
     if backward:

@@ -27,9 +27,9 @@ from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.observe.marks import HostClock
 from ringattn.observe.spans import Recording
+from ringattn.pass_profiler import profiler_of
 from ringattn.plan import Plan
 from ringattn.ring import Ring
-from ringattn.watch import watch_of
 
 PROGRAM = "ringattn.bench.recording:on_rank"
 PASSES = ("forward", "backward")
@@ -98,7 +98,7 @@ def recorder_s(plan: Plan) -> float:
     clock, hop = HostClock(), _Nothing()
 
     def play() -> None:
-        watch = watch_of(plan, Recording(0, 1, clock))
+        watch = profiler_of(plan, Recording(0, 1, clock))
         assert watch is not None
         watch.begin()
         for number in range(len(plan.steps)):

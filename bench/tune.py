@@ -24,7 +24,7 @@ from ringattn.bench.device_clock import device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import finish, progress
 from ringattn.bench.tune_kept import Case, Found, Options, Timed, sized
-from ringattn.engine.base import KV, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine, architecture, kept
 from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.kernels.configs import Configs, configs_for, put_config
@@ -47,12 +47,12 @@ def run(case: Case, config: Config, options: Options, timed: bool) -> Timed:
         for band in (FULL, CAUSAL):
             tile = Tile(strip, strip, band, Run(0, options.heads))
             works = [engine.prepare([(tile,)], Softmax(case.dim**-0.5), options.tokens, options.heads) for _ in "fb"]
-            carry = engine.begin(works[0], q, case.dim, None)
-            engine.attend(q, KV(k, v), carry, works[0][0])
-            work: Any = lambda: engine.attend(q, KV(k, v), carry, works[0][0])  # noqa: B023, E731
+            state = engine.begin(works[0], q, case.dim, None)
+            engine.attend(q, KV(k, v), state, works[0][0])
+            work: Any = lambda: engine.attend(q, KV(k, v), state, works[0][0])  # noqa: B023, E731
             if case.kernel != "forward":
-                out = carry.out.settled(q.dtype)
-                seed = Seed(dout, out, carry.lse, None, engine.delta(dout, out, None))
+                out = state.out.finalized(q.dtype)
+                seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
                 dq = engine.begin_grad(works[1], q, case.dim)
                 dkv = KV(torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
                 work = lambda: engine.attend_grad(q, KV(k, v), seed, dq, dkv, works[1][0])  # noqa: B023, E731

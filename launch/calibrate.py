@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringattn.errors import InputError
-from ringattn.launch.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, settled
+from ringattn.launch.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
 from ringattn.launch.config import load
 from ringattn.launch.constants import Fit, constants_of
 from ringattn.launch.options import help_text, option
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
     """What the file holds: constants with their units, where and when they were measured, how well they fit."""
     scale = GPU_SCALE if spec["transport"] == "nccl" else 1
-    seconds = settled(by_rank)
+    seconds = finalized(by_rank)
     constants, kernel, link = constants_of(seconds, spec["dtype"], scale, by_rank[0]["jobs"])
     date, hardware = datetime.now(UTC).date().isoformat(), _hardware()
     cluster = Cluster(

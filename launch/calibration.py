@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import track
 
 import ringattn
-from ringattn.engine.base import KV, Engine, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.layout import make_layout
 from ringattn.mask import Banded
 from ringattn.problem import Problem
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 from ringattn.transport.base import Message
 
 TIMEOUT_S = 120.0
@@ -91,7 +91,7 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
                 "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
 
 
-def settled(by_rank: list[dict[str, Any]]) -> dict[str, float]:
+def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of each thing: the mean of the ranks, of that the median of the faster half of the rounds."""
     found = {}
     for name in by_rank[0]["seconds"]:
@@ -148,8 +148,8 @@ def _passes(
     works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads)
     carry, dq = engine.begin(works, q, shape.dim, None), engine.begin_grad(works, q, shape.dim)
     engine.attend(q, kv, carry, works[0])
-    out, lse = carry.out.settled(q.dtype), carry.lse
-    seed = Seed(dout, out, lse, None, engine.delta(dout, out, None))
+    out, lse = carry.out.finalized(q.dtype), carry.lse
+    seed = BackwardInputs(dout, out, lse, None, engine.delta(dout, out, None))
     return (
         lambda: engine.attend(q, kv, carry, works[0]),
         lambda: engine.attend_grad(q, kv, seed, dq, KV(dk, dv), works[0]),

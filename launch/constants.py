@@ -103,7 +103,7 @@ def _rate(cost_s: float) -> float:
 
 
 def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -> tuple[dict[str, Any], Fit, Fit]:
-    """The constants of a cluster from settled seconds, with the fits of kernel and link.
+    """The constants of a cluster from finalized seconds, with the fits of kernel and link.
 
     `scale`: what the shapes' rows and keys were multiplied by; `jobs`: how many calls ran at once in the crowd.
     """

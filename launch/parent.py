@@ -1,6 +1,6 @@
 """A process that ends with the one that started it, however that ends: also by a SIGKILL, which nobody can answer.
 
-As a script it is torchrun's agent: `python -P parent.py PARENT words of torchrun`. Needs nothing beyond the standard
+As a script it is torchrun's agent: `python -P parent.py PARENT words of torchrun`. ReadSets nothing beyond the standard
 library, because it must be at work before torch is imported, which takes seconds.
 Promises: the signal comes within `LOOK_S` of the parent's end; at once on Linux.
 Does not know: what the process does.

@@ -21,7 +21,7 @@ from ringattn.explain import Explanation
 from ringattn.geometry import Run
 from ringattn.mask import Branch
 from ringattn.problem import Problem
-from ringattn.sweep import branch_tiles
+from ringattn.tiling import branch_tiles
 
 INK, NOTHING = "#22303c", "#f4f6f7"
 COLUMNS = 1024

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from ringattn.partial import accumulator_dtype
+from ringattn.softmax_state import accumulator_dtype
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 
 PURPOSE = """\
-Records one attention call on processes of this machine, or reads recordings of other runs, and shows what each rank
+Traces one attention call on processes of this machine, or reads recordings of other runs, and shows what each rank
 did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture, predicted times beside.
 Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
           ringattn timeline recorded=recordings trace= picture=timeline.png"""

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ringattn.activation import attended
 from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
-from ringattn.engine.base import Engine, Seed
+from ringattn.engine.base import BackwardInputs, Engine
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.partial import accumulator_dtype
 from ringattn.planner.choose import choose_route
 from ringattn.problem import FLOATS, Problem
-from ringattn.records import Home
+from ringattn.records import LocalTensors
 from ringattn.runtime import AttentionCall, Runtime
 from ringattn.selective import unseen
 from ringattn.sequence import Sequence
+from ringattn.softmax_state import accumulator_dtype
 from ringattn.spec import AttentionSpec, MaskSpec, SoftmaxOptions, Window
 
 
@@ -185,15 +185,15 @@ def forward_pass(
     if not batch:
         lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
         return q.new_empty((batch, tokens, heads, v.shape[3])), lse, None
-    rows_q, home = q.detach().transpose(0, 1), Home(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
+    rows_q, local = q.detach().transpose(0, 1), LocalTensors(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
     executor = ring.executor_of(call, backward=False)
     logits = None if sinks is None else sinks.detach().contiguous()
     with ring.accounted(executor), _uncast(q):
-        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, home, logits)
+        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, local, logits)
         kept = ring.run(executor, arithmetic, keep=keep)
-        out = arithmetic.carry.out.settled(q.dtype).transpose(0, 1)
+        out = arithmetic.state.out.finalized(q.dtype).transpose(0, 1)
         # Detached they are nobody's views, of which autograd would refuse to let a caller change one in place.
-        return out.detach(), arithmetic.carry.lse.detach(), kept
+        return out.detach(), arithmetic.state.lse.detach(), kept
 
 
 def backward_pass(
@@ -222,10 +222,10 @@ def backward_pass(
         dtype = accumulator_dtype(q.dtype)
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         rows_q = q.detach().transpose(0, 1)
-        home, grads = (Home(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
-        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, home, seed, grads)
+        local, grads = (LocalTensors(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
+        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, seed, grads)
         ring.run(executor, arithmetic, kept)
-        dq = arithmetic.dq.settled(q.dtype).transpose(0, 1)
+        dq = arithmetic.dq.finalized(q.dtype).transpose(0, 1)
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
         dsinks = None if sinks is None else _sinks_grad(sinks, seed)
     return dq, dk, dv, dsinks
@@ -236,15 +236,15 @@ def _uncast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Seed:
+def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> BackwardInputs:
     """What backward starts from; `dout` and `out` row-first."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if dlse is not None:
         dlse = torch.where(lse.isinf(), 0.0, dlse.to(lse.dtype))
-    return Seed(dout, out, lse, dlse, engine.delta(dout, out, dlse))
+    return BackwardInputs(dout, out, lse, dlse, engine.delta(dout, out, dlse))
 
 
-def _sinks_grad(sinks: Tensor, seed: Seed) -> Tensor:
+def _sinks_grad(sinks: Tensor, seed: BackwardInputs) -> Tensor:
     """This rank's part of the gradient of the sinks, (heads,): minus the sink's weight times delta, summed."""
     weight = torch.exp(sinks.detach().to(seed.lse.dtype)[None, :, None] - seed.lse)
     return -(torch.where(seed.lse.isinf(), 0.0, weight) * seed.delta).sum((0, 2)).to(sinks.dtype)

@@ -18,10 +18,10 @@ from torch import Tensor
 from ringattn.attention import Attention, agreed, check_tensors, checked_call
 from ringattn.dilation import Dilated
 from ringattn.errors import InputError
-from ringattn.partial import accumulator_dtype
 from ringattn.presets import head_offsets
 from ringattn.runtime import AttentionCall, Runtime
 from ringattn.sequence import Sequence
+from ringattn.softmax_state import accumulator_dtype
 from ringattn.spec import AttentionSpec, SoftmaxOptions
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")

@@ -19,13 +19,13 @@ from ringattn.arithmetic import serving_bytes
 from ringattn.engine.base import KV, Engine, Sizes, Softmax
 from ringattn.geometry import Run
 from ringattn.observe.shortage import is_shortage, told
-from ringattn.plan import HOME, Add, Fold, Plan, PlanStep, Serve, form_of, record_elements
+from ringattn.pass_profiler import PROJECT, PassProfiler
+from ringattn.plan import LOCAL, Add, AttendOp, AttendReceivedOp, Plan, PlanStep, record_elements, record_layout_of
 from ringattn.pool import Pool
-from ringattn.records import TORCH_DTYPE, Home, Place, Records, add, from_row, pack
+from ringattn.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, add, from_row, pack
 from ringattn.schedule.content import Part, size
 from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Ticket, Transport
-from ringattn.watch import PROJECT, Watch
 
 
 @dataclass
@@ -41,15 +41,15 @@ class Arithmetic(Protocol):
     """What is computed in a pass, on the rank's own tensors; `work` is what the engine has prepared."""
 
     @property
-    def homes(self) -> Mapping[Kind, Home]:
-        """By kind: Q, KV; SEED and DKV backward; OUT, or DQ, where others add to them."""
+    def local(self) -> Mapping[Kind, LocalTensors]:
+        """By kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others add to them."""
         ...
 
-    def fold(self, kv: KV, dkv: KV | None, work: Any) -> None:
+    def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
         """The own queries with some keys and values; backward adds to their gradients `dkv`."""
         ...
 
-    def serve(self, guests: Mapping[Kind, Records], work: Any) -> None:
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
         """The queries that came with the keys that came, all with one head; fills OUT, or DQ and adds to DKV."""
         ...
 
@@ -58,7 +58,7 @@ class _Bound(NamedTuple):
     """What a pass needs besides its tensors."""
 
     pool_bytes: int
-    buffers: list[Records]
+    buffers: list[PackedBuffer]
     hops: list[Hop | None]
 
 
@@ -66,17 +66,17 @@ class Executor:
     """A plan with its tiles prepared for an engine. Reusable; one pass at a time."""
 
     def __init__(self, plan: Plan, engine: Engine, softmax: Softmax) -> None:
-        """Prepares every fold's tiles once."""
+        """Prepares the tiles of every attention update once."""
         self.plan, self.engine = plan, engine
         items = [item for step in plan.steps for item in step.work]
-        folds = [item for item in items if isinstance(item, Fold)]
+        updates = [item for item in items if isinstance(item, AttendOp)]
         rows = plan.problem.q_layout.counts[plan.rank]
         merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
-        steps = [tuple(fold.tiles) for fold in folds]
+        steps = [tuple(attend.tiles) for attend in updates]
         self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged)
-        self._work_of: dict[int, Any] = {id(fold): work for fold, work in zip(folds, self.works, strict=True)}
+        self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
         for item in items:
-            if isinstance(item, Serve):
+            if isinstance(item, AttendReceivedOp):
                 rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
                 (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
         self._bound: _Bound | None = None
@@ -84,7 +84,7 @@ class Executor:
         self.step: int | None = None
         """The plan step that is running."""
         self._ticket: Ticket | None = None
-        self._watch: Watch | None = None
+        self._watch: PassProfiler | None = None
 
     def workspace_bytes(self) -> int:
         """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
@@ -94,12 +94,12 @@ class Executor:
         for item in (item for step in plan.steps for item in step.work):
             if isinstance(item, Add):
                 continue
-            sizes, held, guests = own, 0, isinstance(item, Serve)
-            if isinstance(item, Serve):
+            sizes, held, received = own, 0, isinstance(item, AttendReceivedOp)
+            if isinstance(item, AttendReceivedOp):
                 sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
                 held = serving_bytes(sizes, plan.backward)
-            # A guest's delta comes as a gradient of its lse, see `arithmetic`.
-            dlse = plan.backward and guests
+            # The delta of received rows arrives as a gradient of its lse, see `arithmetic`.
+            dlse = plan.backward and received
             called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
             most = max(most, held + called)
         return most
@@ -113,8 +113,9 @@ class Executor:
         return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
     def begin(
-        self, transport: Transport, pool: Pool, make: Callable[[KV | None], Home], watch: Watch | None = None
-    ) -> Home:
+        self, transport: Transport, pool: Pool, make: Callable[[KV | None], LocalTensors],
+        watch: PassProfiler | None = None,
+    ) -> LocalTensors:
         """Begin a pass early: its first messages leave with the own K and V that `make` gives, and `run` goes on.
 
         `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
@@ -128,19 +129,19 @@ class Executor:
                 watch.begin(PROJECT)
             message = self._own_message()
             buffers = self._buffers(transport, pool)
-            home = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
-            self._depart(0, {Kind.KV: home}, filled=message)
+            local = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
+            self._depart(0, {Kind.KV: local}, filled=message)
             if watch is not None:
                 watch.project()
         except BaseException:
             self._end_pass(pool)
             raise
         self._begun = True
-        return home
+        return local
 
     def run(
         self, transport: Transport, pool: Pool, counters: Counters, arithmetic: Arithmetic, kept: Tensor | None = None,
-        keep: bool = False, watch: Watch | None = None,
+        keep: bool = False, watch: PassProfiler | None = None,
     ) -> Tensor | None:
         """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind.
 
@@ -154,18 +155,18 @@ class Executor:
         try:
             if watch is not None:
                 (watch.resume if begun else watch.begin)()
-            homes, buffers = arithmetic.homes, self._buffers(transport, pool)
+            local, buffers = arithmetic.local, self._buffers(transport, pool)
             held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
             if kept is not None:
                 for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
                     flat.copy_(part)
 
-            def place(buffer: int, kind: Kind) -> Place:
-                return homes[kind] if buffer == HOME else buffers[buffer]
+            def place(buffer: int, kind: Kind) -> BufferRef:
+                return local[kind] if buffer == LOCAL else buffers[buffer]
 
             for number, step in enumerate(self.plan.steps):
                 if number or not begun:
-                    self._depart(number, homes)
+                    self._depart(number, local)
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
                 for restore in step.restores:
@@ -173,15 +174,15 @@ class Executor:
                 for item in step.work:
                     if isinstance(item, Add):
                         add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
-                    elif isinstance(item, Serve):
+                    elif isinstance(item, AttendReceivedOp):
                         served = (item.q, item.kv, item.result, item.seed, item.dkv)
-                        guests = {self.plan.buffers[one].kind: buffers[one] for one in served if one != HOME}
-                        arithmetic.serve(guests, self._work_of[id(item)])
+                        received = {self.plan.buffers[one].kind: buffers[one] for one in served if one != LOCAL}
+                        arithmetic.attend_received(received, self._work_of[id(item)])
                     else:
                         kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
                         if self.plan.backward:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
-                        arithmetic.fold(kv, dkv, self._work_of[id(item)])
+                        arithmetic.attend(kv, dkv, self._work_of[id(item)])
             self._arrive()
             kept = torch.cat(held) if keep and held else None
             if watch is not None:
@@ -208,15 +209,15 @@ class Executor:
         """Let go of the pool's memory; the next pass binds anew."""
         self._bound = None
 
-    def _read(self, place: Place, item: Fold, row: int, step: int) -> KV:
-        """Keys and values that a fold reads; in a bundle every row is there for all heads, of which tiles name one."""
+    def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
+        """Keys and values that an attention update reads; in a fused buffer every row is there for all heads."""
         kv = from_row(place.part(item.heads), row, step)
         if item.owner is not None:
             return kv
         heads = self.plan.problem.kv_heads
         return KV(kv.k.expand(-1, -1, heads, -1), kv.v.expand(-1, -1, heads, -1))
 
-    def _depart(self, number: int, homes: Mapping[Kind, Home], filled: int | None = None) -> None:
+    def _depart(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
         """Wait for what travels, pack the step's messages but the `filled` one, and let them go."""
         self.step = number
         self._arrive()
@@ -224,8 +225,8 @@ class Executor:
         buffers = self._bound.buffers
         for gather in self.plan.steps[number].packs:
             if gather.into != filled:
-                own = gather.source == HOME
-                source = homes[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
+                own = gather.source == LOCAL
+                source = local[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
                 pack(source, buffers[gather.into])
         hop = self._bound.hops[number]
         if self._watch is not None:
@@ -252,22 +253,23 @@ class Executor:
         whole = (Part(Run(0, problem.kv_heads), (rows,)),)
         for gather in self.plan.steps[0].packs:
             into = self.plan.buffers[gather.into]
-            if gather.source == HOME and into.kind is Kind.KV and into.content == whole and into.dtype == problem.dtype:
+            is_own_kv = gather.source == LOCAL and into.kind is Kind.KV
+            if is_own_kv and into.content == whole and into.dtype == problem.dtype:
                 return gather.into
         return None
 
-    def _buffers(self, transport: Transport, pool: Pool) -> list[Records]:
+    def _buffers(self, transport: Transport, pool: Pool) -> list[PackedBuffer]:
         """The plan's buffers, bound to the pool's memory."""
         if self._bound is None or self._bound.pool_bytes != pool.nbytes:
-            with torch.inference_mode(False):  # these views serve training steps too
+            with torch.inference_mode(False):  # these views attend_received training steps too
                 self._bound = self._bind(transport, pool)
         return self._bound.buffers
 
     def _bind(self, transport: Transport, pool: Pool) -> _Bound:
         """The plan's buffers as views of the pool, and its hops over them; made again only when the pool has grown."""
-        problem, buffers = self.plan.problem, list[Records]()
+        problem, buffers = self.plan.problem, list[PackedBuffer]()
         for buffer in self.plan.buffers:
-            form, dtype = form_of(problem, buffer.kind, buffer.dtype), TORCH_DTYPE[buffer.dtype]
+            form, dtype = record_layout_of(problem, buffer.kind, buffer.dtype), TORCH_DTYPE[buffer.dtype]
             record = record_elements(problem, buffer.dtype, buffer.kind)
             count = size(buffer.content) * record
             if buffer.inside is None:
@@ -275,14 +277,14 @@ class Executor:
             else:
                 first = buffer.inside.row * record
                 flat = buffers[buffer.inside.buffer].flat[first : first + count]
-            buffers.append(Records(flat, buffer.content, problem.batch, form, dtype))
+            buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
         hops = [
             transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
             for step in self.plan.steps
         ]
         return _Bound(pool.nbytes, buffers, hops)
 
-    def _messages(self, step: PlanStep, buffers: Sequence[Records]) -> tuple[list[Message], list[Message]]:
+    def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
         sends = [
             Message(send.peer, buffers[send.buffer].flat[send.first : send.first + send.elements], where + send.label)

@@ -35,7 +35,7 @@ from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.spec import MaskSpec, Window
-from ringattn.sweep import branch_tiles, pieces_of, tiles_of
+from ringattn.tiling import branch_tiles, pieces_of, tiles_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ringattn.geometry import Run
 from ringattn.problem import EIGHT_BIT, ITEM_BYTES, Problem
 from ringattn.schedule.content import Content, size
 from ringattn.schedule.ops import Kind
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
-HOME = -1
+LOCAL = -1
 """Stands for a buffer: the rank's own tensor of the kind in question, K/V or dK/dV where it says nothing else."""
 
 ALIGNMENT_BYTES = 256
@@ -43,7 +43,7 @@ class Buffer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Gather `into`'s content out of `source` (a buffer or HOME), converting to its dtype (see `ringattn.records`)."""
+    """Gather `into`'s content out of `source` (a buffer or LOCAL), converting to its dtype (see `ringattn.records`)."""
 
     source: int
     into: int
@@ -67,12 +67,12 @@ class Recv(NamedTuple):
     label: str
 
 
-class Fold(NamedTuple):
+class AttendOp(NamedTuple):
     """Work on tiles that read some K/V heads: of one head part of an owner, or all in the rank's own tensors.
 
-    `owner` None: of several owners and heads, in a bundle where every row has a head of its own.
+    `owner` None: of several owners and heads, in a fused buffer where every row has a head of its own.
 
-    Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or HOME). Backward: gradients of key row r are
+    Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). Backward: gradients of key row r are
     added to row dkv_row + r * dkv_step of `dkv`.
     """
 
@@ -81,13 +81,13 @@ class Fold(NamedTuple):
     tiles: TileTable
     kv: int
     kv_row: int = 0
-    dkv: int = HOME
+    dkv: int = LOCAL
     dkv_row: int = 0
     kv_step: int = 1
     dkv_step: int = 1
 
 
-class Serve(NamedTuple):
+class AttendReceivedOp(NamedTuple):
     """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
 
     Forward fills `result` with out and lse; backward reads `seed`, fills `result` with dQ and adds to `dkv`.
@@ -97,12 +97,12 @@ class Serve(NamedTuple):
     q: int
     kv: int
     result: int
-    seed: int = HOME
-    dkv: int = HOME
+    seed: int = LOCAL
+    dkv: int = LOCAL
 
 
 class Add(NamedTuple):
-    """Add a whole buffer into the same rows of another (or HOME); partial outputs are merged."""
+    """Add a whole buffer into the same rows of another (or LOCAL); partial outputs are merged."""
 
     part: int
     into: int
@@ -120,7 +120,7 @@ class PlanStep(NamedTuple):
     recvs: tuple[Recv, ...] = ()
     zeros: tuple[int, ...] = ()
     restores: tuple[Pack, ...] = ()
-    work: tuple[Fold | Serve | Add, ...] = ()
+    work: tuple[AttendOp | AttendReceivedOp | Add, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class Plan:
     def element_bytes(self, buffer: int) -> int:
         """Bytes of what messages of a buffer are counted in."""
         held = self.buffers[buffer]
-        return form_of(self.problem, held.kind, held.dtype).element_bytes(held.dtype)
+        return record_layout_of(self.problem, held.kind, held.dtype).element_bytes(held.dtype)
 
 
-class Form(NamedTuple):
+class RecordLayout(NamedTuple):
     """What a record holds of one row and head of one batch: values of `dims` beside each other, in the buffer's dtype.
 
     After each come `scalars` numbers in `scalar_dtype`. Records with scalars are counted in bytes, values padded so
@@ -183,7 +183,7 @@ class Form(NamedTuple):
         return 1 if self.scalars else ITEM_BYTES[dtype]
 
 
-def form_of(problem: Problem, kind: Kind, dtype: str) -> Form:
+def record_layout_of(problem: Problem, kind: Kind, dtype: str) -> RecordLayout:
     """How a block of `kind` lies in a buffer of `dtype`.
 
     K beside V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
@@ -192,22 +192,22 @@ def form_of(problem: Problem, kind: Kind, dtype: str) -> Form:
 
 
 @cache
-def _form(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> Form:
+def _form(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> RecordLayout:
     if kind in (Kind.KV, Kind.DKV):
-        return Form((q, v), 1 if dtype in EIGHT_BIT else 0)
+        return RecordLayout((q, v), 1 if dtype in EIGHT_BIT else 0)
     if kind in (Kind.Q, Kind.DQ):
-        return Form((q,))
-    return Form((v,), 1 if kind is Kind.OUT else 2, accumulator_dtype)
+        return RecordLayout((q,))
+    return RecordLayout((v,), 1 if kind is Kind.OUT else 2, accumulator_dtype)
 
 
 def record_elements(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
     """Elements of one row of one head in a buffer of `dtype`: all batches."""
-    return problem.batch * form_of(problem, kind, dtype).elements(dtype)
+    return problem.batch * record_layout_of(problem, kind, dtype).elements(dtype)
 
 
 def record_bytes(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
     """Bytes of the same."""
-    return record_elements(problem, dtype, kind) * form_of(problem, kind, dtype).element_bytes(dtype)
+    return record_elements(problem, dtype, kind) * record_layout_of(problem, kind, dtype).element_bytes(dtype)
 
 
 def buffer_bytes(problem: Problem, buffer: Buffer) -> int:

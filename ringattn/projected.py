@@ -16,7 +16,7 @@ from ringattn.attention import Attention, agreed, call_of, check_recordable, che
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.projection import Backend, check_projection, project_kv, project_q, stored_dtype
-from ringattn.records import Home
+from ringattn.records import LocalTensors
 from ringattn.rotary import Rope, Rotation
 from ringattn.runtime import AttentionCall
 from ringattn.sequence import Sequence
@@ -81,13 +81,13 @@ def projected_attention(
     made: list[Tensor] = []
     lent = False
 
-    def make(into: KV | None) -> Home:
+    def make(into: KV | None) -> LocalTensors:
         nonlocal lent
         lent, where = into is not None, None if into is None else (into.k, into.v)
         made[:] = project_kv(
             x, kv_weight, kv_bias, heads.dim, norm=k_norm, norm_eps=norm_eps, turn=k_turn, into=where, backend=backend
         )
-        return Home(*(one.detach().transpose(0, 1) for one in made))
+        return LocalTensors(*(one.detach().transpose(0, 1) for one in made))
 
     executor = ring.executor_of(call, backward=False)
     if call.problem.batch and executor.begins_with_keys:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.errors import InputError
-from ringattn.partial import accumulator_dtype
 from ringattn.rotary import Rope, Rotation, rotate
+from ringattn.softmax_state import accumulator_dtype
 
 Backend = Literal["auto", "plain", "epilogue", "fused"]
 BACKENDS = ("auto", "plain", "epilogue", "fused")

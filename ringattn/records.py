@@ -1,9 +1,9 @@
 """Packed records: how a content lies in a flat buffer, and the copies into and out of it.
 
-Wire order has head part after part, in each rows outermost, then batches, heads, and the values beside each other, as K
-and V; padding and scalars follow, as the scales of eight bits or the lse of an output (see `plan.Form`). Every view is
-row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and restoring without a
-kernel, and merging.
+Wire order has head part after part, in each rows outermost, then batches, heads, and the values beside each other, as
+K and V; padding and scalars follow, as the scales of eight bits or the lse of an output (see `plan.RecordLayout`).
+Every view is row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and
+restoring without a kernel, and merging.
 Promises: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every reader
 of a block restores the same values.
 Does not know: schedules, ranks, tiles.
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn import gathering
+from ringattn import packing
 from ringattn.engine.base import KV
 from ringattn.geometry import Run
-from ringattn.partial import merge_
-from ringattn.plan import Form
+from ringattn.plan import RecordLayout
 from ringattn.problem import EIGHT_BIT, FLOATS
 from ringattn.schedule.content import Content, Part, Spot
+from ringattn.softmax_state import merge_
 
 TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -52,14 +52,14 @@ class Rows(NamedTuple):
         return self.x.dtype in LARGEST
 
 
-class Records:
+class PackedBuffer:
     """A buffer's flat tensor with views of the values of each head part of its content."""
 
-    def __init__(self, flat: Tensor, content: Content, batch: int, form: Form, dtype: torch.dtype) -> None:
+    def __init__(self, flat: Tensor, content: Content, batch: int, form: RecordLayout, dtype: torch.dtype) -> None:
         """`flat`: contiguous, as many elements as the content has records; bytes where they have scalars."""
         self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
         self.lists: dict[Any, Tensor] = {}
-        """Kept by `ringattn.gathering`."""
+        """Kept by `ringattn.packing`."""
         self.parts: dict[Run, tuple[Rows, ...]] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
         width = flat.numel() // records if records else 0
@@ -89,7 +89,7 @@ class Records:
         return tuple(one.take(slice(packed.start, packed.stop, packed.stride)) for one in self.parts[heads])
 
 
-def _values(block: Tensor, form: Form, dtype: torch.dtype) -> tuple[Rows, ...]:
+def _values(block: Tensor, form: RecordLayout, dtype: torch.dtype) -> tuple[Rows, ...]:
     """The values in records (rows, batch, heads, width), with their scalars."""
     values = block if not form.scalars else block[..., : sum(form.dims) * dtype.itemsize].view(dtype)
     xs = values.split(form.dims, -1)
@@ -99,8 +99,8 @@ def _values(block: Tensor, form: Form, dtype: torch.dtype) -> tuple[Rows, ...]:
     return tuple(Rows(x, scalars[n * form.scalars : (n + 1) * form.scalars]) for n, x in enumerate(xs))
 
 
-class Home:
-    """The rank's own tensors of one kind, row-first views of the caller's, addressed like `Records`."""
+class LocalTensors:
+    """The rank's own tensors of one kind, row-first views of the caller's, addressed like `PackedBuffer`."""
 
     def __init__(self, *values: Tensor, scalars: Sequence[Tensor] = ()) -> None:
         """`values`: (rows, batch, heads, dim) each, as K and V; `scalars`: (rows, batch, heads) each, of one value."""
@@ -123,13 +123,13 @@ class Home:
         )
 
 
-Place = Records | Home
+BufferRef = PackedBuffer | LocalTensors
 
 
-def pack(source: Place, into: Records) -> None:
+def pack(source: BufferRef, into: PackedBuffer) -> None:
     """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
-    if isinstance(source, Home) and not into.form.scalars and gathering.is_faster(into, into.flat.device):
-        gathering.gather(source, into)
+    if isinstance(source, LocalTensors) and not into.form.scalars and packing.is_faster(into, into.flat.device):
+        packing.gather(source, into)
         return
     for have, want in _pairs(source, into, into.content):
         if have.coded and not want.coded:
@@ -142,10 +142,10 @@ def pack(source: Place, into: Records) -> None:
                 theirs.copy_(mine)
 
 
-def add(part: Records, into: Place) -> None:
+def add(part: PackedBuffer, into: BufferRef) -> None:
     """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse."""
-    if isinstance(into, Home) and not part.form.scalars and gathering.is_faster(part, part.flat.device):
-        gathering.scatter_add(part, into)
+    if isinstance(into, LocalTensors) and not part.form.scalars and packing.is_faster(part, part.flat.device):
+        packing.scatter_add(part, into)
         return
     for have, want in _pairs(part, into, part.content):
         if have.scalars:
@@ -155,7 +155,7 @@ def add(part: Records, into: Place) -> None:
             want.x.add_(have.x)
 
 
-def _pairs(source: Place, into: Place, content: Content) -> Iterator[tuple[Rows, Rows]]:
+def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tuple[Rows, Rows]]:
     """The same rows of both, where they are evenly spaced in both; one of them holds `content` and nothing else."""
     for part in content:
         for ours, theirs in zip(source.spots(part), into.spots(part), strict=True):

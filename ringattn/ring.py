@@ -38,7 +38,7 @@ class Ring(Runtime):
     gloo), nccl, gloo, local (alone only), or a `Transport`. `nccl`: options of that transport, for experts.
     `engine`: auto, aten, plain, triton, fa3, fa4, or an `Engine`. `timeout_s`: the deadline of every wait.
     `dkv_wire_dtype`: what dK and dV travel in, None for the accumulator dtype (float32; float64 for float64 inputs).
-    `out_wire_dtype`: the same for the outputs that the schedule all_to_all sends home.
+    `out_wire_dtype`: the same for the outputs that the schedule all_to_all returns to their owners.
     `kv_wire_dtype`: None for the dtype of K and V; int8 or float8_e4m3fn halves what bf16 K and V cost on the wire and
     rounds what other ranks sent, a rank's own K and V never; gradients are those of the rounded values. Relative errors
     of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7, 0.6, 0.3 % in int8 and 2.1,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError
-from ringattn.partial import accumulator_dtype
+from ringattn.softmax_state import accumulator_dtype
 
 XPOS_GAMMA = 0.4
 """The paper's; it keeps the fastest fading element pair from vanishing at once."""

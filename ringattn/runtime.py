@@ -21,16 +21,16 @@ from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.executor import Arithmetic, Counters, Executor
 from ringattn.observe.marks import new_recording
 from ringattn.observe.spans import Recording
+from ringattn.pass_profiler import profiler_of
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
 from ringattn.pool import Pool
 from ringattn.problem import Problem
 from ringattn.rank_group import RankGroup
-from ringattn.records import Home
+from ringattn.records import LocalTensors
 from ringattn.schedule.routes import Route
 from ringattn.selective import unseen
 from ringattn.transport.base import Transport
-from ringattn.watch import watch_of
 
 _open: WeakSet[Runtime] = WeakSet()
 KEPT_PLANS = 256
@@ -157,9 +157,9 @@ class Runtime(RankGroup):
             del self._executors[next(iter(self._executors))]
         return executor
 
-    def begin(self, executor: Executor, make: Callable[[KV | None], Home]) -> Home:
+    def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
         """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
-        watch = watch_of(executor.plan, self._recording)
+        watch = profiler_of(executor.plan, self._recording)
         with self.guarded(), self.accounted(executor), unseen():
             self._make_room(executor)
             return executor.begin(self.transport, self.pool, make, watch)
@@ -168,7 +168,7 @@ class Runtime(RankGroup):
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
     ) -> Tensor | None:
         """One pass; see `Executor.run`. Inside `accounted`."""
-        watch = watch_of(executor.plan, self._recording)
+        watch = profiler_of(executor.plan, self._recording)
         with self.guarded():
             self._make_room(executor)
             return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep, watch)

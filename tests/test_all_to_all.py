@@ -15,7 +15,7 @@ from ringattn.planner.choose import plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import rows_served
 from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
-from ringattn.schedule.passes import serves
+from ringattn.schedule.passes import is_on_received
 from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.testing import run_ranks
@@ -26,7 +26,7 @@ from tests.test_sub_rings import geometric
 def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
     """All work on queries that came."""
     steps = schedule_of(case.problem, ALL_TO_ALL, backward).steps
-    return [item for step in steps for item in step.work if not isinstance(item, Merge) and serves(item)]
+    return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
 
 
 @covering
@@ -55,7 +55,7 @@ def test_every_pair_of_two_ranks_meets_once_on_the_owner_of_its_head(case: Case)
 def test_what_is_served_travels_and_what_is_made_comes_home(case: Case) -> None:
     for backward, inputs, results in (
         (False, {Kind.Q, Kind.KV}, {Kind.OUT}),
-        (True, {Kind.Q, Kind.KV, Kind.SEED}, {Kind.DQ, Kind.DKV}),
+        (True, {Kind.Q, Kind.KV, Kind.GRAD_OUT}, {Kind.DQ, Kind.DKV}),
     ):
         steps = schedule_of(case.problem, ALL_TO_ALL, backward).steps
         arrives, leaves = rows_served(served(case, backward))
@@ -115,7 +115,7 @@ class Asked(PlainEngine):
 
 
 def test_engines_hear_what_others_add_to() -> None:
-    """Outputs and dQ that others add to stay wide, and so do those that go home."""
+    """Outputs and dQ that others add to stay wide, and so do those that are returned to their owners."""
     asked: dict[str, Any] = {}
 
     def body(ring: Ring) -> None:

@@ -17,12 +17,12 @@ from ringattn.bench import attention_memory
 from ringattn.bench.attention_memory import Drawn, drawn, greatest_deviation, on_rank
 from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.engine.aten import AtenEngine
-from ringattn.engine.base import KV, Engine, Seed, Sizes, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.strips import kernel_bytes
 from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
 from ringattn.observe.storages import StorageMeter
-from ringattn.partial import accumulator_dtype
+from ringattn.softmax_state import accumulator_dtype
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by
 
@@ -116,11 +116,11 @@ def test_workspace_is_what_the_allocator_gave(
     q, kv = normal(n, heads, dim), KV(normal(m, kv_heads, dim), normal(m, kv_heads, value_dim))
     tile = Tile(Strip(Run(0, n), Run(0, n)), Strip(Run(0, m), Run(0, m)), band, Run(0, heads))
     (work,) = engine.prepare([[tile]], Softmax(scale, heads // kv_heads), n, heads)
-    carry, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
-    there = allocated(lambda: engine.attend(q, kv, carry, work))
+    state, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
+    there = allocated(lambda: engine.attend(q, kv, state, work))
     assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there
-    dout, out = normal(n, heads, value_dim), carry.out.settled(dtype)
-    seed = Seed(dout, out, carry.lse, None, engine.delta(dout, out, None))
+    dout, out = normal(n, heads, value_dim), state.out.finalized(dtype)
+    seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
     dq, into = engine.begin_grad([work], q, value_dim), KV(*(x.to(accumulator_dtype(dtype)).clone() for x in kv[:2]))
     back = allocated(lambda: engine.attend_grad(q, kv, seed, dq, into, work))
     assert back - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= back

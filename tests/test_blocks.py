@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringattn.engine.blocks import LIMIT, Blocks, key_blocks, query_blocks
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
-from ringattn.sweep import tiles_of
+from ringattn.tiling import tiles_of
 from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
 from tests.strategies import Case, covering
 

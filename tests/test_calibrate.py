@@ -18,7 +18,7 @@ from ringattn.bench.gate import GateError
 from ringattn.cli import main
 from ringattn.errors import InputError, RingError
 from ringattn.launch import calibrate, calibration
-from ringattn.launch.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, settled
+from ringattn.launch.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, finalized
 from ringattn.launch.constants import constants_of, least_squares, link_fit
 from ringattn.planner.cluster import UNITS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
@@ -85,7 +85,7 @@ def test_short_calls_count_as_much_as_long_ones() -> None:
 
 def test_the_faster_half_is_kept() -> None:
     ranks = [{"seconds": {"copy": [1.0, 9.0, 3.0, 2.0]}}, {"seconds": {"copy": [3.0, 9.0, 3.0, 2.0]}}]
-    assert settled(ranks) == {"copy": 2.0}  # means 2, 9, 3, 2; of the faster half, 2 and 2, the median
+    assert finalized(ranks) == {"copy": 2.0}  # means 2, 9, 3, 2; of the faster half, 2 and 2, the median
 
 
 def test_shapes_tell_costs_apart() -> None:

@@ -14,7 +14,7 @@ from ringattn.problem import Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ALL_TO_ALL, ROUTES, SUB_RINGS, schedule_of
-from ringattn.sweep import tiles_of
+from ringattn.tiling import tiles_of
 from tests.test_sub_rings import geometric
 
 

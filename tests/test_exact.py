@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.engine.base import KV, Output, Seed
+from ringattn.engine.base import KV, BackwardInputs, Output
 from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -188,7 +188,7 @@ def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
 
         seen = 0
 
-        def attend_grad(self, q: torch.Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: Any) -> None:
+        def attend_grad(self, q: torch.Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: Any) -> None:
             assert dq.carried is not None
             assert all(x.stride(-1) == 1 for x in (q, *kv[:2], seed.dout, seed.out, dq.carried, *dkv[:2]))
             Strict.seen += 1

@@ -25,7 +25,7 @@ from ringattn.planner import extent
 from ringattn.planner.extent import excess
 from ringattn.problem import Problem
 from ringattn.schedule.routes import ROUTES
-from ringattn.sweep import cut, edges_of, spanned, tiles_of
+from ringattn.tiling import cut, edges_of, spanned, tiles_of
 
 TRILLION = 10**12
 

@@ -41,7 +41,7 @@ def test_plans_hand_on_what_their_backward_begins_with(route: Route, case: Case)
     whole = schedule_of(case.problem, route, True)
     verify(whole)
     again = [copy for step in whole.steps for copy in step.copies if copy.block.kind in INPUTS]
-    assert all(copy.block.kind is Kind.SEED for copy in again)
+    assert all(copy.block.kind is Kind.GRAD_OUT for copy in again)
     for rank in range(case.ranks):
         there, back = (plan_of(case.problem, route, rank, backward) for backward in (False, True))
         verify_placement(there)

@@ -18,7 +18,7 @@ from ringattn.schedule.ops import AttendGrad, Block, Copy, Kind, Merge, PartTile
 from ringattn.schedule.passes import rows_read
 from ringattn.schedule.routes import ROUTES, schedule_of
 from ringattn.schedule.verify import verify
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)
@@ -178,7 +178,7 @@ def test_a_dropped_merge(route: str) -> None:
     whole = schedule(route, True)
     at, merge = merge_step(whole)
     work = tuple(item for item in whole.steps[at].work if item is not merge)
-    told = r"DK?[QV]\d@\d\S* arrived and was never merged|was never sent home|nothing was added"
+    told = r"DK?[QV]\d@\d\S* arrived and was never merged|was never returned to its owner|nothing was added"
     with pytest.raises(PlanError, match=told):
         verify(with_step(whole, at, work=work))
 
@@ -218,7 +218,7 @@ def test_a_sum_that_stays_away(route: str) -> None:
         step._replace(work=tuple(i for i in step.work if not (isinstance(i, Merge) and lost(i.part, orphans))))
         for step in whole.steps
     ]
-    with pytest.raises(PlanError, match=r"DKV\d@\d\S* was never sent home"):
+    with pytest.raises(PlanError, match=r"DKV\d@\d\S* was never returned to its owner"):
         verify(replace(whole, steps=tuple(steps)))
 
 
@@ -243,9 +243,9 @@ def test_a_query_that_was_not_sent() -> None:
         verify(whole)
     more = Part(Run(9, 1), (Run(0, 1),))
     whole = with_first_copy(
-        schedule("all_to_all", True), Kind.SEED, lambda copy: copy._replace(content=(*copy.content, more))
+        schedule("all_to_all", True), Kind.GRAD_OUT, lambda copy: copy._replace(content=(*copy.content, more))
     )
-    with pytest.raises(PlanError, match=r"sends rows of SEED\d/0 to rank \d that nobody reads there"):
+    with pytest.raises(PlanError, match=r"sends rows of GRAD_OUT\d/0 to rank \d that nobody reads there"):
         verify(whole)
 
 

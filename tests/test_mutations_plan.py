@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ringattn.errors import PlanError
-from ringattn.plan import Add, Fold, Plan, buffer_bytes
+from ringattn.plan import Add, AttendOp, Plan, buffer_bytes
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.routes import ROUTES
@@ -73,7 +73,7 @@ def test_a_part_that_lies_elsewhere() -> None:
     whole = plan("all_to_all", False)
     part = next(index for index, one in enumerate(whole.buffers) if one.inside is not None)
     whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
-    with pytest.raises(PlanError, match=r"rank 1: .* served does not lie in \w+ served"):
+    with pytest.raises(PlanError, match=r"rank 1: .* received does not lie in \w+ received"):
         verify_placement(moved(whole, part, whole.arena_bytes // 2))
 
 
@@ -147,7 +147,7 @@ def test_keys_read_in_the_step_that_receives_them(backward: bool) -> None:
     whole = plan("ring", backward)
     at = next(at for at, step in enumerate(whole.steps) if step.recvs)
     buffer = whole.steps[at].recvs[0].buffer
-    fold = next(item for step in whole.steps for item in step.work if isinstance(item, Fold) and item.kv == buffer)
+    fold = next(item for step in whole.steps for item in step.work if isinstance(item, AttendOp) and item.kv == buffer)
     with pytest.raises(PlanError, match=r"is read too early"):
         verify_placement(with_plan_step(whole, at, work=(*whole.steps[at].work, fold)))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringattn.errors import TransportError
-from ringattn.plan import Add, Fold, Plan, PlanStep
+from ringattn.plan import Add, AttendOp, Plan, PlanStep
 from ringattn.planner.choose import plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.content import size
@@ -171,8 +171,8 @@ def unpacked(whole: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("backward", "change"),
     [
-        (False, without(Fold)),
-        (True, without(Fold)),
+        (False, without(AttendOp)),
+        (True, without(AttendOp)),
         (True, without(Add)),
         (True, unzeroed),
         (False, unpacked),

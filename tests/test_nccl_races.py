@@ -23,7 +23,7 @@ from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import DisagreementError
 from ringattn.plan import Plan
-from ringattn.records import Home, Records
+from ringattn.records import LocalTensors, PackedBuffer
 from ringattn.schedule.routes import ROUTES
 from ringattn.transport.nccl.communicator import Call, Communicator
 from ringattn.transport.nccl.hop import NcclTicket
@@ -51,9 +51,9 @@ def extent(x: Tensor) -> list[Range]:
     return [(x.data_ptr(), (last + 1) * x.element_size())]
 
 
-def flat(place: Records | Home) -> list[Range]:
-    """The bytes of a packed buffer; nobody exchanges a home."""
-    return extent(place.flat) if isinstance(place, Records) else []
+def flat(place: PackedBuffer | LocalTensors) -> list[Range]:
+    """The bytes of a packed buffer; nobody exchanges a local."""
+    return extent(place.flat) if isinstance(place, PackedBuffer) else []
 
 
 class Touching:
@@ -80,11 +80,11 @@ def touching(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs, merges and zeros say what they touch too."""
     pack, add = ringattn.executor.pack, ringattn.executor.add
 
-    def touched_pack(source: Records | Home, into: Records) -> None:
+    def touched_pack(source: PackedBuffer | LocalTensors, into: PackedBuffer) -> None:
         here.gpu.touch(reads=flat(source), writes=flat(into), label="pack")
         pack(source, into)
 
-    def touched_add(part: Records, into: Records | Home) -> None:
+    def touched_add(part: PackedBuffer, into: PackedBuffer | LocalTensors) -> None:
         here.gpu.touch(reads=flat(part) + flat(into), writes=flat(into), label="add")
         add(part, into)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.plan import ALIGNMENT_BYTES, HOME, Add, Fold, Plan, Send, Serve
+from ringattn.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendReceivedOp, Plan, Send
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
@@ -41,7 +41,7 @@ def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
     if dtype not in ITEM_BYTES:
         return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
     values = {Kind.KV: q + v, Kind.DKV: q + v, Kind.Q: q, Kind.DQ: q}.get(kind, v) * ITEM_BYTES[dtype]
-    scalars = {Kind.OUT: 1, Kind.SEED: 2}.get(kind, 0)  # lse; lse and delta
+    scalars = {Kind.OUT: 1, Kind.GRAD_OUT: 2}.get(kind, 0)  # lse; lse and delta
     return batch * (math.ceil(values / 4) * 4 + 4 * scalars)
 
 
@@ -64,17 +64,17 @@ def touched(plan: Plan) -> dict[int, set[int]]:
             named += [pack.source, pack.into]
         named += [message.buffer for message in (*step.sends, *step.recvs)]
         for item in step.work:
-            if isinstance(item, Serve):
+            if isinstance(item, AttendReceivedOp):
                 named += [item.q, item.kv, item.result, item.seed, item.dkv]
             else:
                 named += [item.part, item.into] if isinstance(item, Add) else [item.kv, item.dkv]
         for buffer in named:
-            if buffer != HOME and (inside := plan.buffers[buffer].inside):
+            if buffer != LOCAL and (inside := plan.buffers[buffer].inside):
                 steps[inside.buffer].add(now)
             inner = [n for n, one in enumerate(plan.buffers) if one.inside and one.inside.buffer == buffer]
             for part in (buffer, *inner):
                 steps[part].add(now)
-    steps.pop(HOME, None)
+    steps.pop(LOCAL, None)
     return steps
 
 
@@ -154,13 +154,13 @@ def check_packs_only_what_does_not_lie_in_one_piece(passes: Passes) -> None:
         for step in plan.steps:
             for pack in step.packs:
                 into = plan.buffers[pack.into]
-                if pack.source == HOME:
+                if pack.source == LOCAL:
                     continue
                 source, wanted = plan.buffers[pack.source], wire_order(into.content)
                 spots = wire_order(source.content)
                 at = [spots.index(spot) for spot in wanted]
                 assert source.dtype != into.dtype or at != list(range(at[0], at[0] + len(at)))
-        packed = [pack.into for step in plan.steps for pack in step.packs if pack.source == HOME]
+        packed = [pack.into for step in plan.steps for pack in step.packs if pack.source == LOCAL]
         own = re.compile(rf"(KV|Q|SEED){plan.rank}(/\d+)? (packed|coded|in .*)")
         shared = [into for into in packed if own.fullmatch(plan.buffers[into].label)]
         assert len(packed) == len(set(packed)) and len(shared) >= bool(packed)
@@ -183,7 +183,7 @@ def check_bytes_and_messages_are_the_schedules(passes: Passes, case: Case, route
 
 def check_folds_read_the_rows_they_mean(passes: Passes, case: Case) -> None:
     for plan in (plan for plans in passes for plan in plans):
-        for fold in (item for step in plan.steps for item in step.work if isinstance(item, Fold)):
+        for fold in (item for step in plan.steps for item in step.work if isinstance(item, AttendOp)):
             sides = ((fold.kv, fold.kv_row, fold.kv_step), (fold.dkv, fold.dkv_row, fold.dkv_step))
             for buffer, base, step in sides[: 1 + plan.backward]:
                 rows = held_rows(case, plan, buffer, fold)
@@ -194,9 +194,9 @@ def check_folds_read_the_rows_they_mean(passes: Passes, case: Case) -> None:
                         assert {head for head, _ in held} == {tile.heads.start // case.problem.group}
 
 
-def held_rows(case: Case, plan: Plan, buffer: int, fold: Fold) -> list[tuple[int, int]]:
+def held_rows(case: Case, plan: Plan, buffer: int, fold: AttendOp) -> list[tuple[int, int]]:
     """(K/V head, position) of each row that a fold can name in a buffer; heads only where a row has one."""
-    if buffer == HOME:
+    if buffer == LOCAL:
         return [(0, int(position)) for position in case.problem.kv_layout.positions(plan.rank)]
     if fold.owner is not None:
         part = next(part for part in plan.buffers[buffer].content if part.heads == fold.heads)
@@ -256,8 +256,8 @@ def test_a_narrow_wire_is_packed_beside_the_sum() -> None:
     case = simple("contiguous", 64, 4)
     wide, narrow = (plan_of(replace(case.problem, wire_dtype=wire), RING, 1, True) for wire in (None, "bfloat16"))
     assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V once, sums at one instead of two
-    assert any(pack.source != HOME for step in narrow.steps for pack in step.packs)
-    assert all(pack.source == HOME for step in wide.steps for pack in step.packs)
+    assert any(pack.source != LOCAL for step in narrow.steps for pack in step.packs)
+    assert all(pack.source == LOCAL for step in wide.steps for pack in step.packs)
 
 
 # --- the simulator ---------------------------------------------------------------------------------------------------
@@ -282,7 +282,8 @@ def test_simulation_ends_whatever_the_plans(case: Case) -> None:
     for route, wire in (*OWN_DTYPE, EIGHT_BIT[0]):
         times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route, wire)]
         for plans, time in zip(plans_of(case, route, wire), times, strict=True):
-            work = [sum(i.tiles.area() for s in p.steps for i in s.work if isinstance(i, (Fold, Serve))) for p in plans]
+            ops = AttendOp, AttendReceivedOp
+            work = [sum(i.tiles.area() for s in p.steps for i in s.work if isinstance(i, ops)) for p in plans]
             assert all((busy > 0) == (area > 0) for busy, area in zip(time.busy_us, work, strict=True))
             assert time.total_us >= max(time.busy_us)
             assert (time.total_us > 0) == any((*work, *(plan.messages for plan in plans)))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ringattn.errors import PlanError
 from ringattn.geometry import Run
-from ringattn.plan import Fold, Form, Pack, Plan
+from ringattn.plan import AttendOp, Pack, Plan, RecordLayout
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.problem import EIGHT_BIT
-from ringattn.records import TORCH_DTYPE, Home, Records, pack, quantize, restore
+from ringattn.records import TORCH_DTYPE, LocalTensors, PackedBuffer, pack, quantize, restore
 from ringattn.schedule.content import Part
 from ringattn.schedule.routes import ROUTES
 from tests.eight_bits import E4M3, LARGEST, rounded
@@ -93,15 +93,15 @@ def test_what_is_relayed_is_relayed_as_it_came(code: str) -> None:
     whole = tuple(Part(each, (Run(0, 12),)) for each in heads)
     some = Part(heads[0], (Run(1, 3), Run(7, 1))), Part(heads[1], (Run(4, 2), Run(10, 2)))
 
-    def records(content: tuple[Part, ...], dtype: str | None) -> Records:
+    def records(content: tuple[Part, ...], dtype: str | None) -> PackedBuffer:
         count = 2 * sum(part.heads.count * part.row_count for part in content)
         flat = torch.full((count * (7 + 1 + 8),), 0xFF, dtype=torch.uint8) if dtype else torch.full((count * 7,), 77.0)
-        return Records(flat, content, 2, Form((5, 2), 1 if dtype else 0), TORCH_DTYPE[dtype or "float32"])
+        return PackedBuffer(flat, content, 2, RecordLayout((5, 2), 1 if dtype else 0), TORCH_DTYPE[dtype or "float32"])
 
     came, gathered, packed = records(whole, code), records(some, code), records(some, code)
-    pack(Home(k, v), came)
+    pack(LocalTensors(k, v), came)
     pack(came, gathered)
-    pack(Home(k, v), packed)
+    pack(LocalTensors(k, v), packed)
     assert torch.equal(gathered.flat, packed.flat)
     pack(gathered, back := records(some, None))
     for part in some:
@@ -141,7 +141,7 @@ def test_broken_restores_are_found(route: str, backward: bool) -> None:
 def raw_reads_are_found(whole: Plan, at: int, restored: Pack) -> None:
     """A fold that reads the codes."""
     raw = tuple(
-        item._replace(kv=restored.source) if isinstance(item, Fold) and item.kv == restored.into else item
+        item._replace(kv=restored.source) if isinstance(item, AttendOp) and item.kv == restored.into else item
         for item in whole.steps[at].work
     )
     with pytest.raises(PlanError, match=r"step \d: KV\d\S* from rank \d is not restored"):

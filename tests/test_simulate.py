@@ -15,7 +15,7 @@ from ringattn.errors import InputError
 from ringattn.geometry import CAUSAL, FULL, Band, Run
 from ringattn.layout import make_layout
 from ringattn.mask import Banded
-from ringattn.plan import Add, Fold, Plan, Serve
+from ringattn.plan import Add, AttendOp, AttendReceivedOp, Plan
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.simulate import Timeline, simulate
@@ -250,7 +250,7 @@ def test_work_of_every_kind_is_counted() -> None:
     for backward in (False, True):
         plans = plans_of(problem_of(2, tokens=48), "all_to_all", backward)
         kinds = {type(item) for plan in plans for step in plan.steps for item in step.work}
-        assert kinds & {Fold, Serve, Add}
+        assert kinds & {AttendOp, AttendReceivedOp, Add}
         slow, fast = (simulate(plans, Cluster("c", 1e30, 1e30, 0, copy_bytes_s=rate)).total_us for rate in (1e6, 2e6))
         assert slow == pytest.approx(2 * fast)
 

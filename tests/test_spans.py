@@ -16,12 +16,12 @@ from ringattn import InputError, Ring
 from ringattn.engine.plain import PlainEngine
 from ringattn.observe import marks
 from ringattn.observe.spans import Recording
+from ringattn.pass_profiler import PassProfiler
 from ringattn.projected import Heads, projected_attention
 from ringattn.schedule.routes import ROUTES
 from ringattn.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalTicket
-from ringattn.watch import Watch
 from tests.contract.threads import on_threads
 
 TOKENS = 37
@@ -258,7 +258,7 @@ def test_on_the_host_a_wait_lasts_as_long_as_it_does(monkeypatch: pytest.MonkeyP
 
 def test_off_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(Watch, "__init__", lambda self, *args: made.append(args))
+    monkeypatch.setattr(PassProfiler, "__init__", lambda self, *args: made.append(args))
     kept: list[Ring] = []
 
     def body(ring: Ring) -> None:

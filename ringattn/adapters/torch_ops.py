@@ -25,10 +25,10 @@ from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
 from ringattn.errors import ClosedError, InputError
 from ringattn.mask import make_mask
-from ringattn.partial import accumulator_dtype
 from ringattn.ring import Ring
 from ringattn.runtime import AttentionCall
 from ringattn.sequence import Sequence, sequence_with
+from ringattn.softmax_state import accumulator_dtype
 from ringattn.spec import AttentionSpec, Window
 
 ACTIVE = 0

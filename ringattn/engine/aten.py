@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
 from ringattn.engine.strips import Strips
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Run, Tile
-from ringattn.partial import NEG_INF, accumulator_dtype, by_row, merge_
+from ringattn.softmax_state import NEG_INF, accumulator_dtype, by_row, merge_
 
 ops = torch.ops.aten
 
@@ -195,21 +195,21 @@ class AtenEngine(Accumulating):
             works.append(AtenWork(pieces, scaling(softmax.scale), plain))
         return works
 
-    def attend(self, q: Tensor, kv: KV, carry: Carry, work: AtenWork) -> None:
-        """Fold the tiles into the carry, in place."""
+    def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: AtenWork) -> None:
+        """Accumulate the tiles into the state, in place."""
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0)
         if op is None:
-            self._plain.attend(q, kv, carry, work.plain)
+            self._plain.attend(q, kv, state, work.plain)
             return
         for rectangle, heads in work.rectangles:
             at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            self._attend_rectangle(at, op, width, q, kv, carry, work.scaling)
+            self._attend_rectangle(at, op, width, q, kv, state, work.scaling)
 
     def _attend_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, carry: Carry, by: Scaling
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, state: SoftmaxState, by: Scaling
     ) -> None:
         """One rectangle, in a call of its own so that what it allocates is gone before the next one."""
-        out, lse, rectangle = carry.out.carried, carry.lse, at.rectangle
+        out, lse, rectangle = state.out.carried, state.lse, at.rectangle
         assert out is not None
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
         q_part, k, v = (_operand(x, width) for x in (_times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
@@ -217,7 +217,7 @@ class AtenEngine(Accumulating):
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
         merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: AtenWork) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: AtenWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if seed.dlse is None else 1)
         if op is None:
@@ -228,7 +228,8 @@ class AtenEngine(Accumulating):
             self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.scaling)
 
     def _grad_of_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, by: Scaling
+        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV,
+        by: Scaling,
     ) -> None:
         """As `_attend_rectangle`."""
         into, rectangle = dq.carried, at.rectangle

@@ -1,6 +1,6 @@
 """What the runtime asks of an engine, and nothing more.
 
-An engine does the arithmetic of one rank: it folds tiles into a partial, and tiles into gradients. All tensors are
+An engine does the arithmetic of one rank: it accumulates tiles into a softmax state, or into gradients. All tensors are
 *row-first*: (rows, batch, heads, dim), any strides with a contiguous last dimension, so that a user's tensor (a
 transposed view) and a received message (rows outermost) look alike.
 Does not know: ranks, schedules, transports.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.geometry import Tile
-from ringattn.partial import accumulator_dtype, identity
+from ringattn.softmax_state import accumulator_dtype, identity
 
 
 class Softmax(NamedTuple):
@@ -37,7 +37,7 @@ class KV(NamedTuple):
     first_head: int = 0
 
 
-class Seed(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What backward starts from, for the rank's own queries.
 
     `dout`: (rows, batch, heads, d_v). `out`: the final output, same shape. `lse`: (batch, heads, rows), merged over
@@ -56,13 +56,13 @@ class Output(NamedTuple):
     """What a pass makes for the rank's own query rows, attention or dQ: (rows, batch, heads, dim).
 
     `carried`: in the accumulator dtype, between the steps; None where no step hands anything to a later one. `result`:
-    in the inputs' dtype, where the last step that meets a row puts what is then final; None where `settled` converts.
+    in the inputs' dtype, where the last step that meets a row puts what is then final; None where `finalized` converts.
     """
 
     carried: Tensor | None
     result: Tensor | None = None
 
-    def settled(self, dtype: torch.dtype) -> Tensor:
+    def finalized(self, dtype: torch.dtype) -> Tensor:
         """What it is after the last step, in the inputs' dtype."""
         if self.result is not None:
             return self.result
@@ -70,7 +70,7 @@ class Output(NamedTuple):
         return self.carried.to(dtype)
 
 
-class Carry(NamedTuple):
+class SoftmaxState(NamedTuple):
     """The online softmax of the rank's own queries between the steps of a pass.
 
     `out`: normalized over the keys seen so far. `lse`: (batch, heads, rows), natural log, accumulator dtype; what it
@@ -109,23 +109,23 @@ class Engine(Protocol):
         """
         ...
 
-    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
-        """The carry before the first of the steps. `sinks`: (heads,) logits that take weight and give no value."""
+    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
+        """The state before the first of the steps. `sinks`: (heads,) logits that take weight and give no value."""
         ...
 
-    def attend(self, q: Tensor, kv: KV, carry: Carry, work: Any) -> None:
-        """Fold a step's tiles into the carry, in place."""
+    def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: Any) -> None:
+        """Accumulate a step's tiles into the state, in place."""
         ...
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """`Seed.delta` of these parts of the seed."""
+        """`BackwardInputs.delta` of these parts of the seed."""
         ...
 
     def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
         """dQ before the first of the steps."""
         ...
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: Any) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: Any) -> None:
         """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place."""
         ...
 
@@ -140,13 +140,13 @@ class Engine(Protocol):
 class Accumulating:
     """The part of an engine that carries in accumulators from the first step to the last."""
 
-    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
+    def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Nothing seen yet but the sinks."""
         rows, batch, heads, _ = q.shape
         out, lse = identity(rows, batch, heads, value_dim, like=q)
         if sinks is not None:
             lse.copy_(sinks[None, :, None])
-        return Carry(Output(out), lse)
+        return SoftmaxState(Output(out), lse)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
         """In plain torch."""

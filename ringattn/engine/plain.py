@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.geometry import Run, Tile
-from ringattn.partial import NEG_INF, accumulator_dtype, merge_, weights
+from ringattn.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
 SCORES_BYTES = 64 << 20
 
@@ -51,14 +51,14 @@ class PlainEngine(Accumulating):
             for tiles in steps
         ]
 
-    def attend(self, q: Tensor, kv: KV, carry: Carry, work: PlainWork) -> None:
-        """Fold the tiles into the carry, in place."""
-        assert carry.out.carried is not None
+    def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: PlainWork) -> None:
+        """Accumulate the tiles into the state, in place."""
+        assert state.out.carried is not None
         for tile, heads in work.tiles:
-            for part in _parts(tile, heads.q_heads.count * q.shape[1], carry.lse.element_size()):
-                _attend_part(q, _held(kv, heads), heads, carry, _chunk(part, q.device), work.softmax)
+            for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
+                _attend_part(q, _held(kv, heads), heads, state, _chunk(part, q.device), work.softmax)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: PlainWork) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: PlainWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
         assert dq.carried is not None
         for tile, heads in work.tiles:
@@ -79,9 +79,9 @@ class PlainEngine(Accumulating):
         )
 
 
-def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, carry: Carry, chunk: _Chunk, softmax: Softmax) -> None:
-    """Fold some rows into the carry; a call of its own, so that what it allocates is gone before the next one."""
-    out, lse, rows, cols = carry.out.carried, carry.lse, chunk.q_rows, chunk.k_rows
+def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk: _Chunk, softmax: Softmax) -> None:
+    """Accumulate some rows into the state; a call of its own, so that what it allocates is gone before the next one."""
+    out, lse, rows, cols = state.out.carried, state.lse, chunk.q_rows, chunk.k_rows
     assert out is not None
     q_heads = as_slice(heads.q_heads)
     s = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax)[0]
@@ -92,7 +92,7 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, carry: Carry, chunk: _Chun
 
 
 def _grad_of_part(
-    q: Tensor, kv: KV, heads: HeadGroup, seed: Seed, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
+    q: Tensor, kv: KV, heads: HeadGroup, seed: BackwardInputs, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
 ) -> None:
     """Add the gradients of some rows, in place; a call of its own as `_attend_part`."""
     rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)

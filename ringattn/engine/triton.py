@@ -5,7 +5,7 @@ the first step to the last; softcap, sinks, any head dimensions to 256, any stri
 unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first pass on a
 device makes and keeps. Where every query row has its first and its last launch, no state is set before the pass, read
 by the first or kept after the last.
-Needs a CUDA device, or Triton's interpreter.
+ReadSets a CUDA device, or Triton's interpreter.
 Does not know: ranks, schedules, float64 (refused).
 """
 
@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ringattn.engine.base import KV, Accumulating, Carry, Output, Seed, Sizes, Softmax
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import Tile
@@ -68,7 +68,7 @@ class TritonEngine(Accumulating):
         whole = PassTables(steps, softmax, rows, heads, more)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
-    def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> Carry:
+    def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         config = self._configs_for(q, value_dim).forward
         if works and config.form == "gluon":
@@ -78,10 +78,10 @@ class TritonEngine(Accumulating):
         if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
             return super().begin(works, q, value_dim, sinks)
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
-        return Carry(_uninitialized(q, value_dim, tables.alone), lse, sinks)
+        return SoftmaxState(_uninitialized(q, value_dim, tables.alone), lse, sinks)
 
-    def attend(self, q: Tensor, kv: KV, carry: Carry, work: TritonWork) -> None:
-        """Fold the tiles into the carry, in place. Raises UnsupportedError for float64 and head dimensions > 256."""
+    def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: TritonWork) -> None:
+        """Accumulate the tiles into the state, in place. UnsupportedError for float64 and head dimensions > 256."""
 
         def describe(
             q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, result: Tensor | None,
@@ -103,7 +103,7 @@ class TritonEngine(Accumulating):
                 ]  # fmt: skip
             return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))]
 
-        self._launch(work, kv, (q, kv.k, kv.v, carry.lse, *carry.out, carry.sinks), describe)
+        self._launch(work, kv, (q, kv.k, kv.v, state.lse, *state.out, state.sinks), describe)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
         """By a kernel, in one pass."""
@@ -121,7 +121,7 @@ class TritonEngine(Accumulating):
             return _uninitialized(q, q.shape[3], tables.alone)
         return super().begin_grad(works, q, value_dim)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Seed, dq: Output, dkv: KV, work: TritonWork) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: TritonWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place, `dq` first. Raises as `attend` does."""
 
         def describe(

@@ -15,7 +15,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from ringattn.plan import Fold, Plan, PlanStep, Serve
+from ringattn.plan import AttendOp, AttendReceivedOp, Plan, PlanStep
 from ringattn.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
 
 WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project", "end"
@@ -210,5 +210,5 @@ def named(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
         computes = bool(step.packs)
     elif phase == WORK:
         computes = bool(step.work or step.zeros or step.restores)
-        phase = "attend" if any(isinstance(item, (Fold, Serve)) for item in step.work) else "merge"
+        phase = "attend" if any(isinstance(item, (AttendOp, AttendReceivedOp)) for item in step.work) else "merge"
     return f"step {step.number} {phase}", computes

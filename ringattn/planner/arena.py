@@ -12,12 +12,12 @@ from collections import defaultdict
 from ringattn.errors import PlanError
 from ringattn.plan import (
     ALIGNMENT_BYTES,
-    HOME,
+    LOCAL,
     Add,
+    AttendOp,
+    AttendReceivedOp,
     Buffer,
-    Fold,
     Plan,
-    Serve,
     buffer_bytes,
     record_bytes,
     record_elements,
@@ -81,9 +81,9 @@ def verify_placement(plan: Plan) -> None:
         written[buffer] = used[buffer] = now
 
     def read(buffer: int, now: int, after: int = 0) -> None:
-        for part in parts[buffer] if buffer != HOME else ():
+        for part in parts[buffer] if buffer != LOCAL else ():
             read(part, now, after if part in received else 0)
-        if buffer != HOME and not parts[buffer]:
+        if buffer != LOCAL and not parts[buffer]:
             if written.get(buffer, now + 1) > now - after:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
             used[buffer] = now
@@ -109,13 +109,13 @@ def verify_placement(plan: Plan) -> None:
             read(pack.source, now, after=pack.source in received)
             write(pack.into, now)
         for item in step.work:
-            if isinstance(item, Serve):
+            if isinstance(item, AttendReceivedOp):
                 write(item.result, now)
                 for source in (item.q, item.kv, item.seed, item.dkv):
                     read(source, now)
                 continue
             sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
-            if isinstance(item, Fold) and item.kv != HOME and plan.buffers[item.kv].dtype in EIGHT_BIT:
+            if isinstance(item, AttendOp) and item.kv != LOCAL and plan.buffers[item.kv].dtype in EIGHT_BIT:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.kv].label} is not restored")
             for source in sources:
                 read(source, now, after=source in received)

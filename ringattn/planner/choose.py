@@ -15,8 +15,8 @@ from ringattn.planner.cost import forward_seconds
 from ringattn.planner.place import project
 from ringattn.problem import Problem
 from ringattn.schedule.content import size
-from ringattn.schedule.needs import needs_of
 from ringattn.schedule.ops import Kind
+from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
     ALL_GATHER,
     DIRECT,
@@ -58,7 +58,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
     else:
-        relayed, direct = needs_of(problem).totals
+        relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
     return replace(route, keeps=_little_comes(problem, route))
 
@@ -74,8 +74,8 @@ def _fastest(problem: Problem, cluster: Cluster) -> Route:
 
 def _fetched(problem: Problem) -> list[int]:
     """By rank: rows times K/V heads of others that it reads."""
-    needs, ranks = needs_of(problem), range(problem.world_size)
-    return [sum(size(needs.read(owner, reader)) for owner in ranks if owner != reader) for reader in ranks]
+    reads, ranks = read_sets_of(problem), range(problem.world_size)
+    return [sum(size(reads.read(owner, reader)) for owner in ranks if owner != reader) for reader in ranks]
 
 
 def _little_comes(problem: Problem, route: Route) -> bool:
@@ -95,7 +95,7 @@ def _little_comes(problem: Problem, route: Route) -> bool:
 
 @lru_cache(maxsize=256)
 def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
-    """The plan of one rank, made from the readers' needs without building the other ranks' plans."""
+    """The plan of one rank, made from the readers' reads without building the other ranks' plans."""
     make = backward_of_rank if backward else forward_of_rank
     with _alone:
         return project(make(problem, route, rank), rank, route.keeps)

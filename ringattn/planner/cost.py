@@ -19,7 +19,7 @@ from ringattn.planner.cluster import Cluster
 from ringattn.planner.work import attention_s
 from ringattn.problem import Problem
 from ringattn.schedule.ops import Kind
-from ringattn.sweep import edges_of, pieces_of
+from ringattn.tiling import edges_of, pieces_of
 
 
 class Counts(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ringattn.errors import InputError
 from ringattn.problem import Problem
-from ringattn.sweep import pieces_of, spanned
+from ringattn.tiling import pieces_of, spanned
 
 MOST_PIECES = 2**18
 """Of all branches, on all ranks: some hundred bytes each."""

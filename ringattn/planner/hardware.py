@@ -50,7 +50,7 @@ SERVER = (("precision", "bf16_master"), ("recompute", "selective"), ("chunked_lo
 ROOMY = (("precision", "bf16_master"), ("recompute", "none"), ("chunked_loss_tokens", 8192), ("zero_stage", 3))
 
 NO_BF16 = "no bf16 arithmetic and 8 GiB: fp32, every layer recomputed, logits in small chunks"
-NO_NVLINK = "weights stay whole, because gathering them by PCIe in every layer (ZeRO 3) would cost more than it saves"
+NO_NVLINK = "weights stay whole, because packing them by PCIe in every layer (ZeRO 3) would cost more than it saves"
 NVLINK = "NVLink carries the weights of ZeRO 3; attention is the dear part of long sequences and is not run again"
 MUCH = "the memory holds activations of some length as they are; take recompute=selective for longer ones"
 

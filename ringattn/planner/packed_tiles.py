@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ringattn.schedule.content import Part
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
 
 def within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:

@@ -13,34 +13,34 @@ import numpy as np
 
 from ringattn.geometry import Run
 from ringattn.plan import (
-    HOME,
+    LOCAL,
     Add,
+    AttendOp,
+    AttendReceivedOp,
     Buffer,
-    Fold,
     Inside,
     Pack,
     Plan,
     PlanStep,
     Recv,
     Send,
-    Serve,
     record_elements,
 )
 from ringattn.planner.arena import lay_out
-from ringattn.planner.bundles import ONE, Bundle, arrivals_together
-from ringattn.planner.guests import Guests
+from ringattn.planner.fused_buffers import ONE, FusedBuffer, arrivals_together
 from ringattn.planner.packed_tiles import packed_rows, within_runs
+from ringattn.planner.received_heads import ReceivedHeads
 from ringattn.problem import EIGHT_BIT, Problem
 from ringattn.schedule.content import Content, Part, piece_of, size, union
 from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
-from ringattn.schedule.passes import serves
-from ringattn.sweep import TileTable
+from ringattn.schedule.passes import is_on_received
+from ringattn.tiling import TileTable
 
 
 def project(schedule: Schedule, rank: int, keeps: bool = False) -> Plan:
     """The plan of `rank`: its steps of the schedule, with every buffer placed.
 
-    `keeps`: a forward pass hands what came on to its backward.
+    `keeps`: a forward pass hands what it received on to its backward pass.
     """
     return _Projection(schedule.problem, schedule.restricted_to(rank), rank).plan(keeps)
 
@@ -53,7 +53,7 @@ class _Draft:
     packs: list[Pack] = field(default_factory=list)
     zeros: list[int] = field(default_factory=list)
     restores: list[Pack] = field(default_factory=list)
-    work: list[Fold | Serve | Add] = field(default_factory=list)
+    work: list[AttendOp | AttendReceivedOp | Add] = field(default_factory=list)
 
     def done(self, number: int, sends: list[Send], recvs: list[Recv]) -> PlanStep:
         """The step."""
@@ -82,10 +82,10 @@ class _Projection:
         }
         self.own = self._own_blocks()
         work = [item for _, step in self.steps for item in step.work if not isinstance(item, Merge)]
-        self.guests = Guests(item for item in work if serves(item))
-        bundles = (*self.guests.bundles.values(), *arrivals_together(schedule, rank, self.sums))
-        self.bundles = {block: bundle for bundle in bundles for block in bundle.contents}
-        self.bundled: dict[str, int] = {}
+        self.received = ReceivedHeads(item for item in work if is_on_received(item))
+        fused = (*self.received.fused.values(), *arrivals_together(schedule, rank, self.sums))
+        self.fused = {block: buffer for buffer in fused for block in buffer.contents}
+        self.fused_index: dict[str, int] = {}
 
     def plan(self, keeps: bool) -> Plan:
         """The finished plan."""
@@ -105,78 +105,78 @@ class _Projection:
         sends = [self._send(copy, draft) for copy in step.copies if copy.src == self.rank]
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         work = [item for item in step.work if not isinstance(item, Merge)]
-        if any(map(serves, work)):
-            self._serve(draft)
-        bundles = dict.fromkeys(self.bundles[item.kv] for item in work if self._is_bundled(item))
-        for bundle in bundles:
-            self._fold_bundle(bundle, [item for item in work if item.kv in bundle.contents], draft)
+        if any(map(is_on_received, work)):
+            self._attend_received(draft)
+        fused = dict.fromkeys(self.fused[item.kv] for item in work if self._is_fused(item))
+        for buffer in fused:
+            self._attend_fused(buffer, [item for item in work if item.kv in buffer.contents], draft)
         for item in work:
-            if not serves(item) and not self._is_bundled(item):
-                self._fold(item, draft)
+            if not is_on_received(item) and not self._is_fused(item):
+                self._attend(item, draft)
         for merge in (item for item in step.work if isinstance(item, Merge)):
             draft.work.append(Add(self._use(self.held[merge.part], now), self._sum(merge.into, draft)))
         return draft.done(index, sends, recvs)
 
-    def _is_bundled(self, item: Attend | AttendGrad) -> bool:
-        return not serves(item) and item.kv.owner != self.rank and item.kv in self.bundles
+    def _is_fused(self, item: Attend | AttendGrad) -> bool:
+        return not is_on_received(item) and item.kv.owner != self.rank and item.kv in self.fused
 
-    def _serve(self, draft: _Draft) -> None:
-        """The work on queries that came; what is the rank's own is put beside what came, as if it had come."""
-        for kind, bundle in self.guests.bundles.items():
-            for block, content in bundle.contents.items():
+    def _attend_received(self, draft: _Draft) -> None:
+        """The work on received queries; what is the rank's own is put beside what was received, as if it were too."""
+        for kind, buffer in self.received.fused.items():
+            for block, content in buffer.contents.items():
                 if kind not in INPUTS:
                     self.held[block] = self._inside(block, content, draft.now)
                 elif block.owner == self.rank:  # rounded as what is sent, so that all keys of a head are alike
                     own = self._arriving(block, content, f"{block} coded", draft.now)
-                    draft.packs.append(Pack(HOME, own))
-                    self._in_bundle(block, own, draft)
+                    draft.packs.append(Pack(LOCAL, own))
+                    self._in_fused(block, own, draft)
                 else:
-                    self._in_bundle(block, self.held[block], draft)
-        buffers = {kind: self.bundled[bundle.label] for kind, bundle in self.guests.bundles.items()}
-        inputs = self.guests.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
+                    self._in_fused(block, self.held[block], draft)
+        buffers = {kind: self.fused_index[buffer.label] for kind, buffer in self.received.fused.items()}
+        inputs = self.received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
         if self.backward:
             draft.zeros.append(buffers[Kind.DKV])
-            draft.work.append(Serve(*inputs, buffers[Kind.DQ], buffers[Kind.SEED], buffers[Kind.DKV]))
+            draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.DQ], buffers[Kind.GRAD_OUT], buffers[Kind.DKV]))
         else:
-            draft.work.append(Serve(*inputs, buffers[Kind.OUT]))
+            draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.OUT]))
 
-    def _fold_bundle(self, bundle: Bundle, items: list[Attend | AttendGrad], draft: _Draft) -> None:
-        """One fold for all work on a bundle."""
+    def _attend_fused(self, buffer: FusedBuffer, items: list[Attend | AttendGrad], draft: _Draft) -> None:
+        """One attention update for all work on a fused buffer."""
         for item in items:
-            self._in_bundle(item.kv, self.held[item.kv], draft)
-        dkv = HOME
+            self._in_fused(item.kv, self.held[item.kv], draft)
+        dkv = LOCAL
         if isinstance(items[0], AttendGrad):
-            sums = self.bundles[items[0].dkv]
+            sums = self.fused[items[0].dkv]
             for block, content in sums.contents.items():
                 self.held[block] = self._inside(block, content, draft.now)
-            dkv = self.bundled[sums.label]
+            dkv = self.fused_index[sums.label]
             draft.zeros.append(dkv)
-        draft.work.append(Fold(None, ONE, bundle.tiles(items), self.bundled[bundle.label], dkv=dkv))
+        draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer.label], dkv=dkv))
 
-    def _fold(self, item: Attend | AttendGrad, draft: _Draft) -> None:
-        """Folds of what lies at home, or of one block that came."""
-        kv = HOME if item.kv.owner == self.rank else self._readable(item.kv, draft)
-        dkv = self._sum(item.dkv, draft) if isinstance(item, AttendGrad) else HOME
-        if kv == dkv == HOME and len(item.tiles) > 1:
+    def _attend(self, item: Attend | AttendGrad, draft: _Draft) -> None:
+        """Attention updates with local K/V, or with one received block."""
+        kv = LOCAL if item.kv.owner == self.rank else self._readable(item.kv, draft)
+        dkv = self._sum(item.dkv, draft) if isinstance(item, AttendGrad) else LOCAL
+        if kv == dkv == LOCAL and len(item.tiles) > 1:
             tiles = TileTable.together(table for _, table in item.tiles).with_joined_heads()
-            draft.work.append(Fold(self.rank, Run(0, self.problem.kv_heads), tiles, HOME))
+            draft.work.append(AttendOp(self.rank, Run(0, self.problem.kv_heads), tiles, LOCAL))
         else:
-            draft.work += [fold for tiles in item.tiles for fold in self._folds(item, tiles, kv, dkv)]
+            draft.work += [op for tiles in item.tiles for op in self._attend_ops(item, tiles, kv, dkv)]
 
-    def _in_bundle(self, block: Block, held: int, draft: _Draft) -> None:
-        """What came is read in its bundle, where it lies already or is restored to from eight bits."""
+    def _in_fused(self, block: Block, held: int, draft: _Draft) -> None:
+        """What was received is read in its fused buffer, where it lies already or is restored to from eight bits."""
         self._use(held, draft.now)
         if self.buffers[held].inside is None:
             draft.restores.append(Pack(held, self._inside(block, self.buffers[held].content, draft.now)))
 
     def _inside(self, block: Block, content: Content, now: int) -> int:
-        """A new buffer for a block, in its bundle."""
-        bundle = self.bundles[block]
+        """A new buffer for a block, inside its fused buffer."""
+        buffer = self.fused[block]
         dtype = self._held_dtype(block.kind)
-        if bundle.label not in self.bundled:
-            self.bundled[bundle.label] = self._new(bundle.label, bundle.content, dtype, now, block.kind)
-        place = Inside(self._use(self.bundled[bundle.label], now), bundle.starts[block])
-        return self._new(f"{block} in {bundle.label}", content, dtype, now, block.kind, place)
+        if buffer.label not in self.fused_index:
+            self.fused_index[buffer.label] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
+        place = Inside(self._use(self.fused_index[buffer.label], now), buffer.starts[block])
+        return self._new(f"{block} in {buffer.label}", content, dtype, now, block.kind, place)
 
     def _held_dtype(self, kind: Kind) -> str:
         """What the work on a block reads or makes."""
@@ -227,9 +227,9 @@ class _Projection:
             source = self._packed_own(copy, draft)
         else:
             source = self.held[copy.block]
-        first = piece_of(self.buffers[source].content, copy.content) if source != HOME else None
+        first = piece_of(self.buffers[source].content, copy.content) if source != LOCAL else None
         if first is None or self.buffers[source].dtype != dtype:
-            if source != HOME:
+            if source != LOCAL:
                 self._use(source, draft.now)
             draft.packs.append(Pack(source, self._new(f"{copy.block} packed", copy.content, dtype, draft.now, kind)))
             source, first = draft.packs[-1].into, 0
@@ -238,13 +238,13 @@ class _Projection:
         return Send(copy.dst, source, first * elements, size(copy.content) * elements, label)
 
     def _packed_own(self, copy: Copy, draft: _Draft) -> int:
-        """The buffer with all own rows that travel, packed at its first use; HOME where this copy is no piece of it."""
+        """The buffer with all own rows that travel, packed at its first use; LOCAL where it is no piece of it."""
         block, own = copy.block, self.own[copy.block]
         if piece_of(own, copy.content) is None:
-            return HOME
+            return LOCAL
         if block not in self.held:
             self.held[block] = self._new(f"{block} packed", own, self._sent_dtype(block.kind), draft.now, block.kind)
-            draft.packs.append(Pack(HOME, self.held[block]))
+            draft.packs.append(Pack(LOCAL, self.held[block]))
         return self.held[block]
 
     def _recv(self, copy: Copy, now: int) -> Recv:
@@ -253,33 +253,33 @@ class _Projection:
         return Recv(copy.src, self.held[copy.block], label)
 
     def _arriving(self, block: Block, content: Content, label: str, now: int) -> int:
-        """The buffer for what comes of a block: where it is served, if it needs no restoring."""
+        """The buffer for what arrives of a block: in the fused buffer, if it needs no restoring."""
         dtype = self._sent_dtype(block.kind)
-        if block.kind in INPUTS and block in self.bundles and dtype == self._held_dtype(block.kind):
+        if block.kind in INPUTS and block in self.fused and dtype == self._held_dtype(block.kind):
             return self._inside(block, content, now)
         return self._new(label, content, dtype, now, block.kind)
 
     def _sum(self, block: Block, draft: _Draft) -> int:
-        """The accumulator of a partial dK/dV sum, zeroed at its first use; HOME for the own block."""
+        """The accumulator of a partial dK/dV sum, zeroed at its first use; LOCAL for the own block."""
         if block.owner == self.rank:
-            return HOME
+            return LOCAL
         if block not in self.held:
             dtype = self._held_dtype(block.kind)
             self.held[block] = self._new(f"{block} sum", self.sums[block], dtype, draft.now, block.kind)
             draft.zeros.append(self.held[block])
         return self._use(self.held[block], draft.now)
 
-    def _folds(self, item: Attend | AttendGrad, tiles: PartTiles, kv: int, dkv: int) -> Iterable[Fold]:
-        """One fold for each distance between a key's row in `kv` and in `dkv`: one, but where contents differ."""
+    def _attend_ops(self, item: Attend | AttendGrad, tiles: PartTiles, kv: int, dkv: int) -> Iterable[AttendOp]:
+        """An attention update for each distance between a key's rows in `kv` and `dkv`: one, if contents are alike."""
         alike = isinstance(item, Attend) or kv == dkv
-        alike = alike or (HOME not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content)
+        alike = alike or (LOCAL not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content)
         places = [self._part(buffer, tiles) for buffer in ((kv,) if alike else (kv, dkv))]
         table = within_runs(tiles.tiles, places)
         rows, steps = packed_rows(table, places[0])
         owner, heads = item.kv.owner, tiles.heads
         if alike:
-            yield Fold(
-                owner, heads, table.with_k_rows(rows, steps), kv, 0, dkv if isinstance(item, AttendGrad) else HOME
+            yield AttendOp(
+                owner, heads, table.with_k_rows(rows, steps), kv, 0, dkv if isinstance(item, AttendGrad) else LOCAL
             )
             return
         dkv_rows, dkv_steps = packed_rows(table, places[1])
@@ -287,16 +287,16 @@ class _Projection:
         for distance in np.unique((dkv_rows - rows)[even]).tolist():
             at = even & (dkv_rows - rows == distance)
             base = int(rows[at].min())
-            yield Fold(
+            yield AttendOp(
                 owner, heads, table.take(at).with_k_rows(rows[at] - base, steps[at]), kv, base, dkv, base + distance
             )
         for one in np.flatnonzero(~even).tolist():
             alone, ends = table.take([one]).with_k_rows(np.zeros(1, np.int64), np.ones(1, np.int64)), (rows, dkv_rows)
             row, dkv_row = (int(end[one]) for end in ends)
-            yield Fold(owner, heads, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
+            yield AttendOp(owner, heads, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
 
     def _part(self, buffer: int, tiles: PartTiles) -> Part | None:
-        """The part of a buffer's content that the tiles read; None for HOME, which holds every row at its own place."""
-        if buffer == HOME:
+        """The part of a buffer's content that the tiles read; None for LOCAL, where each row has its own place."""
+        if buffer == LOCAL:
             return None
         return next(part for part in self.buffers[buffer].content if part.heads == tiles.heads)

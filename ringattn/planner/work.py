@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ringattn.geometry import Band, Run, count_pairs
-from ringattn.plan import HOME, Add, Pack, Plan, PlanStep, Serve, buffer_bytes, record_bytes
+from ringattn.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.planner.cluster import Cluster
 from ringattn.problem import Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
 FORWARD_FLOPS_PER_DIM = 4
 """Of a pair: two products, a multiplication and an addition each (FlashAttention-2, section 4.1)."""
@@ -102,7 +102,7 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
             continue
         work = call_work(problem, item.tiles, plan.backward, cluster.block_keys)
         seconds += work_s(problem, work, cluster, plan.backward)
-        if isinstance(item, Serve):
+        if isinstance(item, AttendReceivedOp):
             moved += COPIED * buffer_bytes(problem, buffers[item.result])
     return seconds + moved_s(moved, cluster)
 
@@ -110,5 +110,5 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
 def _packed(plan: Plan, pack: Pack) -> float:
     """Bytes read and written to fill a buffer."""
     into = plan.buffers[pack.into]
-    dtype = plan.problem.dtype if pack.source == HOME else plan.buffers[pack.source].dtype
+    dtype = plan.problem.dtype if pack.source == LOCAL else plan.buffers[pack.source].dtype
     return buffer_bytes(plan.problem, into) + size(into.content) * record_bytes(plan.problem, dtype, into.kind)

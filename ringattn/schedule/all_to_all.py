@@ -1,8 +1,9 @@
 """Queries, keys and values to the owner of a head, and outputs back: Ulysses within each segment of each branch.
 
 The K/V heads that a segment's ranks need of each other are dealt among these ranks; each is sent the rows of its heads,
-attends, and sends the outputs home, where they are merged. Four rows travel for every m-th head where a ring of m ranks
-sends 2 (m - 1). A rank's queries meet its own keys at home, half of the heads before its guests are served, half after.
+attends, and returns the outputs to their owners, where they are merged. Four rows travel for every m-th head
+where a ring of m ranks sends 2 (m - 1). A rank's queries meet its own keys locally, half of the heads before it attends
+for others, half after.
 Promises: a schedule that needs no pass, forward or backward; every row travels with one head, and only if it is read.
 Does not know: payloads, memory, torch.
 """
@@ -31,7 +32,7 @@ from ringattn.schedule.ops import (
 )
 from ringattn.schedule.passes import inputs_of, result_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
 OUT, SERVE, BACK, MERGE = range(4)
 STEPS = 4
@@ -71,7 +72,7 @@ Rows = dict[tuple[int, Block], Content]
 
 
 def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
-    """What serving reads and what it makes, on each rank."""
+    """What the work on received queries reads and makes, on each rank."""
     arrives: dict[tuple[int, Block], list[Content]] = defaultdict(list)
     leaves: dict[tuple[int, Block], list[Content]] = defaultdict(list)
     for item in work:
@@ -109,5 +110,5 @@ def _by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
 
 def _grad(item: Attend) -> AttendGrad:
     rank, ring = item.rank, item.q.ring
-    seed, dq = Block(Kind.SEED, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)
+    seed, dq = Block(Kind.GRAD_OUT, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)
     return AttendGrad(rank, item.q, item.kv, seed, dq, Block(Kind.DKV, item.kv.owner, rank, ring), item.tiles)

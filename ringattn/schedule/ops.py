@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ringattn.geometry import Run
 from ringattn.problem import Problem
 from ringattn.schedule.content import Content
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
 NONE = Run(0, 0)
 
@@ -27,12 +27,12 @@ class Kind(StrEnum):
     Q = "Q"
     KV = "KV"
     OUT = "OUT"
-    SEED = "SEED"
+    GRAD_OUT = "GRAD_OUT"
     DQ = "DQ"
     DKV = "DKV"
 
 
-INPUTS = Kind.Q, Kind.KV, Kind.SEED
+INPUTS = Kind.Q, Kind.KV, Kind.GRAD_OUT
 """What a rank has when a pass begins. The others are sums that a pass makes."""
 
 
@@ -70,7 +70,7 @@ class Copy(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """On `rank`, fold the tiles of `q` and `kv` into the partial `out`."""
+    """On `rank`, attend `q` to `kv` in these tiles and accumulate into the softmax state `out`."""
 
     rank: int
     q: Block
@@ -164,5 +164,5 @@ def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...], ring: int | None
 def attend_grad(item: Attend) -> AttendGrad:
     """The backward of an attend."""
     rank, kv = item.rank, item.kv
-    seed, dq, dkv = Block(Kind.SEED, rank), Block(Kind.DQ, rank), Block(Kind.DKV, kv.owner, rank, kv.ring)
+    seed, dq, dkv = Block(Kind.GRAD_OUT, rank), Block(Kind.DQ, rank), Block(Kind.DKV, kv.owner, rank, kv.ring)
     return AttendGrad(rank, item.q, kv, seed, dq, dkv, item.tiles)

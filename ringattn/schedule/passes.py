@@ -52,7 +52,7 @@ def rows_asked(tiles: tuple[PartTiles, ...]) -> Content:
     return tuple(Part(Run(head, 1), merge_runs(by_head[head])) for head in sorted(by_head))
 
 
-def serves(item: Attend | AttendGrad) -> bool:
+def is_on_received(item: Attend | AttendGrad) -> bool:
     """Whether the queries came, as the keys did."""
     return item.q.ring is not None
 
@@ -60,7 +60,7 @@ def serves(item: Attend | AttendGrad) -> bool:
 def inputs_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
     """The blocks that a work item reads and others may have sent, with the rows that it reads."""
     found = [(item.kv, rows_read(item.tiles))]
-    if serves(item):
+    if is_on_received(item):
         asked = rows_asked(item.tiles)
         found += [(block, asked) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.seed))]
     return found
@@ -69,7 +69,7 @@ def inputs_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
 def result_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
     """The partial sums that a work item adds to and others may be sent, with the rows that it adds to."""
     found = [(item.dkv, rows_read(item.tiles))] if isinstance(item, AttendGrad) else []
-    if serves(item):
+    if is_on_received(item):
         found.append((item.dq if isinstance(item, AttendGrad) else item.out, rows_asked(item.tiles)))
     return found
 
@@ -133,8 +133,8 @@ def main_step(forward_step: int, last: int) -> int:
 def deliveries_of(schedule: Schedule) -> list[Delivery]:
     """The K/V copies of the backward.
 
-    Where an owner's block was relayed, it goes from home to the last receiver and back along the reversed edges if
-    that sends no more than home sending to every reader, else home sends to every reader.
+    Where an owner's block was relayed, it goes from its owner to the last receiver and back along the reversed edges if
+    that sends no more than its owner sending to every reader, else the owner sends to every reader.
     """
     edges: dict[Block, dict[int, tuple[int, Copy]]] = defaultdict(dict)  # block: {src: (step, copy)}
     reads: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)  # block: [(step, reader, rows)]
@@ -153,7 +153,7 @@ def deliveries_of(schedule: Schedule) -> list[Delivery]:
 
 
 def _relay_back(block: Block, edges: dict[int, tuple[int, Copy]], rows: dict[int, Content]) -> list[Delivery]:
-    """Home to the last receiver of a chain and back towards home; nothing where the block was not relayed."""
+    """From the owner to the last receiver of a chain and back to the owner; nothing where the block was not relayed."""
     chain, at = [], block.owner
     while at in edges:
         step, copy = edges[at]

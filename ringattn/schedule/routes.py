@@ -16,10 +16,10 @@ from ringattn.errors import InputError
 from ringattn.problem import Problem
 from ringattn.schedule import all_to_all, sub_rings
 from ringattn.schedule.content import whole
-from ringattn.schedule.needs import needs_of
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
 from ringattn.schedule.passes import Delivery, prune, transpose
-from ringattn.sweep import tiles_of
+from ringattn.schedule.read_sets import read_sets_of
+from ringattn.tiling import tiles_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Route:
 
     @property
     def by_turn(self) -> bool:
-        """Whether each rank's part follows from the readers' needs alone."""
+        """Whether each rank's part follows from the readers' read sets alone."""
         return not (self.by_segment or self.by_head)
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
@@ -102,10 +102,10 @@ def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
 
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the pruned forward schedule, where that can be found from the readers' needs alone."""
+    """What `rank` does in the pruned forward schedule, where that can be found from the readers' read sets alone."""
     if not route.by_turn:
         return schedule_of(problem, route, False).restricted_to(rank)
-    ranks, needs = problem.world_size, needs_of(problem)
+    ranks, reads = problem.world_size, read_sets_of(problem)
     copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
     work: list[list[Work]] = [[] for _ in copies]
     for owner, tiles in work_of(problem, rank).items():
@@ -114,7 +114,7 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
         next_reader = (rank + 1 if route.relay else rank + turn) % ranks
         for reader in (rank, next_reader):
             owner = (reader - turn) % ranks
-            content = needs.beyond(owner, turn) if route.relay else needs.read(owner, reader)
+            content = reads.beyond(owner, turn) if route.relay else reads.read(owner, reader)
             if content:
                 copy = Copy(Block(Kind.KV, owner), route.source(owner, reader, ranks), reader, content)
                 copies[route.read_step(turn) - 1].append(copy)
@@ -146,11 +146,11 @@ def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
 
 def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:
     """The K/V copies of the backward that `rank` sends or receives."""
-    ranks, needs = problem.world_size, needs_of(problem)
+    ranks, reads = problem.world_size, read_sets_of(problem)
     for turn in range(ranks):
         owner = (rank - turn) % ranks
-        reach = needs.reach(owner)
-        back = route.relay and reach > 1 and needs.relaying_home_costs_no_more(owner)
+        reach = reads.reach(owner)
+        back = route.relay and reach > 1 and reads.relaying_home_costs_no_more(owner)
         distances: tuple[int, ...]
         if turn:
             distances = (turn, turn - 1) if back else (turn,)
@@ -158,7 +158,7 @@ def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[D
             distances = (reach,) if back else tuple(range(1, reach + 1))
         for distance in distances:
             reader = (owner + distance) % ranks
-            if 1 <= distance <= reach and needs.read(owner, reader):
+            if 1 <= distance <= reach and reads.read(owner, reader):
                 source = (reader + 1) % ranks if back and distance < reach else owner
-                copy = Copy(Block(Kind.KV, owner), source, reader, needs.read(owner, reader))
+                copy = Copy(Block(Kind.KV, owner), source, reader, reads.read(owner, reader))
                 yield route.read_step(distance) + 1, copy

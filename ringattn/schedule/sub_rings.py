@@ -15,7 +15,7 @@ from ringattn.geometry import Run
 from ringattn.problem import Problem
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
-from ringattn.sweep import TileTable, branch_tiles
+from ringattn.tiling import TileTable, branch_tiles
 
 Tables = dict[Run, list[TileTable]]
 """By the K/V heads of a part."""

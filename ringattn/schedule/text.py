@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ringattn.schedule.content import describe
 from ringattn.schedule.ops import Attend, Copy, Merge, Schedule, Step, Work
-from ringattn.schedule.passes import serves
+from ringattn.schedule.passes import is_on_received
 
 
 def to_text(schedule: Schedule) -> str:
@@ -48,7 +48,8 @@ def cell(step: Step, rank: int) -> str:
     `Q0,1xKV0,2/3` are others' queries and keys of sub-ring 3, which meet here.
     """
     mine = [item for item in step.work if item.rank == rank]
-    work = " ".join([*_served(mine), *(_short(item) for item in mine if isinstance(item, Merge) or not serves(item))])
+    rest = (_short(item) for item in mine if isinstance(item, Merge) or not is_on_received(item))
+    work = " ".join([*_received(mine), *rest])
     sends = " ".join(f"{copy.block}>{copy.dst}" for copy in step.copies if copy.src == rank)
     return f"{work or '-'} | {sends}" if sends else work or "-"
 
@@ -57,11 +58,11 @@ def _short(item: Work) -> str:
     return f"+{item.part}" if isinstance(item, Merge) else str(item.kv)
 
 
-def _served(work: list[Work]) -> Iterator[str]:
-    """What is served, a word for each sub-ring."""
+def _received(work: list[Work]) -> Iterator[str]:
+    """What is computed for other ranks, a word for each sub-ring."""
     rings: dict[int | None, tuple[set[int], set[int]]] = {}
     for item in work:
-        if not isinstance(item, Merge) and serves(item):
+        if not isinstance(item, Merge) and is_on_received(item):
             queries, keys = rings.setdefault(item.q.ring, (set(), set()))
             queries.add(item.q.owner)
             keys.add(item.kv.owner)

@@ -15,7 +15,7 @@ from ringattn.errors import PlanError
 from ringattn.geometry import Run, Tile
 from ringattn.schedule.content import NOTHING, Content, contains, union
 from ringattn.schedule.ops import INPUTS, Block, Copy, Kind, Merge, PartTiles, Schedule
-from ringattn.schedule.passes import Spot, inputs_of, prune, result_of, serves
+from ringattn.schedule.passes import Spot, inputs_of, is_on_received, prune, result_of
 from ringattn.schedule.routes import work_of
 from ringattn.schedule.text import grid
 
@@ -26,7 +26,7 @@ def verify(schedule: Schedule) -> None:
     """Raise `PlanError` unless the schedule, forward or backward, is complete and wastes nothing.
 
     Coverage: every tile of the mask is worked on exactly once. Presence: whatever is read or sent is held. Payload: no
-    row travels that nobody reads. Sums: what is computed elsewhere reaches its home exactly once, after all that adds
+    row travels that nobody reads. Sums: what is computed elsewhere reaches its owner exactly once, after all that adds
     to it.
     """
 
@@ -49,7 +49,7 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
         for item in step.work:
             if isinstance(item, Merge):
                 continue
-            if not serves(item) and item.q.owner != item.rank:
+            if not is_on_received(item) and item.q.owner != item.rank:
                 fail(index, item.rank, f"works on {item.q}, which is not its own and was not sent")
             count = left.get((item.q.owner, item.kv.owner), Counter())
             for tile, times in _single(item.tiles).items():
@@ -69,7 +69,8 @@ def _single(parts: Iterable[PartTiles]) -> Counter[Tile]:
 
 def _check_presence(schedule: Schedule, fail: Fail) -> None:
     problem = schedule.problem
-    counts = {Kind.KV: problem.kv_layout.counts, Kind.Q: problem.q_layout.counts, Kind.SEED: problem.q_layout.counts}
+    queries = problem.q_layout.counts
+    counts = {Kind.KV: problem.kv_layout.counts, Kind.Q: queries, Kind.GRAD_OUT: queries}
     came: dict[Spot, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
 
     def held(rank: int, block: Block, rows: Content) -> bool:
@@ -138,7 +139,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
         fail(-1, rank, f"{block} arrived and was never merged")
     for block, rows in added.items():
         if block.origin not in (None, block.owner) and block not in sent and rows:
-            fail(-1, block.origin or 0, f"{block} was never sent home")
+            fail(-1, block.origin or 0, f"{block} was never returned to its owner")
         if block.ring is not None and block.origin == block.owner:
             fail(-1, block.owner, f"{block} was never merged")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringattn.engine.base import KV, Carry, Output, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.errors import UnsupportedError
 from ringattn.geometry import CAUSAL, Tile
 from tests.contract.engine_not_finite import NotFinite
@@ -76,10 +76,10 @@ class EngineContract(NotFinite):
         engine, sinks = self.engine(), torch.tensor([0.5, -1.0], device=self.device)
         q = torch.randn(6, 2, 2, 16, device=self.device)
         works = engine.prepare([()], Softmax(SCALE), 6, 2)
-        carry = engine.begin(works, q, 16, sinks)
-        engine.attend(q, KV(q, q), carry, works[0])
-        assert not carry.out.settled(q.dtype).any()
-        assert torch.equal(carry.lse, sinks[None, :, None].expand(2, 2, 6))
+        state = engine.begin(works, q, 16, sinks)
+        engine.attend(q, KV(q, q), state, works[0])
+        assert not state.out.finalized(q.dtype).any()
+        assert torch.equal(state.lse, sinks[None, :, None].expand(2, 2, 6))
 
     def test_no_tiles_change_nothing(self) -> None:
         trial = Trial(SCENARIOS["zigzag"], torch.float32, True, 0, self.device)
@@ -87,7 +87,7 @@ class EngineContract(NotFinite):
         out, lse = (torch.randn(shape, device=self.device) for shape in shapes)
         before, engine = (out.clone(), lse.clone()), self.engine()
         works = engine.prepare([()], trial.softmax, trial.scenario.q_rows, trial.scenario.heads)
-        engine.attend(trial.q, trial.kvs[0], Carry(Output(out), lse), works[0])
+        engine.attend(trial.q, trial.kvs[0], SoftmaxState(Output(out), lse), works[0])
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
     def test_rows_of_one_head_each_seen_by_all(self) -> None:
@@ -103,14 +103,14 @@ class EngineContract(NotFinite):
 
         def run(steps: list[list[Tile]], held: list[KV], dkvs: list[KV]) -> list[Tensor]:
             works = engine.prepare(steps, softmax, 24, 4)
-            carry = engine.begin(works, q, 16, None)
+            state = engine.begin(works, q, 16, None)
             for kv, work in zip(held, works, strict=True):
-                engine.attend(q, kv, carry, work)
-            out, dq = carry.out.settled(q.dtype), engine.begin_grad(works, q, 16)
-            seed = Seed(dout, out, carry.lse, None, engine.delta(dout, out, None))
+                engine.attend(q, kv, state, work)
+            out, dq = state.out.finalized(q.dtype), engine.begin_grad(works, q, 16)
+            seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
             for kv, dkv, work in zip(held, dkvs, works, strict=True):
                 engine.attend_grad(q, kv, seed, dq, dkv, work)
-            return [out, carry.lse, dq.settled(q.dtype)]
+            return [out, state.lse, dq.finalized(q.dtype)]
 
         sums, bundle = ([torch.zeros_like(x) for x in (k, v)] for _ in range(2))
         parts = [KV(*(x[run.start : run.stop] for x in sums), head) for head, run in enumerate(rows)]
@@ -127,14 +127,14 @@ class EngineContract(NotFinite):
         s, engine, found = trial.scenario, self.engine(), []
         for more in (False, True):
             works = engine.prepare([step.tiles for step in s.steps], trial.softmax, s.q_rows, s.heads, more=more)
-            carry, dq = engine.begin(works, trial.q, s.d_v, None), engine.begin_grad(works, trial.q, s.d_k)
+            state, dq = engine.begin(works, trial.q, s.d_v, None), engine.begin_grad(works, trial.q, s.d_k)
             for kv, work in zip(trial.kvs, works, strict=True):
-                engine.attend(trial.q, kv, carry, work)
+                engine.attend(trial.q, kv, state, work)
             if more:
-                for output in (carry.out, dq):
+                for output in (state.out, dq):
                     assert output.result is None and output.carried is not None
                     assert output.carried.dtype == trial.accumulator
-            found.append(carry.out.settled(dtype))
+            found.append(state.out.finalized(dtype))
         assert torch.equal(*found)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

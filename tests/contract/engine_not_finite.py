@@ -103,10 +103,10 @@ class NotFinite:
         def run(steps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             engine = self.engine()
             works = engine.prepare([[tile]] * len(steps), Softmax(SCALE), rows, 2)
-            carry = engine.begin(works, q, 16, None)
+            state = engine.begin(works, q, 16, None)
             for step, work in zip(steps, works, strict=True):
-                engine.attend(q, KV(others[2 * step], others[2 * step + 1]), carry, work)
-            return carry.out.settled(q.dtype), carry.lse
+                engine.attend(q, KV(others[2 * step], others[2 * step + 1]), state, work)
+            return state.out.finalized(q.dtype), state.lse
 
         wanted = run((1,)) if 1 in order else (torch.zeros_like(q), torch.full((1, 2, rows), -math.inf).to(q.device))
         out, lse = run(order)

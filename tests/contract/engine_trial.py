@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Engine, Output, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax
 from ringattn.geometry import Tile
-from ringattn.partial import accumulator_dtype
+from ringattn.softmax_state import accumulator_dtype
 from tests.contract.engine_scenarios import Scenario
 from tests.oracle import attention
 
@@ -102,21 +102,21 @@ class Trial:
         s = self.scenario
         works = engine.prepare([step.tiles for step in s.steps], self.softmax, s.q_rows, s.heads)
         begun = engine.begin(works, self.q, s.d_v, self.sinks)
-        carry = begun._replace(out=self._relaid(begun.out, self.q_touched))
-        carry.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
+        state = begun._replace(out=self._relaid(begun.out, self.q_touched))
+        state.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
         for kv, work in zip(self.kvs, works, strict=True):
-            engine.attend(self.q, kv, carry, work)
+            engine.attend(self.q, kv, state, work)
         final, dq = (
-            carry.out.settled(self.dtype),
+            state.out.finalized(self.dtype),
             self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched)),
         )
-        results = {"out": final, "lse": carry.lse}
-        seed = Seed(self.dout, final, carry.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
+        results = {"out": final, "lse": state.lse}
+        seed = BackwardInputs(self.dout, final, state.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
         for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
             dkv = KV(*(self._output(torch.ones(x.shape, dtype=self.accumulator)) for x in kv[:2]), kv.first_head)
             engine.attend_grad(self.q, kv, seed, dq, dkv, work)
             results |= {f"dk{i}": dkv.k - 1, f"dv{i}": dkv.v - 1}
-        return results | {"dq": dq.settled(self.dtype)}
+        return results | {"dq": dq.finalized(self.dtype)}
 
     def truth(self) -> dict[str, Tensor]:
         """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""

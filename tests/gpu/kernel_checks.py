@@ -78,7 +78,7 @@ def _attended(
     engine: TritonEngine | PlainEngine, q: Tensor, k: Tensor, v: Tensor, steps: list[tuple[Tile, ...]]
 ) -> Tensor:
     works = engine.prepare(steps, Softmax(SCALE), q.shape[0], HEADS)
-    carry = engine.begin(works, q, v.shape[3], None)
+    state = engine.begin(works, q, v.shape[3], None)
     for work in works:
-        engine.attend(q, KV(k, v), carry, work)  # type: ignore[arg-type]
-    return carry.out.settled(q.dtype)
+        engine.attend(q, KV(k, v), state, work)  # type: ignore[arg-type]
+    return state.out.finalized(q.dtype)

@@ -99,7 +99,7 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
 
 def test_an_engine_call_is_captured_and_replayed() -> None:
     """Forward and backward, after one call that compiles and makes the tables."""
-    from ringattn.engine.base import KV, Output, Seed, Softmax
+    from ringattn.engine.base import KV, BackwardInputs, Output, Softmax
     from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
 
     made, (q, k, v) = engine(), inputs(torch.bfloat16, "cuda", 1024, 128)
@@ -110,12 +110,12 @@ def test_an_engine_call_is_captured_and_replayed() -> None:
     def call() -> tuple[torch.Tensor, Output]:
         carry = made.begin(works, q, 128, None)
         made.attend(q, KV(k, v), carry, works[0])
-        dq, result = made.begin_grad(works, q, 128), carry.out.settled(q.dtype)
-        seed = Seed(q, result, carry.lse, None, made.delta(q, result, None))
+        dq, result = made.begin_grad(works, q, 128), carry.out.finalized(q.dtype)
+        seed = BackwardInputs(q, result, carry.lse, None, made.delta(q, result, None))
         made.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
         return result, dq
 
-    wanted, wanted_dq = (x.clone() if isinstance(x, torch.Tensor) else x.settled(q.dtype).clone() for x in call())
+    wanted, wanted_dq = (x.clone() if isinstance(x, torch.Tensor) else x.finalized(q.dtype).clone() for x in call())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result, dq = call()
@@ -123,7 +123,7 @@ def test_an_engine_call_is_captured_and_replayed() -> None:
     for _ in range(2):
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, wanted) and torch.equal(dq.settled(q.dtype), wanted_dq)
+        assert torch.equal(out, wanted) and torch.equal(dq.finalized(q.dtype), wanted_dq)
 
 
 def test_a_margin_of_multiprocessors_changes_no_bit() -> None:

@@ -19,7 +19,7 @@ __all__ = ["canaries"]
 
 pytestmark = pytest.mark.gpu
 
-SUITES = ("delta", "gathering", "merge", "move_rows", "qkv", "quantize")
+SUITES = ("delta", "packing", "merge", "move_rows", "qkv", "quantize")
 
 for suite in SUITES:
     tests = vars(import_module(f"tests.interpreter_rows.test_{suite}"))

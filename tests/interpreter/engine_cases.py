@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, Seed, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import choose
@@ -127,7 +127,7 @@ def test_more_steps_lose_no_accuracy(steps: int) -> None:
         state = unseen(q, raw=False)
         for tile in tiles:
             launched(q, kv, state, [tile])
-        errors.append((state[0].bfloat16().double() - truth.out.settled(torch.float64)).square().mean().sqrt().item())
+        errors.append((state[0].bfloat16().double() - truth.out.finalized(torch.float64)).square().mean().sqrt().item())
     assert 0 < errors[1] <= 1.25 * errors[0]
 
 
@@ -161,13 +161,13 @@ def test_offsets_beyond_int32() -> None:
     tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, Run(0, 2))]
     for at, k, v in ((q, *kv), far):
         works = engine.prepare([tiles], Softmax(SCALE), 3, 2)
-        carry, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
-        engine.attend(at, KV(k, v), carry, works[0])
-        out, dk, dv = carry.out.settled(q.dtype), *(torch.zeros(shape) for _ in range(2))
+        state, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
+        engine.attend(at, KV(k, v), state, works[0])
+        out, dk, dv = state.out.finalized(q.dtype), *(torch.zeros(shape) for _ in range(2))
         engine.attend_grad(
-            at, KV(k, v), Seed(q, out, carry.lse, None, torch.zeros_like(carry.lse)), dq, KV(dk, dv), works[0]
+            at, KV(k, v), BackwardInputs(q, out, state.lse, None, torch.zeros_like(state.lse)), dq, KV(dk, dv), works[0]
         )
-        results.append((out, carry.lse, dq.settled(q.dtype), dk, dv))
+        results.append((out, state.lse, dq.finalized(q.dtype), dk, dv))
     assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
 

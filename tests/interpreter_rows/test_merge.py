@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.kernels.merge import merge_call
-from ringattn.partial import merge_
+from ringattn.softmax_state import merge_
 from tests.interpreter_rows.canary import Canaries, error, random
 
 

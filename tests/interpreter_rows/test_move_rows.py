@@ -1,4 +1,4 @@
-"""Packing, unpacking, gathering and scattering rows, against indexing in torch."""
+"""Packing, unpacking, packing and scattering rows, against indexing in torch."""
 
 from __future__ import annotations
 

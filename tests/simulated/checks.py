@@ -78,7 +78,7 @@ class Checks:
         return end
 
     def usable(self, function: str, handle: int, also: Phase = Phase.READY) -> Communicator | None:
-        """The end behind a handle if it is ready (or in phase `also`), settled, and used by no other thread."""
+        """The end behind a handle if it is ready (or in phase `also`), finalized, and used by no other thread."""
         end = self.known(function, handle)
         if end is None:
             return None

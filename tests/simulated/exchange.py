@@ -66,7 +66,7 @@ class Rank:
         ]
 
     def group(self, parts: Sequence[Part], comm: int = 0) -> int:
-        """One group, launched; its status once it is settled."""
+        """One group, launched; its status once it is finalized."""
         self.library.group_start()
         self.post(parts, comm)
         status = self.library.group_end()

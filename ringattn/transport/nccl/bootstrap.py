@@ -20,7 +20,7 @@ from ringattn.transport.nccl.binding import version_text
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.waiting import Deadline, wait_until
 
-Watch = Callable[[], None]
+PassProfiler = Callable[[], None]
 
 
 class Host(NamedTuple):
@@ -54,7 +54,7 @@ class Arrival:
         return json.dumps(asdict(self))
 
 
-def arrive(board: Board, mine: Arrival, deadline: Deadline, watch: Watch) -> list[Arrival]:
+def arrive(board: Board, mine: Arrival, deadline: Deadline, watch: PassProfiler) -> list[Arrival]:
     """Put up this rank's arrival and return everyone's. Raises `DeadlineError` that names who is missing."""
     board.write(f"arrived/{mine.rank}", mine.text())
     if not wait_until(lambda: board.complete("arrived"), deadline, watch):
@@ -95,7 +95,7 @@ def check_fit(arrivals: list[Arrival]) -> None:
             )
 
 
-def share_unique_id(board: Board, make: Callable[[], bytes], deadline: Deadline, watch: Watch) -> bytes:
+def share_unique_id(board: Board, make: Callable[[], bytes], deadline: Deadline, watch: PassProfiler) -> bytes:
     """The id that rank 0 makes, on every rank. Raises `DeadlineError`, and on rank 0 what `make` raises."""
     if board.rank == 0:
         made = make()
@@ -106,7 +106,7 @@ def share_unique_id(board: Board, make: Callable[[], bytes], deadline: Deadline,
     return board.read("unique_id")
 
 
-def all_ready(board: Board, deadline: Deadline, watch: Watch) -> None:
+def all_ready(board: Board, deadline: Deadline, watch: PassProfiler) -> None:
     """Return when every rank's communicator works; the unique id is then gone. Raises `DeadlineError`."""
     board.write(f"ready/{board.rank}", "1")
     if not wait_until(lambda: board.complete("ready"), deadline, watch):

@@ -26,7 +26,7 @@ ABORT_S = 60.0
 LEAVE_S = 1.0
 """How long a launch may take to notice that its communicator is being aborted."""
 
-Watch = Callable[[], None]
+PassProfiler = Callable[[], None]
 """Raises when the ring has failed meanwhile."""
 
 
@@ -66,11 +66,11 @@ class Communicator:
         self._using = threading.Lock()  # NCCL is asked about this communicator by whoever holds it
         self._ending = threading.Lock()
 
-    def open(self, unique_id: bytes, watch: Watch) -> None:
+    def open(self, unique_id: bytes, watch: PassProfiler) -> None:
         """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
         self._begin("init", lambda: self._binding.init(self.world_size, unique_id, self.rank, self.config), watch)
 
-    def launch(self, calls: Sequence[Call], stream: int, watch: Watch) -> None:
+    def launch(self, calls: Sequence[Call], stream: int, watch: PassProfiler) -> None:
         """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
 
         Raises `ClosedError` unless ready, `RingError` for a fork or a second thread, `NcclError`, `DeadlineError`.
@@ -154,7 +154,7 @@ class Communicator:
             wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline)
         self._binding.destroy(handle)
 
-    def _begin(self, what: str, make: Callable[[], int], watch: Watch) -> None:
+    def _begin(self, what: str, make: Callable[[], int], watch: PassProfiler) -> None:
         """From new to ready."""
         if self.state is not State.NEW:
             raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
@@ -174,7 +174,7 @@ class Communicator:
             self.abort()
             raise
 
-    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: Watch) -> int:
+    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: PassProfiler) -> int:
         """`make()` on a thread that is left behind if it never returns: nothing else bounds a blocking open."""
         made: list[int] = []
         failed: list[BaseException] = []
@@ -193,17 +193,17 @@ class Communicator:
             raise failed[0]
         return made[0]
 
-    def _settle(self, where: str, status: int, watch: Watch, deadline: Deadline | None = None) -> None:
+    def _settle(self, where: str, status: int, watch: PassProfiler, deadline: Deadline | None = None) -> None:
         """Wait until the communicator has done what it was told; only then may its streams be given other work."""
         deadline = deadline or Deadline(self._timeout_s)
         current, handle = status, self.handle
 
-        def settled() -> bool:
+        def finalized() -> bool:
             nonlocal current
             current = self._binding.state(handle)
             return current != Status.IN_PROGRESS
 
-        if current == Status.IN_PROGRESS and not wait_until(settled, deadline, watch):
+        if current == Status.IN_PROGRESS and not wait_until(finalized, deadline, watch):
             raise DeadlineError(f"rank {self.rank}: {where} was still in progress after {deadline.timeout_s} s")
         if current != Status.SUCCESS:
             raise NcclError(f"rank {self.rank}: {where}", current, self._binding.last_error(handle))

@@ -1,4 +1,5 @@
-"""Where one rank serves: the blocks that came and those that go home, each kind in one bundle, and the work on them.
+"""What one rank computes on received heads: the blocks that arrived and those that are returned to their owners, each
+kind in one fused buffer, and the work on them.
 
 Does not know: routes, lifetimes, torch.
 """
@@ -10,18 +11,18 @@ from collections.abc import Iterable, Iterator
 
 from ringattn.errors import PlanError
 from ringattn.geometry import Strip, Tile
-from ringattn.planner.bundles import ONE, Bundle, alone
+from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
 from ringattn.schedule.content import Content, Part, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind
 from ringattn.schedule.passes import inputs_of, result_of
-from ringattn.sweep import TileTable
+from ringattn.tiling import TileTable
 
 
-class Guests:
-    """What one rank's serving reads and makes, a bundle of each kind."""
+class ReceivedHeads:
+    """What a rank's work on received queries reads and makes, a fused buffer of each kind."""
 
     def __init__(self, items: Iterable[Attend | AttendGrad]) -> None:
-        """`items`: all work of the rank on queries that came."""
+        """`items`: all work of the rank on received queries."""
         self.items = tuple(items)
         found: dict[Block, list[Content]] = defaultdict(list)
         for item in self.items:
@@ -29,18 +30,18 @@ class Guests:
                 found[block].append(rows)
         contents = {block: union(found[block]) for block in sorted(found)}
         if not all(map(alone, contents.values())):
-            raise PlanError("what is served must have a part for every head")
+            raise PlanError("what is received must have a part for every head")
         by_kind: dict[Kind, dict[Block, Content]] = defaultdict(dict)
         for block, rows in contents.items():
             by_kind[block.kind][block] = rows
-        self.bundles = {kind: Bundle(f"{kind} served", kind, held) for kind, held in by_kind.items()}
+        self.fused = {kind: FusedBuffer(f"{kind} received", kind, held) for kind, held in by_kind.items()}
 
     def tiles(self, group: int) -> TileTable:
-        """All work, as tiles of one head on the rows of the bundles; `group`: query heads per K/V head."""
+        """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head."""
         parts = {
-            block: {part.heads.start: (part, row) for part, row in bundle.parts(block)}
-            for bundle in (self.bundles[Kind.Q], self.bundles[Kind.KV])
-            for block in bundle.contents
+            block: {part.heads.start: (part, row) for part, row in buffer.parts(block)}
+            for buffer in (self.fused[Kind.Q], self.fused[Kind.KV])
+            for block in buffer.contents
         }
         return TileTable.of(
             [

@@ -1,6 +1,6 @@
 """Which rows of each shard every rank reads, and the unions that relays must carry.
 
-`Needs` answers for one problem: what one reader reads, what all readers from some distance on read together, and how
+`ReadSets` answers for one problem: what one reader reads, what all readers from some distance on read together, and how
 far an owner's rows must go. *Distance* of a reader is (reader - owner) mod ranks: its place on the owner's chain.
 Reads are intervals of key pieces, so most unions are running minima and maxima over arrays; where intervals leave a
 gap the exact union is taken instead.
@@ -20,7 +20,7 @@ from ringattn.geometry import UNBOUNDED, Run
 from ringattn.mask import Branch
 from ringattn.problem import Problem
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
-from ringattn.sweep import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
+from ringattn.tiling import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
 
 NOBODY = 1 << 61
 """Start of a query piece that does not exist; its last position is -NOBODY, so nothing lies between."""
@@ -42,7 +42,7 @@ class Reads(NamedTuple):
     joined: np.ndarray
 
 
-class Needs:
+class ReadSets:
     """All reads of one problem. Answers are cached; building one is cheap until a union is asked for."""
 
     def __init__(self, problem: Problem) -> None:
@@ -74,7 +74,7 @@ class Needs:
         return int(self._reaches[owner])
 
     def relaying_home_costs_no_more(self, owner: int) -> bool:
-        """Whether handing rows from the farthest reader back towards home sends no more than home sending to each.
+        """Whether handing rows from the farthest reader back to the owner sends no more than the owner sending to each.
 
         A relay back at distance d carries what all nearer readers need too.
         """
@@ -254,6 +254,6 @@ def _joined(first: Ints, end: Ints, apart: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def needs_of(problem: Problem) -> Needs:
-    """The needs of a problem, shared by all plans that are made for it."""
-    return Needs(problem)
+def read_sets_of(problem: Problem) -> ReadSets:
+    """The read sets of a problem, shared by all plans that are made for it."""
+    return ReadSets(problem)

@@ -18,7 +18,7 @@ from ringattn.plan import Plan
 from ringattn.transport.base import Hop, Ticket
 
 
-class Watch:
+class PassProfiler:
     """One pass. Marks moments where there is a recording, and names ranges where somebody profiles."""
 
     def __init__(self, plan: Plan, recording: Recording | None, ranges: ProfilerRanges | NvtxRanges | None) -> None:
@@ -88,7 +88,7 @@ class _Watched:
 
     __slots__ = ("_exchange", "_number", "_ticket", "_watch")
 
-    def __init__(self, watch: Watch, number: int, ticket: Ticket | None, exchange: Exchange | None) -> None:
+    def __init__(self, watch: PassProfiler, number: int, ticket: Ticket | None, exchange: Exchange | None) -> None:
         self._watch, self._number, self._ticket, self._exchange = watch, number, ticket, exchange
 
     @property
@@ -101,7 +101,7 @@ class _Watched:
         self._watch.arrive(self._number, self._ticket, self._exchange)
 
 
-def watch_of(plan: Plan, recording: Recording | None) -> Watch | None:
+def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler | None:
     """The watch over one pass, None where nobody looks. Raises `UnsupportedError` in the capture of a CUDA graph."""
     ranges: ProfilerRanges | NvtxRanges | None = None
     if recording is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -113,4 +113,4 @@ def watch_of(plan: Plan, recording: Recording | None) -> Watch | None:
         ranges = NvtxRanges()
     elif torch.autograd._profiler_enabled():
         ranges = ProfilerRanges()
-    return None if recording is None and ranges is None else Watch(plan, recording, ranges)
+    return None if recording is None and ranges is None else PassProfiler(plan, recording, ranges)

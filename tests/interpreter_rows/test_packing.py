@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn import gathering
+from ringattn import packing
 from ringattn.geometry import Run
-from ringattn.plan import Form
-from ringattn.records import Home, Records, add, pack
+from ringattn.plan import RecordLayout
+from ringattn.records import LocalTensors, PackedBuffer, add, pack
 from ringattn.schedule.content import Content, Part
 from tests.interpreter_rows.canary import Canaries, random
 
@@ -33,17 +33,17 @@ def own(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
 def test_gathered_and_added(canaries: Canaries, content: str, fused: bool, dtype: torch.dtype) -> None:
     parts = CONTENTS[content]
     count = BATCH * sum(part.row_count * part.heads.count for part in parts) * 32
-    home = Home(own(canaries, fused, 0), own(canaries, fused, 1))
-    ours, wanted = (Records(canaries.out((count,), dtype, dense=True), parts, BATCH, Form((16, 16)), dtype)
+    local = LocalTensors(own(canaries, fused, 0), own(canaries, fused, 1))
+    ours, wanted = (PackedBuffer(canaries.out((count,), dtype, dense=True), parts, BATCH, RecordLayout((16, 16)), dtype)
                     for _ in range(2))  # fmt: skip
-    gathering.gather(home, ours)
-    for value, theirs in zip(home.values, range(2), strict=True):
+    packing.gather(local, ours)
+    for value, theirs in zip(local.values, range(2), strict=True):
         for part in parts:
             rows = [row for run in part.rows for row in run.members()]
             wanted.parts[part.heads][theirs].x.copy_(value.x[rows][:, :, part.heads.start : part.heads.stop])
     assert torch.equal(ours.flat, wanted.flat)
-    sums = [Home(own(canaries, fused, 2), own(canaries, fused, 3)) for _ in range(2)]
-    gathering.scatter_add(ours, sums[0])
+    sums = [LocalTensors(own(canaries, fused, 2), own(canaries, fused, 3)) for _ in range(2)]
+    packing.scatter_add(ours, sums[0])
     for number, value in enumerate(sums[1].values):
         for part in parts:
             rows = torch.tensor([row for run in part.rows for row in run.members()])
@@ -54,17 +54,17 @@ def test_gathered_and_added(canaries: Canaries, content: str, fused: bool, dtype
 
 def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = CONTENTS["one part"]
-    records = Records(torch.zeros(BATCH * 30 * 32), parts, BATCH, Form((16, 16)), torch.float32)
+    records = PackedBuffer(torch.zeros(BATCH * 30 * 32), parts, BATCH, RecordLayout((16, 16)), torch.float32)
     cuda = torch.device("cuda")
-    assert gathering.is_faster(records, cuda) and not gathering.is_faster(records, torch.device("cpu"))
+    assert packing.is_faster(records, cuda) and not packing.is_faster(records, torch.device("cpu"))
     one_run = (Part(Run(0, 1), (Run(4, 3),)),)
-    single = Records(torch.zeros(BATCH * 3 * 32), one_run, BATCH, Form((16, 16)), torch.float32)
-    assert not gathering.is_faster(single, cuda)  # one run is one strided copy
+    single = PackedBuffer(torch.zeros(BATCH * 3 * 32), one_run, BATCH, RecordLayout((16, 16)), torch.float32)
+    assert not packing.is_faster(single, cuda)  # one run is one strided copy
     called = []
-    monkeypatch.setattr(gathering, "is_faster", lambda *_: True)
-    monkeypatch.setattr(gathering, "gather", lambda *_: called.append("gather"))
-    monkeypatch.setattr(gathering, "scatter_add", lambda *_: called.append("add"))
-    home = Home(torch.zeros(ROWS, BATCH, HEADS, 16), torch.zeros(ROWS, BATCH, HEADS, 16))
-    pack(home, records)
-    add(records, home)
+    monkeypatch.setattr(packing, "is_faster", lambda *_: True)
+    monkeypatch.setattr(packing, "gather", lambda *_: called.append("gather"))
+    monkeypatch.setattr(packing, "scatter_add", lambda *_: called.append("add"))
+    local = LocalTensors(torch.zeros(ROWS, BATCH, HEADS, 16), torch.zeros(ROWS, BATCH, HEADS, 16))
+    pack(local, records)
+    add(records, local)
     assert called == ["gather", "add"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
-from ringattn.sweep import TileTable, tiles_of
+from ringattn.tiling import TileTable, tiles_of
 from tests.strategies import Case, covering, simple
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from ringattn.geometry import Run
 from ringattn.planner.choose import choose_route
 from ringattn.schedule.content import Part, contains, describe, merge_runs, piece_of, size, union, whole
-from ringattn.schedule.needs import Needs, needs_of
+from ringattn.schedule.read_sets import ReadSets, read_sets_of
 from tests.strategies import NOTABLE, Case, covering, plain_cases, simple, spots, wire_order
 
 
 @covering
 def test_reads(case: Case) -> None:
-    needs = Needs(case.problem)
+    needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         for reader in range(case.ranks):
             assert spots(needs.read(owner, reader)) == case.reads(owner, reader)
@@ -24,7 +24,7 @@ def test_reads(case: Case) -> None:
 
 @covering
 def test_unions_of_farther_readers(case: Case) -> None:
-    needs = Needs(case.problem)
+    needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         for distance in range(1, case.ranks + 1):
             assert spots(needs.beyond(owner, distance)) == case.reads_beyond(owner, distance)
@@ -32,15 +32,15 @@ def test_unions_of_farther_readers(case: Case) -> None:
 
 @pytest.mark.parametrize("block", [1, 2, 5])
 def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.schedule.needs.BLOCK_PIECES", block)
+    monkeypatch.setattr("ringattn.schedule.read_sets.BLOCK_PIECES", block)
     for case in NOTABLE:
-        needs, ranks = Needs(case.problem), range(case.ranks)
+        needs, ranks = ReadSets(case.problem), range(case.ranks)
         assert all(spots(needs.read(owner, reader)) == case.reads(owner, reader) for owner in ranks for reader in ranks)
 
 
 @covering
 def test_reach(case: Case) -> None:
-    needs = Needs(case.problem)
+    needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         reading = [d for d in range(1, case.ranks) if case.reads(owner, (owner + d) % case.ranks)]
         assert needs.reach(owner) == max(reading, default=0)
@@ -49,7 +49,7 @@ def test_reach(case: Case) -> None:
 @covering
 def test_contents_are_canonical(case: Case) -> None:
     # Parts ascend, nothing is empty, nothing is there twice; without dilation equal sets are equal values.
-    needs = Needs(case.problem)
+    needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
         contents += [needs.beyond(owner, distance) for distance in range(1, case.ranks)]
@@ -64,7 +64,7 @@ def test_contents_are_canonical(case: Case) -> None:
 
 @covering
 def test_relaying_home(case: Case) -> None:
-    needs = Needs(case.problem)
+    needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         nearer: frozenset[tuple[int, int]] = frozenset()
         cheap = True
@@ -85,7 +85,7 @@ def rows_sent(case: Case) -> tuple[int, int]:
 @given(plain_cases())
 def test_totals(case: Case) -> None:
     relayed, direct = rows_sent(case)
-    found = Needs(case.problem).totals
+    found = ReadSets(case.problem).totals
     assert found[0] >= relayed and found[1] >= direct
     band = case.problem.mask.branches[0].band
     if band.hi - band.lo >= case.problem.q_layout.length:  # one-sided in effect: reads leave no gaps
@@ -94,7 +94,7 @@ def test_totals(case: Case) -> None:
 
 def test_needs_are_shared() -> None:
     case = simple("zigzag", 24, 3, causal=True)
-    assert needs_of(case.problem) is needs_of(simple("zigzag", 24, 3, causal=True).problem)
+    assert read_sets_of(case.problem) is read_sets_of(simple("zigzag", 24, 3, causal=True).problem)
 
 
 @pytest.mark.parametrize(

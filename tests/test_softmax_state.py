@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.partial import accumulator_dtype, by_row, identity, merge_, weights
+from ringattn.softmax_state import accumulator_dtype, by_row, identity, merge_, weights
 
 Partial = tuple[Tensor, Tensor]
 NEG_INF = float("-inf")

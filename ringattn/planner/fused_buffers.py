@@ -1,6 +1,6 @@
 """Blocks side by side in one buffer, every row of a head as a row of its own: one engine call meets them all.
 
-Does not know: lifetimes, what is done with a bundle, torch.
+Does not know: lifetimes, what is done with a buffer, torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ringattn.geometry import Run
 from ringattn.planner.packed_tiles import packed_rows, within_runs
 from ringattn.schedule.content import Content, Part, size
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
-from ringattn.schedule.passes import serves
-from ringattn.sweep import TileTable
+from ringattn.schedule.passes import is_on_received
+from ringattn.tiling import TileTable
 
 ONE = Run(0, 1)
 
 
-class Bundle:
+class FusedBuffer:
     """Blocks of one kind whose contents have a part for every head."""
 
     def __init__(self, label: str, kind: Kind, contents: Mapping[Block, Content]) -> None:
@@ -30,14 +30,14 @@ class Bundle:
         self.content: Content = (Part(ONE, (Run(0, rows[-1]),)),)
 
     def parts(self, block: Block) -> Iterator[tuple[Part, int]]:
-        """Each part of a block with its first row in the bundle."""
+        """Each part of a block with its first row in the buffer."""
         start = self.starts[block]
         for part in self.contents[block]:
             yield part, start
             start += part.row_count
 
     def tiles(self, items: Iterable[Attend | AttendGrad]) -> TileTable:
-        """The tiles of all work on the bundle's blocks, keys as its rows."""
+        """The tiles of all work on the buffer's blocks, keys as its rows."""
         tables = []
         for item in items:
             parts = {part.heads: (part, row) for part, row in self.parts(item.kv)}
@@ -54,14 +54,14 @@ def alone(content: Content) -> bool:
     return all(part.heads.count == 1 for part in content)
 
 
-def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[Bundle]:
-    """K/V that comes to `rank` in one step and is read in one step, and in a backward pass the sums for it.
+def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[FusedBuffer]:
+    """K/V that arrives at `rank` in one step and is read in one step, and in a backward pass the sums for it.
 
-    Only where every part has one head and `sums`, what is sent home of each, take the same rows.
+    Only where every part has one head and `sums`, what is returned to the owner of each, take the same rows.
     """
     steps = schedule.restricted_to(rank).steps
     work = [(at, item) for at, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
-    reads = {item.kv: (at, item) for at, item in work if item.kv.owner != rank and not serves(item)}
+    reads = {item.kv: (at, item) for at, item in work if item.kv.owner != rank and not is_on_received(item)}
     came = [(at, copy.block, copy.content) for at, step in enumerate(steps) for copy in step.copies if copy.dst == rank]
     came += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
     groups: dict[tuple[int, int], dict[Block, Content]] = defaultdict(dict)
@@ -72,6 +72,6 @@ def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Conten
         items = [reads[block][1] for block in contents]
         made = {item.dkv: sums.get(item.dkv) for item in items if isinstance(item, AttendGrad)}
         if all(map(alone, contents.values())) and (not made or list(made.values()) == list(contents.values())):
-            yield Bundle(f"KV of step {arrival}", Kind.KV, contents)
+            yield FusedBuffer(f"KV of step {arrival}", Kind.KV, contents)
             if made:
-                yield Bundle(f"DKV of step {arrival}", Kind.DKV, dict(zip(made, contents.values(), strict=True)))
+                yield FusedBuffer(f"DKV of step {arrival}", Kind.DKV, dict(zip(made, contents.values(), strict=True)))

@@ -1,6 +1,6 @@
-"""The carry of the online softmax and its merge.
+"""The state of the online softmax and its merge.
 
-A partial is `(out, lse)`: `out` (rows, batch, heads, dim) is normalised over the keys seen so far and `lse` (batch,
+The state is `(out, lse)`: `out` (rows, batch, heads, dim) is normalised over the keys seen so far and `lse` (batch,
 heads, rows) is the natural log of their summed exponentials, both in the accumulator dtype (float32; float64 for
 float64 inputs). The identity is (0, -inf); the merge is associative and commutative up to rounding.
 Does not know: tiles, ranks, kernels.
@@ -15,12 +15,12 @@ NEG_INF = float("-inf")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partials and gradients of `dtype` inputs are accumulated."""
+    """The dtype in which softmax states and gradients of `dtype` inputs are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def identity(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A partial that has seen no key, in the accumulator dtype of `like`.
+    """A state that has seen no key, in the accumulator dtype of `like`.
 
     Returns `out` as a (rows, batch, heads, dim) view of a contiguous (batch, rows, heads, dim) tensor, and `lse`
     (batch, heads, rows).
@@ -32,7 +32,7 @@ def identity(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple
 
 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Fold a partial over further keys into `(out, lse)`, in place.
+    """Merge the state over further keys into `(out, lse)`, in place.
 
     `out`, `part_out`: (rows, batch, heads, dim); `lse`, `part_lse`: (batch, heads, rows). A row that neither has seen
     stays (0, -inf).
@@ -44,7 +44,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 
 def weights(lse: Tensor, merged: Tensor) -> Tensor:
-    """exp(lse - merged), 0 where nothing was seen: the share of a partial in a merged one."""
+    """exp(lse - merged), 0 where nothing was seen: the share of one state in the merged one."""
     return torch.where(lse == NEG_INF, 0.0, torch.exp(lse - merged))
 
 
