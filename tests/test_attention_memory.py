@@ -5,7 +5,7 @@ The truth about a kernel's own buffers is torch's profiler, which hears of every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -126,9 +126,19 @@ def test_workspace_is_what_the_allocator_gave(
     assert back - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= back
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many intra-op threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(1000, 700), (200, 64), (31, 700), (1, 1)])
-def test_scratch_of_the_cpu_kernel(n: int, m: int, backward: bool) -> None:
+def test_scratch_of_the_cpu_kernel(n: int, m: int, backward: bool, threads: None) -> None:
     heads, dim, aten = 2, 16, torch.ops.aten
     q, k = torch.randn(1, n, heads, dim).transpose(1, 2), torch.randn(1, m, heads, dim).transpose(1, 2)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)

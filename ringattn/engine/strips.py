@@ -25,14 +25,16 @@ def query_block(q_rows: int) -> int:
 
 
 def kernel_bytes(q_rows: int, k_rows: int, dim: int, item_bytes: int, backward: bool) -> int:
-    """Buffers of all threads inside one call of the CPU kernel.
+    """Buffers inside one call of the CPU kernel.
 
-    Forward a block of scores, two numbers a row, a block of output; backward scores and their gradient, one a row.
+    Forward of each thread a block of scores, two numbers a row, a block of output. Backward of each thread a block of
+    scores and of their gradient, and of all together one number a row.
     """
     block = query_block(q_rows)
     scores = block * min(k_rows, KEY_BLOCK)
-    elements = 2 * scores + block if backward else scores + 2 * block + block * dim
-    return torch.get_num_threads() * elements * item_bytes
+    threads = torch.get_num_threads()
+    elements = threads * 2 * scores + block if backward else threads * (scores + 2 * block + block * dim)
+    return elements * item_bytes
 
 
 class Strips(NamedTuple):
