@@ -1,7 +1,4 @@
-"""`python -m ringattn.bench [name] [key=value ...]`: one benchmark, or all of them one after another.
-
-Does not know: what they measure.
-"""
+"""`python -m ringattn.bench [name] [key=value ...]`: one benchmark, or all of them one after another."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 `python -m ringattn.bench.attention_memory`. Measured are the storages of the rank's thread, with the scratch of the
 kernels (`ringattn.bench.storages`), forward and backward; the pool's high water beside the placement's figure; and how
 much the resident size of the process grew, which holds Python's and the allocator's own pages too.
-Does not know: time.
 """
 
 from __future__ import annotations

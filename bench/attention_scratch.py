@@ -1,7 +1,4 @@
-"""What torch's attention kernels on the CPU allocate inside a call, which no storage shows.
-
-Does not know: who measures.
-"""
+"""What torch's attention kernels on the CPU allocate inside a call, which no storage shows."""
 
 from __future__ import annotations
 

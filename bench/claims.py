@@ -3,8 +3,7 @@
 `python -m ringattn.bench.claims` writes `docs/memory.md`. The reports: S0 a memory analysis, S1 a comparison of rings,
 S2 and S4 guides to training memory, S3 a scaling run on two cards of 8 GB. Every right value is computed here from the
 report's own sizes; what this machine can measure stands in `bench/results/cpu/memory.md`, in the rows named here.
-Promises: no number in the table is typed in but those that a report states and the sizes that it names.
-Does not know: this project's plans.
+Guarantees: no number in the table is typed in but those that a report states and the sizes that it names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The formulas behind `claims`, each with its source.
-
-Does not know: what anybody claims.
-"""
+"""The formulas behind `claims`, each with its source."""
 
 from __future__ import annotations
 

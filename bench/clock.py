@@ -2,7 +2,6 @@
 
 A machine is seldom alone with a benchmark. What all its processors did less what the ranks did is what others took, and
 samples in which others took much are set aside, whatever they measured.
-Does not know: what runs.
 """
 
 from __future__ import annotations

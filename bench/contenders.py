@@ -3,7 +3,6 @@
 `OurRing` is this package. `OneProcess` is the whole problem in one call on rank 0, while the others sleep.
 `Independent` is the ceiling: every rank attends to its share of the heads of the whole problem and never
 communicates, so what it loses against a perfect split is the machine's loss, not a ring's.
-Does not know: clocks.
 """
 
 from __future__ import annotations

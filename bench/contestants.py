@@ -1,8 +1,7 @@
 """What the kernel benchmark lets run against each other, behind one call each for forward and backward.
 
-Promises inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of each
-contestant against a dense float64 truth, at most 1.25 times the error of torch's own attention on the same inputs.
-Does not know: clocks.
+Guarantees inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of
+each contestant against a dense float64 truth, at most 1.25 times the error of torch's own attention on the same inputs.
 """
 
 from __future__ import annotations

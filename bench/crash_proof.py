@@ -1,8 +1,7 @@
 """Runs jobs in worker processes that may die or hang: a compiler that fails an assertion, a kernel that never ends.
 
-Promises: each job is run once, for its time limit at most. One that raises, dies or takes longer ends its process,
+Guarantees: each job is run once, for its time limit at most. One that raises, dies or takes longer ends its process,
 whose CUDA context may be broken, and the next job gets a new one.
-Does not know: what the jobs do.
 """
 
 from __future__ import annotations

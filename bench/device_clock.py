@@ -1,8 +1,7 @@
 """Times work on the GPU by its own events, and what a call costs the host.
 
-Promises: warmed up, the median of the repetitions, the L2 cache flushed between them (`triton.testing.do_bench`). On a
-CPU, where only a rehearsal runs, seconds on the wall of one call.
-Does not know: what runs.
+Guarantees: warmed up, the median of the repetitions, the L2 cache flushed between them (`triton.testing.do_bench`). On
+a CPU, where only a rehearsal runs, seconds on the wall of one call.
 """
 
 from __future__ import annotations

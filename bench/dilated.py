@@ -3,9 +3,9 @@
 `python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
 bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; memory
 at equal tokens of each rank; and one long sequence, forward and backward.
-Promises: nothing is timed before dilated attention has passed a dense float64 truth on the same ranks; FLOPs are those
-of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the arithmetic.
-Does not know: GPUs.
+Guarantees: nothing is timed before dilated attention has passed a dense float64 truth on the same ranks; FLOPs are
+those of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the
+arithmetic.
 """
 
 from __future__ import annotations

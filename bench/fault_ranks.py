@@ -2,8 +2,7 @@
 
 A pass of attention, forward and backward, goes well; in the next one rank does something wrong, and the others write
 down which error they got and when. Survivors ignore SIGTERM, for torchrun ends them as soon as a rank dies.
-Promises: nothing is reported unless the first pass was exact.
-Does not know: which answers are good.
+Guarantees: nothing is reported unless the first pass was exact.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Three gloo processes, one of which is killed, is stopped, refuses its input, asks for another shape or for another
 plan. The bar: every survivor's error names that rank, and no other, within the deadline and two seconds.
-Promises: no process is left behind; one that is, is ended and is an error.
-Does not know: how the ranks find out.
+Guarantees: no process is left behind; one that is, is ended and is an error.
 """
 
 from __future__ import annotations

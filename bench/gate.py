@@ -2,8 +2,7 @@
 
 A contender is anything that attends; the gate gives it small random inputs and compares what it returns, and its
 gradients where it has them, with a dense float64 softmax.
-Promises: a wrong answer, a NaN or a missing row raises `GateError`, and then no number is printed.
-Does not know: how a contender works, time.
+Guarantees: a wrong answer, a NaN or a missing row raises `GateError`, and then no number is printed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `python -m ringattn.bench.hop` needs a C compiler and no GPU. The real transport runs over the stub of the tests, a C
 library with NCCL's interface that moves nothing between ranks, and over events that do nothing; the stub's own share,
 timed by itself through the same binding, is set apart. What CUDA's events cost is not in it: a GPU must tell.
-The gate: the stub has seen exactly the group of every hop. Does not know: schedules.
+The gate: the stub has seen exactly the group of every hop.
 """
 
 from __future__ import annotations

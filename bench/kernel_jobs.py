@@ -1,7 +1,6 @@
 """What the kernel benchmark asks of one implementation, each a job for a worker process.
 
-Promises: FLOPs are those of the visible pairs, 4 a pair and element forward and 10 backward.
-Does not know: which implementations there are, what is kept.
+Guarantees: FLOPs are those of the visible pairs, 4 a pair and element forward and 10 backward.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 `python -m ringattn.bench.launch [rounds=N]` compares, for one bf16 step with head dimension 128 on sm_90:
 `kernel[grid]` with and without describing the call (strides and constants), the compiled kernel with its arguments at
 hand, a repeat of the described call, and the engine's own `attend` (one launch) and `attend_grad` (two).
-Promises: a driver that compiles for a named GPU and launches nothing, so the cost of the driver's own launch (about
+Guarantees: a driver that compiles for a named GPU and launches nothing, so the cost of the driver's own launch (about
 3 us) is not in the figures; processor time of this thread; the least, median and greatest of the rounds.
-Does not know: attention.
 """
 
 from __future__ import annotations

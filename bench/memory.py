@@ -4,7 +4,6 @@
 processes: the greater rank's storages, and the growth of its resident size from before its inputs exist to the end,
 beside the sum of the tensors' sizes and of the plan's arena. The second table is the pool's high water at fixed tokens
 per rank.
-Does not know: time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The memory curve: peak memory of a rank against the length of the sequence, measured points on predicted lines.
-
-Does not know: how either was found.
-"""
+"""The memory curve: peak memory of a rank against the length of the sequence, measured points on predicted lines."""
 
 from __future__ import annotations
 

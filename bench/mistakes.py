@@ -5,7 +5,6 @@ every rank: what travels is small, what stays grows with the sequence. `Gathered
 materializes its queries' scores against them; `PartitionedScores` materializes those against one chunk at a time. All
 are forward only, in the plain softmax form in which they are mostly written; `FullQueryRing` also with a fused block,
 so that its mistake can be told from that of materialized scores.
-Does not know: masks other than causal, uneven lengths, plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Command-line options of the benchmarks: a frozen dataclass of defaults, changed by words `key=value`.
 
-Promises: an unknown key or a value of the wrong type raises `InputError` that begins with the key.
-Does not know: what is measured.
+Guarantees: an unknown key or a value of the wrong type raises `InputError` that begins with the key.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 `python -m ringattn.bench.planning`. A time is from the layout's name to the finished plan of one rank, pruned payloads
 and placement included. It is processor time: planning waits for nothing, and the machine may have other work.
 The gate plans the same case at a small size and checks each plan against the projection of the whole verified schedule.
-Does not know: tensors.
 """
 
 from __future__ import annotations

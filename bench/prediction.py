@@ -2,7 +2,6 @@
 
 `python -m ringattn.bench.prediction repeats=4`, or with `cluster=FILE` and no calibration of its own. All shapes run in
 turns in the same processes, one thread each; a time is from barrier to barrier, so the slowest rank's.
-Does not know: how times are predicted, what is calibrated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The parent starts torchrun, which runs this module; each rank calls one function `f(ring, **spec)` and leaves its
 result as JSON. What rank 0 prints is shown as progress.
-Promises: no child outlives the call; a rank's failure raises with what it printed.
-Does not know: what is measured.
+Guarantees: no child outlives the call; a rank's failure raises with what it printed.
 """
 
 from __future__ import annotations

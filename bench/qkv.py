@@ -3,10 +3,9 @@
 `python -m ringattn.bench.qkv [key=value ...]`. Contestants: "fused", one kernel for product and finish; "epilogue", a
 product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
 and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
-Promises: one is timed only after its q, message and every gradient have passed a float64 truth at 1.25 times eager's
+Guarantees: one is timed only after its q, message and every gradient have passed a float64 truth at 1.25 times eager's
 error, with a number of tokens that no block divides; device time by events, the median of the repetitions. Each runs
 in a process of its own with a time limit, and is kept when it is timed: one that fails or hangs costs its own figures.
-Does not know: rings, attention.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 differ by is what this run cannot tell apart, and where that is more than the bar, times decide nothing. So the recorder
 is also timed alone, telling it of the same steps without their work and messages, and the comparison with None that is
 left a step when it is off. Recordings are read after the clock has stopped.
-Does not know: what a recording holds.
 """
 
 from __future__ import annotations

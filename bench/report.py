@@ -1,7 +1,6 @@
 """What a benchmark shows and keeps: progress while it runs, tables at its end, a JSON and a Markdown file.
 
-Promises: results name the class of hardware and the date, and no machine, user or path.
-Does not know: what is measured.
+Guarantees: results name the class of hardware and the date, and no machine, user or path.
 """
 
 from __future__ import annotations

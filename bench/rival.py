@@ -3,7 +3,6 @@
 The public `context_parallel` has no rule for that block on CPU, so its two inner functions are called directly, through
 adapters. They are private to torch: this file is the only one that names them, and it is tried against torch 2.13.
 Tokens are balanced head to tail (chunk r and chunk 2P-1-r of 2P), and lengths must divide evenly.
-Does not know: this package's runtime beyond its ring and its sequence.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 `python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All contenders run in the same processes, one thread
 each, in turns whose order rotates; a time is from barrier to barrier, so the slowest rank's. Ratios are of medians of
 the rounds that other programs disturbed least, with the spread of all rounds' own ratios beside them.
-Does not know: how a contender works.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where a pass of this package spends its time: the block kernel, the merge, copies, waiting, agreeing.
 
 Wraps the few functions that do a stage's work with a stopwatch while a `with` block lasts, and puts them back.
-Promises: a stage's seconds hold no other stage's; what no stage names is the remainder.
-Does not know: clocks of other ranks.
+Guarantees: a stage's seconds hold no other stage's; what no stage names is the remainder.
 """
 
 from __future__ import annotations

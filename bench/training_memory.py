@@ -3,7 +3,6 @@
 `python -m ringattn.bench.training_memory`. Every line is `ringattn train`'s own loop in fresh processes: the growth of
 the greatest rank's resident size from before the model exists to the end, the same in torch's storages, and what was
 predicted. Losses are compared between lines that must have the same before anything is printed.
-Does not know: time.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 processes at once and then timed alone, for half precision and the head dimensions and forms asked for; `write=true`
 puts the winners into kernels/configs.json, which the compile gate then proves anew
 (`python -m tests.compile_gate.compiling renew`).
-Promises: times alone decide, and no candidate wins that does not fit or fails the gate of the kernel benchmark; each
+Guarantees: times alone decide, and no candidate wins that does not fit or fails the gate of the kernel benchmark; each
 candidate is kept when it is timed, and the same command goes on from there while kernels, device and sizes are the
 same; one that hangs or breaks its CUDA context costs itself alone. Nothing is tuned in the library itself.
-Does not know: float32 (its products run without matrix units), several GPUs.
+Not covered: float32 (its products run without matrix units), several GPUs.
 """
 
 from __future__ import annotations

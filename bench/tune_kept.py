@@ -1,7 +1,6 @@
 """What tuning tries and what it has found so far, which is kept with every candidate and gone on from.
 
-Promises: times of another device, of other sizes or of other kernels are not gone on from.
-Does not know: how a candidate is timed.
+Guarantees: times of another device, of other sizes or of other kernels are not gone on from.
 """
 
 from __future__ import annotations

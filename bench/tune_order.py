@@ -2,7 +2,6 @@
 
 The estimate knows sm_90: matrix products of 64 rows for each group of four warps, operands read from shared memory,
 accumulators in registers. It orders and rejects nothing; only times decide.
-Does not know: the table's own entries, clocks.
 """
 
 from __future__ import annotations

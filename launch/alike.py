@@ -1,7 +1,6 @@
 """Whether all ranks train the same run: their keys, what they read, where it goes, compared before the first step.
 
-Promises: what differs is refused on every rank, by its key; what one rank alone cannot do is refused on all.
-Does not know: how a step is trained.
+Guarantees: what differs is refused on every rank, by its key; what one rank alone cannot do is refused on all.
 """
 
 from __future__ import annotations

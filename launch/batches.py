@@ -1,9 +1,8 @@
 """What a step trains on: which tokens, and how each sequence of them lies over the ring.
 
-Promises: a pure function of the configuration, the text and the number of the step, the same on all ranks of a replica;
-all replicas together draw the same sequences however many they are. So the number of the step is all that a resumed
-run needs to know of the data.
-Does not know: models, losses.
+Guarantees: a pure function of the configuration, the text and the number of the step, the same on all ranks of a
+replica; all replicas together draw the same sequences however many they are. So the number of the step is all that a
+resumed run needs to know of the data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`ringattn calibrate`: measures the constants of the machine at hand into a file that predictions can be made with.
-
-Does not know: how they are measured and fitted.
-"""
+"""`ringattn calibrate`: measures the constants of the machine at hand into a file that predictions can be made with."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 All ranks do the same at once, as in a pass. Each round measures everything, so that a change of the machine's speed
 meets all of it; other programs only ever add time, so a figure is the median of the faster half of its rounds. On the
 CPU, kernel and copies are measured in seconds of the rank's processor, which others cannot take.
-Does not know: what is made of the figures (`ringattn.launch.constants`).
+Not covered: what is made of the figures (`ringattn.launch.constants`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The picture of a capacity plan: stacked bars of what a rank holds, before and after the advised steps.
-
-Does not know: formulas.
-"""
+"""The picture of a capacity plan: stacked bars of what a rank holds, before and after the advised steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`ringattn check`: every schedule x layout x mask against a dense float64 truth, forward and all gradients.
 
 Rank 0 prints a row as soon as its case is done, so the table is also the progress.
-Does not know: how ranks are started.
 """
 
 from __future__ import annotations

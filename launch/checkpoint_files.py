@@ -1,8 +1,7 @@
 """The folders of checkpoints, and digests of their files: damage is found and named before anything is loaded.
 
 `run.json`, written last, lists every other file with its bytes and digest, and has a digest of itself.
-Promises: a file that is missing, shorter, longer or other than when it was written is named.
-Does not know: what the files hold.
+Guarantees: a file that is missing, shorter, longer or other than when it was written is named.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 A checkpoint is a folder `step-N` of the run's `out_dir/checkpoints`: the weights and the optimizer's state as all ranks
 together wrote them, and `run.json`, which says of what run and step it is. On several machines the folder is shared.
-Promises: a checkpoint is there once it is complete, and not before; the last two that are good are kept, and a damaged
-one is never loaded. One of another model or of other data is refused by the name of the key that differs; any number of
-replicas, ranks and any sharding may load it.
-Does not know: how a step is trained.
+Guarantees: a checkpoint is there once it is complete, and not before; the last two that are good are kept, and a
+damaged one is never loaded. One of another model or of other data is refused by the name of the key that differs; any
+number of replicas, ranks and any sharding may load it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Points meet by the hash of their configuration. Promises: a time counts as changed only if its median moved by more than
 the threshold and by more than either side's own spread from p10 to p90, so that noise is no verdict; bytes have no
 spread, and a point that no longer has results is worse, whatever the threshold.
-Does not know: how points are run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Values for the options of a command: Hydra's `key=value` words laid over the defaults of a dataclass.
 
-Promises: a wrong key, type or value raises `InputError` with a message that begins with the key.
-Does not know: which commands there are.
+Guarantees: a wrong key, type or value raises `InputError` with a message that begins with the key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From measured seconds to the constants of a cluster: least squares on the formulas that predict.
 
-Promises: relative errors are what is made small, so that short calls count as much as long ones; no constant is
+Guarantees: relative errors are what is made small, so that short calls count as much as long ones; no constant is
 negative; the residuals are told; times that do not grow with the work raise `RingError`.
-Does not know: how seconds were measured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The length doubles from stage to stage until it is the whole one, all stages but the last take equally many steps, and
 a step has as many tokens throughout: half as long, twice as many.
-Does not know: texts, ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Prints both loss curves, the memory of each process and the check of every schedule, and writes pictures and a
 summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
-Does not know: how a rank trains or attends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ringattn doctor`: looks at this machine, its packages and its ranks, and says what to do about what it finds.
 
 Alone it starts two processes that meet, exchange and attend; under torchrun all of its ranks do.
-Promises: it ends, with a finding for whatever cannot be found out; returns 1 only for a finding of level error.
-Does not know: what a fact means (`doctor_probes`), how one is found (`doctor_facts`).
+Guarantees: it ends, with a finding for whatever cannot be found out; returns 1 only for a finding of level error.
+Not covered: what a fact means (`doctor_probes`), how one is found (`doctor_facts`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Facts about this machine and its packages, for the doctor to judge.
 
-Promises: a package or a driver that is missing or broken is a fact, never an error.
-Does not know: what is good or bad.
+Guarantees: a package or a driver that is missing or broken is a fact, never an error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Pure functions of facts, so that every one of them is tested with machines that are not at hand.
 Sources: NVIDIA's CUDA programming guide, "Compute capabilities" (bf16 from 8.0, fp8 from 8.9); `pyproject.toml` for the
 versions that ringattn accepts; `nvml.h` for the levels of topology.
-Does not know: how facts are gathered, what is printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the ranks do for the doctor: meet, exchange messages of two sizes, and attend once beside a float64 truth.
-
-Does not know: what the answers mean.
-"""
+"""What the ranks do for the doctor: meet, exchange messages of two sizes, and attend once beside a float64 truth."""
 
 from __future__ import annotations
 

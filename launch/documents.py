@@ -1,9 +1,8 @@
 """A text as documents of tokens, and sequences packed with them.
 
 Documents are drawn in another order in each pass over the text, strung together and cut into sequences of one length.
-Promises: no token is left out, doubled or padded; a sequence is a pure function of (text, seed, number of the
+Guarantees: no token is left out, doubled or padded; a sequence is a pure function of (text, seed, number of the
 sequence), so a run can start at any; a document that reaches over the end of a sequence goes on in the next.
-Does not know: ranks, shards, models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The class of machine and the versions that a measurement was made with, and which commit of this package.
 
-Promises: no machine, user or path is named.
-Does not know: what is measured.
+Guarantees: no machine, user or path is named.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Bounds are those of the project: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); half
 types 1.25 x the error that the same engine has alone, on one device (relative Frobenius norm).
-Does not know: which calls are tried, what is printed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Why the processes of a job failed, as one message: from the files that its ranks left and from torchrun's own log.
 
-Promises: the rank that failed first is named, not one that only lost a peer; what torchrun says of ports, hosts and
+Guarantees: the rank that failed first is named, not one that only lost a peer; what torchrun says of ports, hosts and
 signals is said again with what to do.
-Does not know: how ranks are started and ended.
 """
 
 from __future__ import annotations

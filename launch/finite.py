@@ -1,7 +1,4 @@
-"""Steps that are not finite: what is said of them, and whether a model is still worth saving.
-
-Does not know: how a step is trained.
-"""
+"""Steps that are not finite: what is said of them, and whether a model is still worth saving."""
 
 from __future__ import annotations
 

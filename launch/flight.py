@@ -1,7 +1,4 @@
-"""`ringattn flight`: merges the flight records that the ranks of a failed run left, and says where they parted.
-
-Does not know: transports, processes.
-"""
+"""`ringattn flight`: merges the flight records that the ranks of a failed run left, and says where they parted."""
 
 from __future__ import annotations
 

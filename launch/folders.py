@@ -1,8 +1,7 @@
 """Folders that one process writes at a time, and files in them that are there whole or not at all.
 
-Promises: a lock ends with the process that holds it, however that ends; who holds it is told. What a full disk or a
+Guarantees: a lock ends with the process that holds it, however that ends; who holds it is told. What a full disk or a
 refused write leaves half is removed, and said with the disk, the path and the bytes.
-Does not know: what is written.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A job leaves its record as a file among the sweep's, whoever waits for it; so a sweep that was killed while Slurm worked
 finds what was measured meanwhile.
-Promises: a point that fails is a record, and the jobs after it run.
-Does not know: which points there are, what becomes of the records.
+Guarantees: a point that fails is a record, and the jobs after it run.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Every rank draws its replica's sequences, keeps its own tokens, and sums its own
 of labels *of all ranks of all replicas*; gradients are then summed over all of these. That is the gradient of the
 one-process loss, whatever the layout and however unevenly labels fall. A mean of the ranks' means is another loss, and
 looks fine in a log.
-Promises: the same losses for every number of replicas, ranks and sequences at once, up to rounding; a rank without
+Guarantees: the same losses for every number of replicas, ranks and sequences at once, up to rounding; a rank without
 labels or tokens takes part.
-Does not know: processes, files, which tokens a step trains on.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 On a CPU it is the growth of the process's resident memory: the highest value since `start`, less the value at `start`.
 The kernel's high-water mark is reset at `start` (`/proc/self/clear_refs`), because `ru_maxrss` also remembers imports
 and the process it was forked from. On CUDA it is the growth of what torch's allocator has handed out.
-Does not know: what the memory is used for.
 """
 
 from __future__ import annotations

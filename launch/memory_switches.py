@@ -1,7 +1,4 @@
-"""Which switches trade memory for time in a training run, and which of them do not go together.
-
-Does not know: how any of them works.
-"""
+"""Which switches trade memory for time in a training run, and which of them do not go together."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Its dimensions are `dp`, the replicas, and `cp`, the ring of each; ranks of one ring have neighboring numbers, so that a
 ring stays within a machine where it can. Sums over all processes go through a second ring, over the whole mesh.
-Promises: with one replica there is one ring, and torch's process group is opened only by what needs it.
-Does not know: models, what is summed.
+Guarantees: with one replica there is one ring, and torch's process group is opened only by what needs it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU. Two things come from outside: the *global* positions of
 the tokens it is given, and the function that attends. So the same code trains one process and one shard of many.
-Promises: the same seed gives the same weights in every process and, up to their rounding, in every dtype.
-Does not know: ranks, layouts, losses.
+Guarantees: the same seed gives the same weights in every process and, up to their rounding, in every dtype.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Bytes of state for each weight in float32: adamw 8, lion 4, adamw8bit 2 and a scale for each block, adafactor two
 vectors for each matrix (rows and columns), sgd none.
-Does not know: learning-rate schedules, clipping.
 """
 
 from __future__ import annotations

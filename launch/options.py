@@ -1,6 +1,6 @@
 """Options of a command as a dataclass: defaults, units, limits and help lines.
 
-Does not know: which commands there are, how values are given; needs nothing beyond the standard library.
+Not covered: which commands there are, how values are given; needs nothing beyond the standard library.
 """
 
 from __future__ import annotations

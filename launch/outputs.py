@@ -1,7 +1,4 @@
-"""Files that a command writes where an option says: refused before the work where they cannot be written.
-
-Does not know: which commands there are, what is written.
-"""
+"""Files that a command writes where an option says: refused before the work where they cannot be written."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 As a script it is torchrun's agent: `python -P parent.py PARENT words of torchrun`. ReadSets nothing beyond the standard
 library, because it must be at work before torch is imported, which takes seconds.
-Promises: the signal comes within `LOOK_S` of the parent's end; at once on Linux.
-Does not know: what the process does.
+Guarantees: the signal comes within `LOOK_S` of the parent's end; at once on Linux.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pictures of training runs: loss curves laid over each other, and memory by rank.
-
-Does not know: where the numbers come from.
-"""
+"""Pictures of training runs: loss curves laid over each other, and memory by rank."""
 
 from __future__ import annotations
 

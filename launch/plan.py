@@ -1,7 +1,6 @@
 """`ringattn plan`: how many bytes each rank needs to train a model, what fits, and what to turn on when it does not.
 
 Nothing is run: the formulas are those of `ringattn.planner.capacity`, the slots those of the real placement.
-Does not know: processes, formulas.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Measures one attention call on all ranks: the exactness gate, warm-up, timed passes, what they sent and held.
 
-Promises: nothing is timed before the same call, smaller, was exact on the same ranks; a time is of the slowest rank,
+Guarantees: nothing is timed before the same call, smaller, was exact on the same ranks; a time is of the slowest rank,
 from a barrier on; every rank returns the same facts.
-Does not know: how ranks are started, where results are kept.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 `points.jsonl` has a line a point, appended at once and whole; of several with one `hash` the last counts.
 `environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder.
-Promises: a process killed at any moment leaves every line but perhaps the last readable, and that one is passed over;
+Guarantees: a process killed at any moment leaves every line but perhaps the last readable, and that one is passed over;
 one sweep at a time writes, and no record twice; points of another sweep or of other code are never added.
-Does not know: how points are measured.
 """
 
 from __future__ import annotations

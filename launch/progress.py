@@ -1,6 +1,6 @@
 """Progress of a training run: a live bar on a terminal, about ten plain lines anywhere else.
 
-Does not know: ranks; whoever should be silent makes none.
+Not covered: ranks; whoever should be silent makes none.
 """
 
 from __future__ import annotations

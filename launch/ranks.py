@@ -3,7 +3,6 @@
 Processes are started by torchrun, isolated from this one, each with its own share of the cores. Promises: results by
 rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C,
 SIGTERM or SIGKILL of this process.
-Does not know: what the ranks do.
 """
 
 from __future__ import annotations

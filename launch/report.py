@@ -1,8 +1,7 @@
 """`ringattn report`: what a sweep found, as Markdown, as one page of HTML, and as a table on the terminal.
 
-Promises: an unfinished sweep and one of failures alone are reported as well; a report reads its folder and writes two
+Guarantees: an unfinished sweep and one of failures alone are reported as well; a report reads its folder and writes two
 files there, nothing else.
-Does not know: how points are run.
 """
 
 from __future__ import annotations

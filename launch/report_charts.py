@@ -1,9 +1,9 @@
 """The charts of a report: each one an SVG that lies inside the page and takes the page's colors of ink.
 
-Promises: lines are told apart by color and by marker; the colors are those of Okabe and Ito, "Color universal design"
+Guarantees: lines are told apart by color and by marker; the colors are those of Okabe and Ito, "Color universal design"
 (2008), without black and yellow, which vanish on a dark or a light page; every axis names its unit; a prediction is
 dashed and hollow.
-Does not know: pages, tables, what the figures mean (`report_metrics`).
+Not covered: pages, tables, what the figures mean (`report_metrics`).
 """
 
 from __future__ import annotations

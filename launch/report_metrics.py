@@ -1,8 +1,7 @@
 """What the charts of a report show: each figure with its unit, the curves that are drawn of it, and a sentence.
 
-Promises: bytes and waits are those of the worst rank; a prediction names the machines it was made for, and is not drawn
-where it is for others than those that were measured.
-Does not know: pictures.
+Guarantees: bytes and waits are those of the worst rank; a prediction names the machines it was made for, and is not
+drawn where it is for others than those that were measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One page of HTML that shows a sweep: no network, no other file, light and dark, screen and paper.
 
-Promises: whatever a record says is text on the page, never markup.
-Does not know: what the charts and tables mean.
+Guarantees: whatever a record says is text on the page, never markup.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reads what a sweep left behind: its points, its environments, and which options differ from point to point.
 
-Promises: a folder that cannot be reported raises `InputError` and says why; a line that a killed sweep left unfinished
-is counted, not fatal; of several lines with the same configuration the last one counts, which is the one that a resumed
-sweep has written.
-Does not know: how points are run or shown.
+Guarantees: a folder that cannot be reported raises `InputError` and says why; a line that a killed sweep left
+unfinished is counted, not fatal; of several lines with the same configuration the last one counts, which is the one
+that a resumed sweep has written.
 """
 
 from __future__ import annotations

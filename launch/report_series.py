@@ -2,8 +2,7 @@
 
 Four ways to read a sweep. Strong scaling: more ranks, the same tokens. Weak scaling: more ranks, the same tokens of
 each. Length: more tokens, the same ranks. Single: one point by itself.
-Promises: every point with results is in at least one series; a series is as long as the sweep allows.
-Does not know: pictures, files.
+Guarantees: every point with results is in at least one series; a series is as long as the sweep allows.
 """
 
 from __future__ import annotations

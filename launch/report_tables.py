@@ -1,7 +1,6 @@
 """The tables of a report, as text: results with the best of each group, scaling, failures, options, environments.
 
-Promises: a column that no point has a value for is left out; an unknown value is a dash; what is predicted says so.
-Does not know: Markdown, HTML, terminals.
+Guarantees: a column that no point has a value for is left out; an unknown value is a dash; what is predicted says so.
 """
 
 from __future__ import annotations

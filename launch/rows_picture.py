@@ -1,7 +1,4 @@
-"""The picture of dilated branches: for each rank and branch the rows of one head that it keeps, receives and sends.
-
-Does not know: how rows travel.
-"""
+"""The picture of dilated branches: for each rank and branch the rows of one head that it keeps, receives and sends."""
 
 from __future__ import annotations
 

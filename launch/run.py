@@ -1,7 +1,6 @@
 """`ringattn run`: one attention call, measured on ranks that it starts, or on those that torchrun has started.
 
-Promises: exit code 0 for a measured point, 1 for ranks that failed, 2 for bad options or a call that was refused.
-Does not know: how a rank measures, sweeps.
+Guarantees: exit code 0 for a measured point, 1 for ranks that failed, 2 for bad options or a call that was refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What one measured attention call can be told: `ringattn run`, and every point of `ringattn sweep`.
-
-Does not know: how it is measured.
-"""
+"""What one measured attention call can be told: `ringattn run`, and every point of `ringattn sweep`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The picture of a schedule: steps downwards, ranks across, one color for each owner of keys and values.
-
-Does not know: how schedules are made.
-"""
+"""The picture of a schedule: steps downwards, ranks across, one color for each owner of keys and values."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 zero2 gathers the weights once for forward and backward together; zero3 drops each block's again after its forward pass
 and gathers them a second time. Gradients and optimizer state are sharded in both (ZeRO, arXiv:1910.02054). A rank's
 part is one of all processes, replicas times ranks of a ring: weights are the same everywhere.
-Promises: gradients are summed over the ranks, not averaged, as `Ring.all_reduce` would have.
-Does not know: optimizers, losses.
+Guarantees: gradients are summed over the ranks, not averaged, as `Ring.all_reduce` would have.
 """
 
 from __future__ import annotations

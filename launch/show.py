@@ -1,6 +1,6 @@
 """`ringattn explain`: the schedule of one attention call, as text and as a picture, without running it.
 
-Does not know: processes; the ranks are only planned.
+Not covered: processes; the ranks are only planned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`ringattn sweep`: many points, one after another or by Slurm, into one folder that can be resumed and reported.
 
-Promises: every point is a line of `points.jsonl`, the failed ones too; a point that is there and ok is not run again;
+Guarantees: every point is a line of `points.jsonl`, the failed ones too; a point that is there and ok is not run again;
 exit code 0 if all are ok, 1 if some failed, 2 for bad options.
-Does not know: how a point is measured.
 """
 
 from __future__ import annotations

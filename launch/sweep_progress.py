@@ -1,7 +1,4 @@
-"""Progress of a sweep: a live bar with the time left on a terminal, a line for each point anywhere else.
-
-Does not know: how points run.
-"""
+"""Progress of a sweep: a live bar with the time left on a terminal, a line for each point anywhere else."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Without a file it is the language reference that every Python carries (`pydoc_data.topics`, about 460 kB), so nothing
 is downloaded. One byte is one token. A batch is a pure function of (text, seed, step).
-Does not know: ranks, shards, models.
 """
 
 from __future__ import annotations

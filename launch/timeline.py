@@ -2,8 +2,7 @@
 
 Runs one attention call on processes of this machine and records it, or reads what ranks recorded elsewhere with `keep`.
 Beside it stands what the simulator predicts for the same plans. A recording is one `recording-<rank>.json` a rank.
-Promises: what is shown was recorded in one call, after others that nobody recorded.
-Does not know: clocks, the trace's format, how a prediction is made.
+Guarantees: what is shown was recorded in one call, after others that nobody recorded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Each pass has a panel, as wide as it lasts. Where messages were under way and the rank computed nothing, the row is
 hatched. Colors are Okabe and Ito's ("Color Universal Design", 2008), told apart by color-blind readers.
-Does not know: where spans come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`ringattn train`: train a small language model on sequences that are shared by several ranks.
 
 Starts the ranks as processes, or takes part in place if torchrun has started them, and writes one result.json.
-Does not know: how a rank trains.
 """
 
 from __future__ import annotations

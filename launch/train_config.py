@@ -1,7 +1,4 @@
-"""What a training run can be told.
-
-Does not know: how it is done.
-"""
+"""What a training run can be told."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One rank's memory in training, weighed by two meters at once: resident size and torch's storages.
-
-Does not know: which runs are worth weighing, what was predicted.
-"""
+"""One rank's memory in training, weighed by two meters at once: resident size and torch's storages."""
 
 from __future__ import annotations
 

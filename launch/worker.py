@@ -1,7 +1,6 @@
 """One rank's process, started by `ringattn.launch.ranks` through torchrun: `python -m ringattn.launch.worker JOB.json`.
 
 Calls the job's entry and leaves the answer, or the error, as a file; ranks other than 0 print into a file.
-Does not know: what the entry does.
 """
 
 from __future__ import annotations

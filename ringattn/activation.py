@@ -1,9 +1,8 @@
 """Which sequence a model's tokens lie over just now, for code that is called through someone else's signature.
 
 Kept in a context variable: it nests, and threads and tasks do not see each other's.
-Promises: under the sequence of several ranks, attention that a model would compute of this rank's tokens alone is
+Guarantees: under the sequence of several ranks, attention that a model would compute of this rank's tokens alone is
 refused: an operator that attends where it is called, and at the end a model of which no attention went over a ring.
-Does not know: rings, attention.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """All ranks make the same call, or all of them raise.
 
-Promises one question and one answer a call: the ranks' words are compared before anything else is sent, and one rank's
-refusal is every rank's.
-Does not know: what the calls do.
+Guarantees one question and one answer a call: the ranks' words are compared before anything else is sent, and one
+rank's refusal is every rank's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The arithmetic of a pass: what the executor asks for, on one call's tensors by its engine.
-
-Does not know: plans, ranks, messages.
-"""
+"""The arithmetic of a pass: what the executor asks for, on one call's tensors by its engine."""
 
 from __future__ import annotations
 

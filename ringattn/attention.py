@@ -1,7 +1,4 @@
-"""One attention call over a ring: the checks, the autograd function and its two passes.
-
-Does not know: how the ranks were started, where the schedule's steps lead.
-"""
+"""One attention call over a ring: the checks, the autograd function and its two passes."""
 
 from __future__ import annotations
 

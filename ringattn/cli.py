@@ -1,7 +1,4 @@
-"""The command `ringattn`: a word, then options as `key=value`.
-
-Does not know: what the commands do.
-"""
+"""The command `ringattn`: a word, then options as `key=value`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Dilated attention over a ring: one exact call, or torchscale's variants put together from several.
 
-Promises: with exact gradients one pass over all branches, merged as it goes; the variants give what torchscale's
+Guarantees: with exact gradients one pass over all branches, merged as it goes; the variants give what torchscale's
 published algorithm gives, and refuse where that moves rows.
-Does not know: schedules, engines, modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Dilated attention as layers, each in two forms: of whole sequences on one device, and over a ring.
 
-Promises: the two forms of a layer have the same parameters, so that state dictionaries load either way; on one device a
-layer needs no ring of the caller's, and its copies and pickles carry none along; branches that cannot reach every query
-are warned of once per layer.
-Does not know: how branches are computed or travel, how ranks were started, losses, optimizers.
+Guarantees: the two forms of a layer have the same parameters, so that state dictionaries load either way; on one device
+a layer needs no ring of the caller's, and its copies and pickles carry none along; branches that cannot reach every
+query are warned of once per layer.
 """
 
 from __future__ import annotations

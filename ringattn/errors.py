@@ -1,7 +1,6 @@
 """The errors a user can meet, and nothing else.
 
 Every message says what was wrong, on which rank, and what to do about it.
-Does not know: torch, schedules, transports.
 """
 
 from __future__ import annotations

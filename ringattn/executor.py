@@ -2,7 +2,6 @@
 
 A step's messages travel while its work runs; the next step begins when they have arrived. All memory is bound before
 the pass, so a pass allocates nothing here.
-Does not know: masks, layouts, routes, which rank it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Before anything runs: who sends what to whom, when; bytes, pairs, memory, balance, predicted time.
 
 Everything is read from the plans that would run.
-Does not know: tensors' contents.
 """
 
 from __future__ import annotations

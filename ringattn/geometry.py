@@ -2,7 +2,6 @@
 
 *Positions* are global token indices, *rows* are indices into a buffer. Everything here is a small immutable tuple of
 integers: hashable, comparable, printable.
-Does not know: ranks, layouts, masks, torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A layout gives every rank a tuple of position runs, its *shard*; the rank keeps the tokens in that order, so the k-th
 row of a shard is the k-th position of its runs. Every position has exactly one owner; counts may be uneven.
-Does not know: masks, heads, schedules, torch.
 """
 
 from __future__ import annotations

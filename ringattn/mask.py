@@ -3,7 +3,6 @@
 Full, causal, windows and documents are single branches; branches with different heads sit side by side. A pair that
 two branches allow for the same head counts twice (that is what mixing dilated branches means), so plain masks hold
 disjoint branches.
-Does not know: layouts, ranks, torch.
 """
 
 from __future__ import annotations

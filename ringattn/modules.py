@@ -2,9 +2,8 @@
 
 A layer is given this rank's tokens and the `Sequence` that says which they are; the ring comes from the sequence, so
 the same layer trains alone and on many ranks.
-Promises: weights are plain parameters, alike on every rank; gradients are this rank's part, to be summed over the ranks
-(`ring.all_reduce`).
-Does not know: how ranks were started, losses, optimizers.
+Guarantees: weights are plain parameters, alike on every rank; gradients are this rank's part, to be summed over the
+ranks (`ring.all_reduce`).
 """
 
 from __future__ import annotations

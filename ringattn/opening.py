@@ -1,7 +1,6 @@
 """Where a rank finds the others: a process group, a device mesh, torchrun's variables, or nobody.
 
 The only room that reads environment variables.
-Does not know: attention, schedules.
 """
 
 from __future__ import annotations

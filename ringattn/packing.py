@@ -2,8 +2,7 @@
 
 A list of rows is made once for a buffer and kept on the device. Where every part has one head, a row of a head counts
 as a row of its own, so all parts are moved together.
-Promises: what `records.pack` and `records.add` do by copies of runs, bit for bit.
-Does not know: eight bits, scalars, plans.
+Guarantees: what `records.pack` and `records.add` do by copies of runs, bit for bit.
 """
 
 from __future__ import annotations

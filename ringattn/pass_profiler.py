@@ -1,8 +1,7 @@
 """What an executor tells of one pass while it is recorded or profiled: what it does now, step by step.
 
-Promises: off, there is no watch, and an executor pays one comparison with None a step; a pass that fails leaves
+Guarantees: off, there is no watch, and an executor pays one comparison with None a step; a pass that fails leaves
 nothing in the recording and no open range.
-Does not know: how moments are marked, what a recording makes of them.
 """
 
 from __future__ import annotations

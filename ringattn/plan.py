@@ -2,7 +2,6 @@
 
 A plan is what the executor follows: per step what to pack, send, receive, zero, compute and merge, each naming the
 buffer it touches; each buffer has its offset in the arena.
-Does not know: how the schedule was made, torch.
 """
 
 from __future__ import annotations

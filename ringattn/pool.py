@@ -1,9 +1,9 @@
 """The one piece of memory that a ring's passes work in.
 
-Promises: nothing is allocated inside a pass; one pass at a time; with `poison`, memory that nobody has written in this
-pass, or that was released, reads as NaN in every floating dtype, so that a test notices, and a write past the end of a
-pass's memory, or before its start, ends the pass with an error (canaries).
-Does not know: what the slots hold; the placement of a plan says where they are.
+Guarantees: nothing is allocated inside a pass; one pass at a time; with `poison`, memory that nobody has written in
+this pass, or that was released, reads as NaN in every floating dtype, so that a test notices, and a write past the end
+of a pass's memory, or before its start, ends the pass with an error (canaries).
+Not covered: what the slots hold; the placement of a plan says where they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Named sets of dilated branches, and plain words about what a set of branches does not cover.
 
-Promises: a set that `check` returns holds one positive rate for each positive segment length; warnings name the branch,
-what it misses and what to do.
-Does not know: attention, layouts, documents (a warning is about one sequence of `length` tokens).
+Guarantees: a set that `check` returns holds one positive rate for each positive segment length; warnings name the
+branch, what it misses and what to do.
+Not covered: attention, layouts, documents (a warning is about one sequence of `length` tokens).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The facts of one attention call, as one hashable value.
-
-Does not know: schedules, torch. Dtypes are their names.
-"""
+"""The facts of one attention call, as one hashable value."""
 
 from __future__ import annotations
 

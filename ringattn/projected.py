@@ -2,8 +2,7 @@
 
 Where all of a rank's own K and V leave in one message, they are projected straight into it, and copied out of it for
 the rank's own use while it travels. Where queries travel too, nothing leaves before they are made.
-Promises: what projecting first and attending then gives, and its gradients; refusals before anything is sent.
-Does not know: layers, schedules.
+Guarantees: what projecting first and attending then gives, and its gradients; refusals before anything is sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Projects tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
 
 Keys and values can be made first and straight into a message, so that an exchange runs while the queries are made.
-Promises: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
+Guarantees: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
 *global* positions, so any layout is right; every backend is differentiable, once.
-Does not know: rings, masks, what attends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The projection to queries, keys and values by Triton kernels, forward and backward.
 
 Imported where a kernel is wanted, because Triton is optional. The matrix products of the backward pass are torch's.
-Promises: keys and values are launched before the queries; a norm keeps its product for the backward pass, or makes it
+Guarantees: keys and values are launched before the queries; a norm keeps its product for the backward pass, or makes it
 again where the kernel never wrote one.
-Does not know: which backend is faster, what is done with the heads.
 """
 
 from __future__ import annotations

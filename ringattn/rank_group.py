@@ -1,8 +1,7 @@
 """A group of ranks that make the same calls together, and end together when one of them fails.
 
-Promises: a call that the ranks do not agree on raises on all of them; after a failure the group is dead on every rank
+Guarantees: a call that the ranks do not agree on raises on all of them; after a failure the group is dead on every rank
 and says why.
-Does not know: attention, plans.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Wire order has head part after part, in each rows outermost, then batches, heads
 K and V; padding and scalars follow, as the scales of eight bits or the lse of an output (see `plan.RecordLayout`).
 Every view is row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and
 restoring without a kernel, and merging.
-Promises: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every reader
-of a block restores the same values.
-Does not know: schedules, ranks, tiles.
+Guarantees: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every
+reader of a block restores the same values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A ring: one rank's end of a group of ranks that attend together.
 
 Owns the transport, the pool and the cached plans; everything closes with it.
-Does not know: masks, schedules, kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rotary positions: the angles of tokens at global positions, their decay (XPos), and the rotation itself.
 
-Promises: angles are exact to the rounding of their dtype at any position; scores then depend on distances only.
-Does not know: projections, layouts.
+Guarantees: angles are exact to the rounding of their dtype at any position; scores then depend on distances only.
 """
 
 from __future__ import annotations

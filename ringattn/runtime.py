@@ -1,7 +1,4 @@
-"""What attention runs on: one rank's transport, memory pool, plans that are ready to run, counters and recordings.
-
-Does not know: masks, layouts, autograd.
-"""
+"""What attention runs on: one rank's transport, memory pool, plans that are ready to run, counters and recordings."""
 
 from __future__ import annotations
 

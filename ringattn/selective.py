@@ -2,7 +2,6 @@
 
 A second run does other ones: buffers are bound already, or bound again, and ranks that cannot agree tell each other. To
 such a region attention is one step that is computed again; the operators of `adapters.torch_ops` can be saved.
-Does not know: rings, attention.
 """
 
 from __future__ import annotations

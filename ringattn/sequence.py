@@ -1,7 +1,4 @@
-"""One sequence laid over the ranks of a ring: shard, gather, positions, labels.
-
-Does not know: attention, schedules.
-"""
+"""One sequence laid over the ranks of a ring: shard, gather, positions, labels."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 The state is `(out, lse)`: `out` (rows, batch, heads, dim) is normalised over the keys seen so far and `lse` (batch,
 heads, rows) is the natural log of their summed exponentials, both in the accumulator dtype (float32; float64 for
 float64 inputs). The identity is (0, -inf); the merge is associative and commutative up to rounding.
-Does not know: tiles, ranks, kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A span: what one rank did, or what its messages did, between two moments of a pass; and what of it was hidden.
 
 Measured and predicted spans are alike, so both are drawn and summed up by the same functions.
-Does not know: clocks, plans, who measured or predicted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rings inside one process, where every rank is a thread, and the truth to compare with. For tests and first steps.
-
-Does not know: processes, schedules.
-"""
+"""Rings inside one process, where every rank is a thread, and the truth to compare with. For tests and first steps."""
 
 from __future__ import annotations
 

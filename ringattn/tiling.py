@@ -3,7 +3,6 @@
 Runs are cut at segment borders into *pieces*; pieces of equal segment meet; each meeting is clipped by the band to the
 rows that have a partner. Everything is integer arithmetic on arrays, so that 64 ranks and 64 documents take
 milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair needs it.
-Does not know: how blocks travel, torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """A model of transformers over two ranks that are threads, against one process: every parameter's gradient, in float64.
-
-Does not know: what error is small enough.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Windows are shorter than a shard of the tests and longer than one token, heads are grouped, and whatever marks an
 architecture is on: softcap, sinks, values of another size, experts, layers without rotary positions.
-Does not know: rings.
 """
 
 from __future__ import annotations

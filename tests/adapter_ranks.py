@@ -3,7 +3,6 @@
 `python -m tests.adapter_ranks FOLDER` imports transformers once and forks: one process for the truth, 2 ranks, then 4.
 Everything is computed in float64, also where a model rounds to float32 on the way (norms, rotary positions, eager's
 softmax, routers, the loss), on both sides alike: rounding would hide errors below 1e-7.
-Does not know: what error is small enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """transformers' Trainer over processes, against the same in one process: `python -m tests.adapter_trainer FOLDER`.
 
 Two ranks of one ring, then two rings of two ranks.
-Does not know: what error is small enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Whether an error says who is at fault.
-
-Does not know: which errors there are.
-"""
+"""Whether an error says who is at fault."""
 
 from __future__ import annotations
 

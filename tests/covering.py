@@ -2,7 +2,6 @@
 
 Faults that need one certain value, or two certain values together, show in a selection in which every pair of values
 that the grid holds stands beside each other once.
-Does not know: what the values mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The truth of dilated attention: one dense float64 softmax over counted keys, every count made from the definition.
 
-Promises: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
+Guarantees: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
 Nothing about speed or memory: it holds (branches, heads, tokens, tokens) numbers.
-Does not know: anything of ringattn; shards, tiles or kernels; what a ring refuses.
+Not covered: anything of ringattn; shards, tiles or kernels; what a ring refuses.
 """
 
 from __future__ import annotations

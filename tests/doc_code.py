@@ -1,7 +1,6 @@
 """Runs the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
 
 A block with a word after `python` is shown and not run. Errors name the line of the page.
-Does not know: pages.
 """
 
 from __future__ import annotations

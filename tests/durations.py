@@ -3,7 +3,6 @@
 Seconds of a core and not of the clock, so that a machine that others use too gives nearly the same table.
 `python -m tests.durations` (`make durations`) reads the JUnit files that `make test` and `make test-rest` left in
 build/, and writes the table of those that are there. `tests/test_durations.py` holds it against the budget.
-Does not know: what the tests do.
 """
 
 from __future__ import annotations

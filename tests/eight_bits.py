@@ -1,7 +1,4 @@
-"""Rounding to eight bits for the wire by its definition, in numpy and without torch's casts.
-
-Does not know: anything of ringattn.
-"""
+"""Rounding to eight bits for the wire by its definition, in numpy and without torch's casts."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Signatures and demands from Dao-AILab/flash-attention at 0251105: hopper/flash_api.cpp (TORCH_LIBRARY and the checks of
 mha_fwd and mha_bwd) and flash_attn/cute/interface.py; the second schema of bwd from its de1584b, which xformers 0.0.34
 holds. Causal is aligned to the bottom right corner, as there.
-Does not know: speed, what the kernels do inside.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs suites of kernels in Triton's interpreter, in child processes, so that the tests' own stays un-interpreted.
-
-Does not know: what is tested.
-"""
+"""Runs suites of kernels in Triton's interpreter, in child processes, so that the tests' own stays un-interpreted."""
 
 from __future__ import annotations
 

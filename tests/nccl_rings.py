@@ -1,7 +1,4 @@
-"""Runs the real NCCL transport, one thread a rank, over the simulated library and GPUs.
-
-Does not know: what the ranks do, which faults the world has in store.
-"""
+"""Runs the real NCCL transport, one thread a rank, over the simulated library and GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The truth: dense attention in float64 on one process, and masks from the plainest definitions.
 
-Promises nothing about speed or memory. Everything is differentiable by autograd.
-Does not know: anything of ringattn.
+Guarantees nothing about speed or memory. Everything is differentiable by autograd.
 """
 
 from __future__ import annotations

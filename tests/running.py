@@ -1,7 +1,6 @@
 """A plugin of pytest: tests that are left out because nothing they read has changed, and what each test takes.
 
 What is not in `conftest.py` changes no outcome, and therefore no digest of `unchanged.py`.
-Does not know: which tests there are.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A truth is an array (query heads, q tokens, k tokens) that counts how often each pair must be computed; everything that
 travels or is read follows from it by brute force, without the code under test except for which positions a rank owns
 (`test_layout.py` holds that against its own definitions).
-Does not know: tiles, schedules, torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Folders as a sweep leaves them, with records that follow a simple law and a seeded noise.
-
-Does not know: reports.
-"""
+"""Folders as a sweep leaves them, with records that follow a simple law and a seeded noise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Under torch.autocast engines compute in their own dtypes: a call gives the very bits that it gives without.
-
-Does not know: what adapters and layers cast before they call.
-"""
+"""Under torch.autocast engines compute in their own dtypes: a call gives the very bits that it gives without."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The benchmarks: the gate bites, the known mistakes are exact, and every entry runs at a tiny size.
-
-Does not know: how fast anything is.
-"""
+"""The benchmarks: the gate bites, the known mistakes are exact, and every entry runs at a tiny size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The benchmark of the projection: its gate bites, its table is whole, and a small rehearsal runs.
-
-Does not know: how fast anything is.
-"""
+"""The benchmark of the projection: its gate bites, its table is whole, and a small rehearsal runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tuning of block sizes: what is tried, what is kept, what it goes on from; and a rehearsal in Triton's interpreter.
-
-Does not know: how fast anything is.
-"""
+"""Tuning of block sizes: what is tried, what is kept, what it goes on from; and a rehearsal in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calibration: constants that made up the times are found again, and the command measures, writes and refuses.
-
-Does not know: how fast this machine is.
-"""
+"""Calibration: constants that made up the times are found again, and the command measures, writes and refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """Clusters: what constants may be, presets that say where they come from, and files that are read or refused by name.
-
-Does not know: times.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ says. There is a table for each Triton that was tried, since each brings its own
 `python -m tests.compile_gate.compiling renew`, by hand after a change of a kernel or an entry, with each of these
 versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER), compiles all architectures and
 writes the golden table; `test_the_golden_tables_are_whole` then says what is wrong with it.
-Does not know: numerics, speed.
 """
 
 from __future__ import annotations

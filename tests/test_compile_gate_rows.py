@@ -5,7 +5,6 @@ number for each row, such as an lse, and angles in the order of a matrix unit's 
 a loop over products, nor elsewhere more than the golden table of the installed Triton says.
 `python -m tests.compile_gate.row_cases renew`, by hand after a change of a kernel, compiles every case and writes the
 golden table of the installed Triton; `test_the_golden_tables_are_whole` then says what is wrong with it.
-Does not know: numerics, speed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The truth of dilated attention against a loop over rows, hand-made tables, finite differences and torchscale.
 
-Promises: what `tests/dilated_truth.py` says is checked by something that shares no line with it.
-Does not know: anything of ringattn.
+Guarantees: what `tests/dilated_truth.py` says is checked by something that shares no line with it.
 """
 
 from __future__ import annotations

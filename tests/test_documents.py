@@ -1,7 +1,4 @@
-"""Documents, the sequences packed with them, and short sequences first.
-
-Does not know: attention.
-"""
+"""Documents, the sequences packed with them, and short sequences first."""
 
 from __future__ import annotations
 

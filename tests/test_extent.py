@@ -1,6 +1,6 @@
 """Plans of lengths that no memory holds: size follows pieces, not tokens; too many pieces are refused with the count.
 
-Does not know: what plans say (see test_ring_account, test_schedule).
+Not covered: what plans say (see test_ring_account, test_schedule).
 """
 
 from __future__ import annotations

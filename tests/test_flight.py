@@ -1,7 +1,4 @@
-"""Flight records: what a rank keeps, what a failed gloo ring leaves, and what `ringattn flight` makes of it.
-
-Does not know: NCCL, torchrun.
-"""
+"""Flight records: what a rank keeps, what a failed gloo ring leaves, and what `ringattn flight` makes of it."""
 
 from __future__ import annotations
 

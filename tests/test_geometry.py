@@ -1,7 +1,4 @@
-"""Runs, bands and tiles against brute force over their members.
-
-Does not know: torch.
-"""
+"""Runs, bands and tiles against brute force over their members."""
 
 from __future__ import annotations
 

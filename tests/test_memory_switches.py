@@ -1,6 +1,6 @@
 """Switches that trade memory for time: the same training where promised, bounded elsewhere.
 
-Threads in float64 for exactness, processes for FSDP. Does not know: schedules, transports, how much memory is saved.
+Threads in float64 for exactness, processes for FSDP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The mistakes that users are most likely to make, each made as a user would: an exit code, and what to do.
-
-Does not know: what is right.
-"""
+"""The mistakes that users are most likely to make, each made as a user would: an exit code, and what to do."""
 
 from __future__ import annotations
 

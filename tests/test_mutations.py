@@ -1,6 +1,6 @@
 """Broken on purpose: real schedules, plans and transports with one fault each, and the checker that must find it.
 
-Does not know: what a good schedule looks like (see test_schedule.py).
+Not covered: what a good schedule looks like (see test_schedule.py).
 """
 
 from __future__ import annotations

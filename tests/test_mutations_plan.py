@@ -1,6 +1,6 @@
 """Broken on purpose: plans with one fault each, which `verify_placement` must find.
 
-Does not know: what a good plan looks like (see test_place.py).
+Not covered: what a good plan looks like (see test_place.py).
 """
 
 from __future__ import annotations

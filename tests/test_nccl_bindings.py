@@ -1,7 +1,7 @@
 """Both bindings to NCCL against a stand-in for the library: one contract, no GPU, real C calls.
 
 Each run is a process of its own, see `tests.nccl`; all are started at once, and each of their checks is one test.
-Does not know: the real library, see `test_nccl_library`.
+Not covered: the real library, see `test_nccl_library`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The real libnccl and its header, on a machine without a CUDA device: our tables are theirs, our errors are typed.
 
 ReadSets NVIDIA's wheel. The library runs in processes of its own.
-Does not know: communicators that work; for these there is the stand-in (`test_nccl_bindings`) and a GPU.
+Not covered: communicators that work; for these there is the stand-in (`test_nccl_bindings`) and a GPU.
 """
 
 from __future__ import annotations

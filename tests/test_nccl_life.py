@@ -1,6 +1,6 @@
 """The life of an NCCL ring over simulated GPUs: opening, closing, threads, memory, failures that must not go unseen.
 
-Does not know: the contract of all transports (`test_transport_nccl.py`), scripted faults (`test_nccl_faults.py`).
+Not covered: the contract of all transports (`test_transport_nccl.py`), scripted faults (`test_nccl_faults.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """What every command must not do with odd words, places and terminals: end in a traceback, or find out after the work.
-
-Does not know: what the commands compute.
 """
 
 from __future__ import annotations

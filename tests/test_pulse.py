@@ -1,7 +1,4 @@
-"""Signs of life, what is told from their silence, and how a gloo ring names the rank that stands still.
-
-Does not know: NCCL, torchrun.
-"""
+"""Signs of life, what is told from their silence, and how a gloo ring names the rank that stands still."""
 
 from __future__ import annotations
 

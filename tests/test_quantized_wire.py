@@ -1,6 +1,6 @@
 """Eight-bit K and V on the wire, end to end on threads: exact but for the rounding, what that does, the bytes saved.
 
-Does not know: how values are rounded in a buffer (see test_quantized_records.py).
+Not covered: how values are rounded in a buffer (see test_quantized_records.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""README and the index of docs: the scripts run and are exact, the commands exist, the links lead somewhere.
-
-Does not know: what the pages explain.
-"""
+"""README and the index of docs: the scripts run and are exact, the commands exist, the links lead somewhere."""
 
 from __future__ import annotations
 

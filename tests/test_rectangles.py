@@ -1,7 +1,4 @@
-"""The cut of tiles into rectangles, against brute force boolean masks.
-
-Does not know: torch.
-"""
+"""The cut of tiles into rectangles, against brute force boolean masks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The repository as a whole: layers, names, sizes, what a wheel holds.
 
 Walks the source; imports the package only in subprocesses, so that one test's imports cannot hide another's.
-Does not know: attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a ring says about itself: counters, memory, explanations; what is active; sums and copies.
 
-Does not know: attention's results (see test_exact.py).
+Not covered: attention's results (see test_exact.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bad input: a named error on every rank, long before any deadline, and a ring that lives on.
 
-Does not know: results (see test_exact.py), failures in a pass (see test_ring_fails.py).
+Not covered: results (see test_exact.py), failures in a pass (see test_ring_fails.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """`ringattn run`: its options, what it measures and what it does not time, on threads; then real processes and nodes.
-
-Does not know: sweeps.
 """
 
 from __future__ import annotations

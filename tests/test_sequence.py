@@ -1,7 +1,4 @@
-"""Sequences: shards, positions, labels, and the gradients of shard and gather.
-
-Does not know: attention.
-"""
+"""Sequences: shards, positions, labels, and the gradients of shard and gather."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The simulator against times worked out by hand, and against what must hold whatever the plans.
-
-Does not know: how fast any machine is.
-"""
+"""The simulator against times worked out by hand, and against what must hold whatever the plans."""
 
 from __future__ import annotations
 

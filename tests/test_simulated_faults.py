@@ -1,7 +1,4 @@
-"""Scripted faults of the simulated world: each strikes where it is told, and only there.
-
-Does not know: what the runtime makes of them.
-"""
+"""Scripted faults of the simulated world: each strikes where it is told, and only there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The simulator's rules of how communicators begin and end. One test a rule.
 
-Does not know: the rules of a hop (`test_simulated_nccl.py`), memory and graphs (`test_simulated_memory.py`), races.
+Not covered: the rules of a hop (`test_simulated_nccl.py`), memory and graphs (`test_simulated_memory.py`), races.
 """
 
 from __future__ import annotations

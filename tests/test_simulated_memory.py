@@ -1,6 +1,6 @@
 """The simulator's rules of memory and of CUDA graphs. One test a rule.
 
-Does not know: the rules of a hop (`test_simulated_nccl.py`), communicators' lives, races.
+Not covered: the rules of a hop (`test_simulated_nccl.py`), communicators' lives, races.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The simulator's rules of a hop: rendezvous, groups, order, streams. One test a rule.
 
-Does not know: communicators' lives (`test_simulated_lifetimes.py`), races.
+Not covered: communicators' lives (`test_simulated_lifetimes.py`), races.
 """
 
 from __future__ import annotations

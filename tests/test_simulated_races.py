@@ -1,7 +1,4 @@
-"""The race detector: what obeys has no race, each dropped edge has, and each broken exchange is caught somehow.
-
-Does not know: the runtime's transport.
-"""
+"""The race detector: what obeys has no race, each dropped edge has, and each broken exchange is caught somehow."""
 
 from __future__ import annotations
 

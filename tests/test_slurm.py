@@ -1,7 +1,4 @@
-"""Sweeps by submitit: real jobs of its local executor, and the script that sbatch would get.
-
-Does not know: a Slurm cluster.
-"""
+"""Sweeps by submitit: real jobs of its local executor, and the script that sbatch would get."""
 
 from __future__ import annotations
 

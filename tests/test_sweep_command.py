@@ -1,7 +1,6 @@
 """`ringattn sweep`: which points, what is kept of them, what is refused, what goes on after a kill.
 
 Points are measured by a stand-in, but for the last test, which starts processes.
-Does not know: how a point is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The text, its windows, and the options that choose them.
-
-Does not know: attention.
-"""
+"""The text, its windows, and the options that choose them."""
 
 from __future__ import annotations
 

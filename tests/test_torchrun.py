@@ -1,7 +1,4 @@
-"""Faults of processes that torchrun really started: who is named, how soon, and that nothing is left behind.
-
-Does not know: how the ranks find out.
-"""
+"""Faults of processes that torchrun really started: who is named, how soon, and that nothing is left behind."""
 
 from __future__ import annotations
 

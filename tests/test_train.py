@@ -1,6 +1,6 @@
 """Training on several ranks is training on one: losses, gradients, and what would be wrong instead.
 
-Threads in float64, where only a wrong rule can show; then real processes. Does not know: schedules, transports.
+Threads in float64, where only a wrong rule can show; then real processes.
 """
 
 from __future__ import annotations

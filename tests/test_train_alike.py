@@ -1,6 +1,6 @@
 """Ranks that would train other runs than each other are told before the first step, all of them, by key.
 
-Threads, each with a configuration of its own. Does not know: processes, checkpoints.
+Threads, each with a configuration of its own.
 """
 
 from __future__ import annotations

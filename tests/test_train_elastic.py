@@ -1,6 +1,6 @@
 """A rank that is killed costs the steps since the last checkpoint, and nothing else.
 
-Real processes, one of which dies of SIGKILL in the middle of a run. Does not know: what a checkpoint holds.
+Real processes, one of which dies of SIGKILL in the middle of a run.
 """
 
 from __future__ import annotations

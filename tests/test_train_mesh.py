@@ -1,7 +1,7 @@
 """Training over a mesh of replicas and rings is training in one process: any shape, any sharding, any accumulation.
 
 Threads where torch's process group is not needed, then one set of four processes for everything that needs it; in
-float64 unless said, against one process. Does not know: checkpoints' folders, restarts.
+float64 unless said, against one process.
 """
 
 from __future__ import annotations

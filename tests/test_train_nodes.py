@@ -1,6 +1,6 @@
 """What one machine of several gets wrong is told on all of them at once, not when a deadline has passed.
 
-Two agents of torchrun on this machine stand for two machines. Does not know: machines that share no memory or disk.
+Two agents of torchrun on this machine stand for two machines.
 """
 
 from __future__ import annotations

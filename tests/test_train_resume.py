@@ -1,6 +1,6 @@
 """A run that stops and goes on is the run that never stopped; what is not the same run is refused by key.
 
-One process, bit by bit; other numbers of processes are in `test_train_mesh.py`. Does not know: why a run stopped.
+One process, bit by bit; other numbers of processes are in `test_train_mesh.py`.
 """
 
 from __future__ import annotations

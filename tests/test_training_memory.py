@@ -1,6 +1,6 @@
 """What training memory comes to: every switch saves what the sizes say, and the benchmark that weighs them runs.
 
-Storages of one rank, seen by a dispatch mode. Does not know: whether training is still right.
+Storages of one rank, seen by a dispatch mode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `docs/training.md` shows works: its Python, and its commands with smaller numbers.
 
-Does not know: whether the words around them are true; other tests show that.
+Not covered: whether the words around them are true; other tests show that.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Source: microsoft/torchscale at 4d1e0e8, `DilatedAttention` in torchscale/component/dilated_attention.py, between its
 projections; the steps are its own, the words are ours. Dense float64 attention stands in for its flash kernel.
 `python -m tests.torchscale_algorithm` writes tests/golden/torchscale_dilated.json.
-Promises: the four traps are kept. Zero rows that fill a segment are attended where no causal mask hides them; rows that
-fill the last stride of a segment stay in it, which moves every later segment; a row whose lse is exactly 0 counts as
-not attended; the weights that mix the branches carry no gradient.
-Does not know: documents, GQA, padding masks, ranks; the truth (`tests/dilated_truth.py`), which is judged by this.
+Guarantees: the four traps are kept. Zero rows that fill a segment are attended where no causal mask hides them; rows
+that fill the last stride of a segment stay in it, which moves every later segment; a row whose lse is exactly 0 counts
+as not attended; the weights that mix the branches carry no gradient.
+Not covered: documents, GQA, padding masks, ranks; the truth (`tests/dilated_truth.py`), which is judged by this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One attention call with its gradients, computed by the oracle and by a ring of threads.
 
-Does not know: schedules, tiles; what is exact enough.
+Not covered: schedules, tiles; what is exact enough.
 """
 
 from __future__ import annotations

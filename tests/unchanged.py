@@ -4,7 +4,6 @@ They compile or interpret the GPU kernels, take minutes, and depend on few files
 of every module that these import, directly or not, of the data beside them, and of the versions that compile and
 interpret. Where it is the recorded one, the group counts as slow: `make test` leaves it out and says so.
 `python -m tests.unchanged` (`make prove`) runs the groups whose digest is another one, and records those that pass.
-Does not know: what the tests assert.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the ranks of a ring have to have in common before they attend: their batches, and their refusals.
-
-Does not know: hosts, what the tensors of a batch mean.
-"""
+"""What the ranks of a ring have to have in common before they attend: their batches, and their refusals."""
 
 from __future__ import annotations
 

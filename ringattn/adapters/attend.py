@@ -1,7 +1,4 @@
-"""One attention call of an adapter: over the sequence's ring, or on this process alone.
-
-Does not know: hosts, and how the sequence was found.
-"""
+"""One attention call of an adapter: over the sequence's ring, or on this process alone."""
 
 from __future__ import annotations
 

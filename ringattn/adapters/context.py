@@ -7,7 +7,6 @@ each forward call is noted, by the module that made it and with the life of its 
 first had. A call without a graph (of a reentrant checkpoint, of compiled code, of queries that need no gradient) has no
 end that could be seen: its note stays. Where the notes leave a choice, on one rank or on all, the ranks of the ring
 raise, and `recompute_context` decides.
-Does not know: attention, hosts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Context parallelism in the shape of `torch.distributed.tensor.experimental.context_parallel`, through a ring.
 
-Promises: same arguments and same use, for any length, and with documents. Nothing in torch is replaced: SDPA is
+Guarantees: same arguments and same use, for any length, and with documents. Nothing in torch is replaced: SDPA is
 redirected for the calls that one thread makes inside of the `with`, and what would still attend locally raises.
-Does not know: how attention is computed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `RingFluxAttnProcessor` is for blocks whose text and image attend jointly (Flux), `RingAttnProcessor` for those of
 diffusers' `Attention` with self- and cross attention (PixArt, DiT and others). Both find the sequence that
 `Ring.activate` names, see `context.sequence_of`; see docs/embedding-diffusers.md.
-Promises: text that is sharded is never taken for whole text, or the other way round, without being told which it is.
-Does not know: embeddings of patches and positions; a caller shards tokens and their ids.
+Guarantees: text that is sharded is never taken for whole text, or the other way round, without being told which it is.
+Not covered: embeddings of patches and positions; a caller shards tokens and their ids.
 """
 
 from __future__ import annotations

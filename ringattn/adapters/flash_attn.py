@@ -9,8 +9,7 @@ heads. It returns out, and with `return_attn_probs` (out, lse, None), lse being 
 tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group; see `groups.ring_of` for its ring.
 `deterministic` asks for nothing more: what a ring adds repeats its bits, and so do its own kernels; in backward on
 CUDA, torch's and flash-attn's (engines `aten`, `flash`) do only under `torch.use_deterministic_algorithms(True)`.
-Promises: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
-Does not know: positions and labels, which are the caller's, as with that package.
+Guarantees: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rings of process groups that a host made: each opened at its first use, and closed when its group is gone.
 
-Promises: one group has one ring in this process, whoever asks; no group is kept alive by being listed here.
-Does not know: hosts, attention.
+Guarantees: one group has one ring in this process, whoever asks; no group is kept alive by being listed here.
 """
 
 from __future__ import annotations

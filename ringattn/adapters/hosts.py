@@ -1,7 +1,4 @@
-"""Which version of a host is installed, and whether an adapter was checked with it.
-
-Does not know: the hosts.
-"""
+"""Which version of a host is installed, and whether an adapter was checked with it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 For `Trainer(strategy="ddp", use_distributed_sampler=False)` and other strategies that average gradients over all ranks;
 see docs/embedding-lightning.md. Ranks of a ring are neighbors, rings are replicas of each other.
-Promises: weights go the way that one process for each ring would make them go, which sees its batches whole; ranks of a
-ring that were given different batches raise.
-Does not know: the model.
+Guarantees: weights go the way that one process for each ring would make them go, which sees its batches whole; ranks of
+a ring that were given different batches raise.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A rank sums its loss over its own labels. The mean of the whole batch divides that by the labels of *all* ranks, and a
 stack that averages gradients (DDP, FSDP) divides once more by the number of ranks, which has to be undone. A mean of
 the ranks' means is another loss, and looks fine in a log.
-Does not know: models, hosts.
 """
 
 from __future__ import annotations

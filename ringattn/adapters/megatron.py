@@ -2,9 +2,9 @@
 
 `RingCoreAttention` stands where `TEDotProductAttention` would; batches are cut by Megatron's own
 `get_batch_on_this_cp_rank` (zigzag) or, packed, by document (zigzag in each); see docs/embedding-megatron.md.
-Promises: gradients of what a rank owns, to be reduced over the data and context parallel group as Megatron does;
+Guarantees: gradients of what a rank owns, to be reduced over the data and context parallel group as Megatron does;
 padding between packed documents is seen by no document.
-Does not know: tensor parallelism, which leaves it fewer heads; cross attention; attention masks, which raise.
+Not covered: tensor parallelism, which leaves it fewer heads; cross attention; attention masks, which raise.
 """
 
 from __future__ import annotations

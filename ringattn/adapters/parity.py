@@ -3,7 +3,6 @@
 Most mistakes of sharded training leave a loss that looks right: local positions move it in the sixth digit and the
 gradients by 0.3 percent. So the same step is run twice on copies of the model in float64, over a ring of this process
 alone and over the ring at hand, and every parameter's gradient is compared, by its own norm.
-Does not know: models, hosts, optimizers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention over a ring with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
-Promises: what a ring does not compute is refused by name, never dropped; local attention is torch's own function.
-Does not know: hosts.
+Guarantees: what a ring does not compute is refused by name, never dropped; local attention is torch's own function.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """Queries, keys and values whose heads lie over the ranks of tensor parallelism: attention needs only the local ones.
-
-Does not know: rings, attention.
 """
 
 from __future__ import annotations

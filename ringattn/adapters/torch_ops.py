@@ -1,10 +1,9 @@
 """Attention over a ring as PyTorch operators, which compilers and checkpointing policies can name and leave alone.
 
-Promises: `torch.compile(fullgraph=True)` traces it without a break and without running it; the operators
+Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it; the operators
 `torch.ops.ringattn.attention` and `attention_backward` may stand in a policy of selective checkpointing.
 An operator takes tensors and numbers only. A number stands for the sequence, found when the operator runs, and one for
 the agreed call, from its forward to its backward pass (docs/decisions/0012).
-Does not know: hosts, how a compiler orders what it compiles.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `RingAttention` takes the place of torchtitan's inner attentions in a model's config, `prepare_context_parallel_input`
 that of torchtitan's function of this name; see docs/embedding-torchtitan.md. The sequences of a batch travel as the
 model's `attention_masks`, so recomputation finds them as it finds any argument.
-Promises: packed documents (positions that restart at 0) do not see each other; lengths need not divide by anything;
+Guarantees: packed documents (positions that restart at 0) do not see each other; lengths need not divide by anything;
 masks of FlexAttention and of torchtitan's varlen attention raise, because what they hide is not known here.
-Does not know: the loss, which torchtitan counts over the `loss` mesh, and the backends `full_dtensor` and `spmd_types`:
+Not covered: the loss, which torchtitan counts over the `loss` mesh, and the backends `full_dtensor` and `spmd_types`:
 there keys and values arrive gathered, which raises.
 """
 

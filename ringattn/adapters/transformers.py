@@ -6,10 +6,9 @@
     with ring.activate(seq):
         loss = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None], ...).loss
 
-Promises: what one process would compute with `attn_implementation="eager"`, or an error that says what to do: masks,
+Guarantees: what one process would compute with `attn_implementation="eager"`, or an error that says what to do: masks,
 windows, softcap, sinks and documents are taken or refused, positions are compared with the sequence's. Without a
 sequence it attends locally, as `sdpa` does, where `context.sequence_of` allows that.
-Does not know: trainers, losses.
 Checked with transformers 5.23.
 """
 

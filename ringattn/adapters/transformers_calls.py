@@ -1,8 +1,7 @@
 """Calls of a prepared model of transformers: what it is given and what it returns, which its attention does not see.
 
-Promises: over a ring of several ranks all of them refuse inputs that are not a shard, a loss or an output that would be
-of a rank's tokens alone, and a model that mixes tokens without attention.
-Does not know: masks, how rows are attended.
+Guarantees: over a ring of several ranks all of them refuse inputs that are not a shard, a loss or an output that would
+be of a rank's tokens alone, and a model that mixes tokens without attention.
 Checked with transformers 5.23.
 """
 

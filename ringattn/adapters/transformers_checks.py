@@ -1,7 +1,6 @@
 """What attention of a transformers model refuses, because one process would compute something else.
 
-Promises: each message says what to do instead. Raises on this rank: that the others hear of it is the caller's.
-Does not know: how rows are attended, what the model around it is given.
+Guarantees: each message says what to do instead. Raises on this rank: that the others hear of it is the caller's.
 """
 
 from __future__ import annotations

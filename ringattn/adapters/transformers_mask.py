@@ -2,8 +2,7 @@
 
 transformers builds masks out of small functions of (batch, head, query, key) indices. Here they are recognized by name,
 never evaluated: what comes out is a `MaskSpec` of constant size, whatever the number of tokens.
-Promises: every function of the host that is not known by name is refused, so that no mask is dropped or guessed.
-Does not know: attention.
+Guarantees: every function of the host that is not known by name is refused, so that no mask is dropped or guessed.
 Names as in transformers 5.23, `transformers.masking_utils`.
 """
 

@@ -2,7 +2,6 @@
 
 Outputs are told apart by their shapes: those of tokens begin with the shape of the tokens that the call was given.
 Guarantees: what one process would make of other ranks' tokens too is refused or left out, under whatever name.
-Does not know: what goes into a model.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 transformers takes the greatest of the positions that a rotary module gets as the length, and a rank has only its own.
 So under a sequence each gets one position more, the greatest of all ranks, and its cosines are dropped again.
-Does not know: attention, how frequencies are made.
 Checked with transformers 5.23.
 """
 

@@ -1,7 +1,6 @@
 """Which modules of a model are its text, whose tokens lie over ranks, and which are towers for images and sound.
 
 Every rank has the whole of what a tower sees, so that it attends locally.
-Does not know: masks' meanings, attention.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `RingTrainerMixin` overrides one private method of Trainer, the one that shards batches for context parallelism, and
 refuses a Trainer that has it in another form.
-Promises: the loss and gradients of one process, also in evaluation; labels are counted whole.
-Does not know: attention, models, how a batch lies over ranks.
+Guarantees: the loss and gradients of one process, also in evaluation; labels are counted whole.
 Checked with transformers 5.23 and accelerate 1.15.
 """
 

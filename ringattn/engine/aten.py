@@ -1,6 +1,6 @@
 """The engine on torch's own fused attention kernels.
 
-Promises no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
+Guarantees no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
 one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
 float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), a reversed
 rectangle, and queries where the scale is not positive. The ops recompute the weights from the merged lse, and delta
@@ -10,7 +10,7 @@ lse too, to the input dtype. Their backward repeats bit for bit only under `torc
 leaves cuDNN out, as torch itself does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "cuDNN SDPA is not
 deterministic"). float32 and float64 on CUDA, half dtypes on a GPU without the units for them and heads too wide for a
 fused kernel are computed by the plain engine.
-Does not know: ranks, schedules, softcap (refused).
+Not covered: ranks, schedules, softcap (refused).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 An engine does the arithmetic of one rank: it accumulates tiles into a softmax state, or into gradients. All tensors are
 *row-first*: (rows, batch, heads, dim), any strides with a contiguous last dimension, so that a user's tensor (a
 transposed view) and a received message (rows outermost) look alike.
-Does not know: ranks, schedules, transports.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 A table is seen from one side, the queries or the keys: that side's rows are cut into *blocks*, each owned by one
 program, and a block lists as *entries* the rows of the other side that it meets.
-Promises that every pair of the tiles is in exactly one (block, entry), that no row of a head is in two blocks, that all
-rows of a block meet the same entries, and that rows of the other side which no row of a block sees are not visited but
-for the rest of a block of rows. Positions end here: bands count rows of the block and of the entry, so that a kernel
-computes in int32 whatever the length of the sequence.
-Does not know: torch, triton, which device or kernel reads the table.
+Guarantees that every pair of the tiles is in exactly one (block, entry), that no row of a head is in two blocks, that
+all rows of a block meet the same entries, and that rows of the other side which no row of a block sees are not visited
+but for the rest of a block of rows. Positions end here: bands count rows of the block and of the entry, so that a
+kernel computes in int32 whatever the length of the sequence.
 """
 
 from __future__ import annotations

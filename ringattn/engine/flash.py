@@ -1,13 +1,13 @@
 """The engines on FlashAttention 3 and 4, for GPUs and environments that have them.
 
-Promises what the aten engine promises of fused CUDA kernels: these ops take the place of torch's for half inputs, and
+Guarantees what the aten engine promises of fused CUDA kernels: these ops take the place of torch's for half inputs, and
 everything else goes where the aten engine sends it. Operands are views; only one that a tensor memory access cannot
 describe is copied (CUDA driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes). Backward
 repeats bit for bit under `torch.use_deterministic_algorithms`.
 Written from Dao-AILab/flash-attention at 0251105 (hopper/flash_api.cpp, flash_attn/cute/interface.py), from its
 de1584b, which xformers 0.0.34 holds as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). What is
 tested without a GPU is names, layouts, strides and dtypes, against the signatures recorded from there.
-Does not know: ranks, schedules, softcap (refused).
+Not covered: ranks, schedules, softcap (refused).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which launches of a pass meet a query row first and last, so that the state need not be read before nor kept after.
 
-Promises flags only where they hold for whole blocks and every row has its first and its last block: then nothing has to
-be set before the pass nor converted after it. Else there are none.
-Does not know: what a launch computes, torch.
+Guarantees flags only where they hold for whole blocks and every row has its first and its last block: then nothing has
+to be set before the pass nor converted after it. Else there are none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How long the engines were measured to take, which is what engine="auto" decides by.
 
-Promises the rows of measured.json as a benchmark wrote them; without any, nothing is claimed.
-Does not know: which engines can do a call, how anything is measured.
+Guarantees the rows of measured.json as a benchmark wrote them; without any, nothing is claimed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The readable engine: scores of a tile as one dense matrix, a few query rows at a time.
 
-Promises every feature (any dtype up to float64, softcap, any strides of positions), arithmetic in the accumulator
+Guarantees every feature (any dtype up to float64, softcap, any strides of positions), arithmetic in the accumulator
 dtype, and at most `SCORES_BYTES` for a score matrix, of which three live at once in backward. It is what the faster
 engines are compared with, and what runs where torch ships no fused kernel.
-Does not know: ranks, schedules, which device it runs on.
 """
 
 from __future__ import annotations

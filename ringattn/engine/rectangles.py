@@ -1,9 +1,8 @@
 """Tiles cut into rectangles, for kernels that know only "every key" and "causal from the top left corner".
 
-Promises that the rectangles of a tile hold each of its pairs exactly once and no other pair, that every row of a
+Guarantees that the rectangles of a tile hold each of its pairs exactly once and no other pair, that every row of a
 rectangle sees at least one of its keys, and that there are few of them: a full tile and a causal square are one
 rectangle each, a window is two for every stretch of rows as long as the window is wide.
-Does not know: torch, kernels, K/V tensors.
 """
 
 from __future__ import annotations

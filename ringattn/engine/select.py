@@ -1,9 +1,8 @@
 """Which engine computes a call, and why.
 
-Promises that a named engine comes or is refused with a reason, before any rank communicates; and that `auto` takes the
-fastest of the engines that were measured on this device and can do the call. Where fewer than two were measured the
+Guarantees that a named engine comes or is refused with a reason, before any rank communicates; and that `auto` takes
+the fastest of the engines that were measured on this device and can do the call. Where fewer than two were measured the
 order is: aten; for a softcap, which aten lacks, triton on a GPU and else plain, which does everything.
-Does not know: ranks, schedules.
 """
 
 from __future__ import annotations

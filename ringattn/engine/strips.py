@@ -1,9 +1,8 @@
 """What one call of a fused kernel on a rectangle allocates, counted before it runs.
 
-Promises: on the CPU, every byte that torch's allocator hands out inside the call, its kernels' own buffers included.
+Guarantees: on the CPU, every byte that torch's allocator hands out inside the call, its kernels' own buffers included.
 The buffers are those of torch's aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention`,
 `cpu_flash_attention_backward`, `flash_attention_kernel_impl`), float32 and float64.
-Does not know: other devices' kernels.
 """
 
 from __future__ import annotations

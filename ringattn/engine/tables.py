@@ -1,8 +1,7 @@
 """The block tables of a pass: made for the cut of a kernel's blocks when it is first known, and kept on the device.
 
-Promises: a table is made once for each side, cut and device; its flags say which launches meet a row first and last
+Guarantees: a table is made once for each side, cut and device; its flags say which launches meet a row first and last
 (see `history`), all steps together or none.
-Does not know: kernels, their arguments.
 """
 
 from __future__ import annotations

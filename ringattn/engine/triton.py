@@ -1,12 +1,11 @@
 """The engine on this project's own Triton kernels.
 
-Promises one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32 from
-the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same calls,
-unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first pass on a
-device makes and keeps. Where every query row has its first and its last launch, no state is set before the pass, read
-by the first or kept after the last.
-ReadSets a CUDA device, or Triton's interpreter.
-Does not know: ranks, schedules, float64 (refused).
+Guarantees one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32
+from the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same
+calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first
+pass on a device makes and keeps. Where every query row has its first and its last launch, no state is set before the
+pass, read by the first or kept after the last. ReadSets a CUDA device, or Triton's interpreter.
+Not covered: ranks, schedules, float64 (refused).
 """
 
 from __future__ import annotations

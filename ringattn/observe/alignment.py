@@ -1,9 +1,8 @@
 """How far the clocks of the ranks are apart, so that their recordings lie on one axis.
 
-Promises: the true offset lies within the stated uncertainty, whatever the network does: it follows from nothing but
+Guarantees: the true offset lies within the stated uncertainty, whatever the network does: it follows from nothing but
 that no rank leaves an agreement before all have entered it. Ranks of one host share `time.perf_counter()`, and their
 offset is exactly 0. Clocks that drift apart while a recording lasts are not corrected.
-Does not know: transports, what is recorded.
 """
 
 from __future__ import annotations

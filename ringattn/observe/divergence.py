@@ -2,9 +2,8 @@
 
 The k-th send from a to b on a lane belongs to the k-th receive of b from a, counted from the ring's opening; a record
 says how many messages it has dropped, so that the count holds for long runs too.
-Promises: an exchange that a rank posted only after its peer had written its record answers nothing, by the clocks of
+Guarantees: an exchange that a rank posted only after its peer had written its record answers nothing, by the clocks of
 the two hosts, which are assumed to agree better than a deadline is long.
-Does not know: files, why a rank stopped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The flight record: the last exchanges of a rank, kept in a fixed ring and written out when something goes wrong.
 
-Promises: recording an exchange costs a few microseconds and no memory beyond the ring; a dump is JSON that
+Guarantees: recording an exchange costs a few microseconds and no memory beyond the ring; a dump is JSON that
 `ringattn flight` merges over the ranks, and counts what the ring has dropped, so that the k-th send still meets the
 k-th receive.
-Does not know: transports, schedules.
 """
 
 from __future__ import annotations

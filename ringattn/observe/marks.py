@@ -1,7 +1,6 @@
 """Clocks and named ranges for recordings: of the host, of a CUDA device, of torch's profiler, of NVTX.
 
-Promises: on a device a moment is a CUDA event, read after the pass; nothing waits inside it.
-Does not know: plans, what is recorded.
+Guarantees: on a device a moment is a CUDA event, read after the pass; nothing waits inside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A watch over the memory of all ranks: readings, named thresholds, and what to do when one is passed.
 
-Promises: every rank sees the readings of all and comes to the same level, so what raises, raises everywhere; no byte is
-counted twice, whether the ring's pool lies in torch's allocator or beside it.
-Does not know: what the memory is used for, attention; ranks that are threads of one process see that process each.
+Guarantees: every rank sees the readings of all and comes to the same level, so what raises, raises everywhere; no byte
+is counted twice, whether the ring's pool lies in torch's allocator or beside it.
+Not covered: what the memory is used for, attention; ranks that are threads of one process see that process each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The kernel's account of this process's memory, and of the memory there is (Linux).
-
-Does not know: what the memory is used for, torch.
-"""
+"""The kernel's account of this process's memory, and of the memory there is (Linux)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Errors of a rank that found no memory, with the plan's account of what it held.
 
-Promises: whatever torch or Python calls such an error, it becomes one `OutOfMemoryError`, with the first as its cause.
-Does not know: who allocates.
+Guarantees: whatever torch or Python calls such an error, it becomes one `OutOfMemoryError`, with the first as its
+cause.
 """
 
 from __future__ import annotations

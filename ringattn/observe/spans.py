@@ -1,11 +1,10 @@
 """A recording: what one rank computed, what it sent, and for how long it stood still, pass by pass.
 
-Promises: a pass is never held up: its moments are marked, and turned into spans when somebody reads them.
+Guarantees: a pass is never held up: its moments are marked, and turned into spans when somebody reads them.
 An exchange is under way from the call that posts it until its last message has arrived, or, where the transport cannot
 tell, until the wait for it returns; then `Recording.arrivals_known` is False, `comm_us` is an upper bound, and so is
 `overlap`. Of that time is exposed what the rank spends in no compute span: posting, waiting. This is measured
 on every transport: a wait begins when the rank has nothing else to do.
-Does not know: torch, transports, what a clock's marks are.
 """
 
 from __future__ import annotations

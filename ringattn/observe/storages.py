@@ -1,8 +1,8 @@
 """A meter of tensor memory: the bytes of all storages that live at once while it is on.
 
-Promises: every storage that an operation hands out counts once, from that operation until nobody holds it, whatever
+Guarantees: every storage that an operation hands out counts once, from that operation until nobody holds it, whatever
 views it has; storages that were there before count nothing.
-Does not know: resized storages (`resize_`); what a kernel allocates inside one call and frees before it returns, unless
+Not covered: resized storages (`resize_`); what a kernel allocates inside one call and frees before it returns, unless
 `scratch_bytes` tells it.
 """
 

@@ -4,7 +4,6 @@ One process a rank, in it one thread a lane, and a thread for whole passes; arro
 the one that receives; a counter shows the bytes under way. Predicted ranks are processes of their own, each pass
 beginning where the first measured rank begins it.
 Format: "Trace Event Format", Google, 2016; times in microseconds.
-Does not know: rings, clocks, where predictions come from.
 """
 
 from __future__ import annotations

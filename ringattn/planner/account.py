@@ -1,7 +1,6 @@
 """What a plan holds at each of its steps, for reports and for errors.
 
-Promises: counts the buffers that live in a step as the placement does, each once, rounded up to the slots' alignment.
-Does not know: torch, how much memory there is.
+Guarantees: counts the buffers that live in a step as the placement does, each once, rounded up to the slots' alignment.
 """
 
 from __future__ import annotations

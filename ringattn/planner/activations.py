@@ -3,7 +3,6 @@
 Bytes of one token in one layer, by the part of the layer that keeps them. Attention is tiled, so scores are not kept.
 The swiglu block is the model of `ringattn train`, tensor by tensor as autograd holds it; the gelu block is the account
 of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1): 34 bytes times width in 16-bit precision, without scores.
-Does not know: how many tokens, layers or ranks there are, torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Double buffering is not a mechanism here but a result: a buffer lives from the step that fills it to the last step that
 reads or sends it, both included, and buffers that live together lie apart.
-Does not know: what buffers are for, torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many bytes one rank holds at the most while it attends, forward and backward, from its plans alone.
 
-Promises: of tensors what the pass itself makes, each named; the slots' figure is the plan's own, and the
+Guarantees: of tensors what the pass itself makes, each named; the slots' figure is the plan's own, and the
 workspace is what `Executor.workspace_bytes` says. The caller's q, k, v and dout are not counted.
-Does not know: torch, engines that carry in another dtype than the accumulators', a loss that uses lse, eight-bit wires
+Not covered: torch, engines that carry in another dtype than the accumulators', a loss that uses lse, eight-bit wires
 (whose quantizing allocates on a CPU).
 """
 

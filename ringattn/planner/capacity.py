@@ -1,9 +1,8 @@
 """How many bytes each rank needs to train a model on sequences that the ranks of a ring share, component by component.
 
 A training step has a few moments at which its memory may be at its peak; each is added up, and the greatest counts.
-Promises: every figure is a formula of sizes, each in a function that gives its source; communication slots are those of
-the real placement (`planner.slots`). All sizes are bytes on one rank.
-Does not know: hardware, time, torch.
+Guarantees: every figure is a formula of sizes, each in a function that gives its source; communication slots are those
+of the real placement (`planner.slots`). All sizes are bytes on one rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a problem to plans: which route, and the two plans of one rank, cached.
-
-Does not know: torch.
-"""
+"""From a problem to plans: which route, and the two plans of one rank, cached."""
 
 from __future__ import annotations
 

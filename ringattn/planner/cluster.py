@@ -1,7 +1,6 @@
 """Machines that attend together, each described by a handful of constants with their units: presets, and files.
 
-Promises: a preset says where its figures come from; what was measured on the machine itself says so (`calibrated`).
-Does not know: plans, torch, what is installed here, how constants are measured.
+Guarantees: a preset says where its figures come from; what was measured on the machine itself says so (`calibrated`).
 """
 
 from __future__ import annotations

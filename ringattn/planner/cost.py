@@ -4,7 +4,6 @@ A segment of a branch that meets in m ranks with R rows sends (m - 1) R rows of 
 that by dealing its heads out, beside as many of queries and of outputs; rows that several branches share are fetched
 once. Own keys are attended while the first messages travel. A causal mask halves work and rows alike and is not looked
 at.
-Does not know: schedules, torch.
 """
 
 from __future__ import annotations

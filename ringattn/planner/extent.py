@@ -2,7 +2,6 @@
 
 A plan holds ranges, so its size does not follow the tokens; many segments, documents or ranks make it large all the
 same.
-Does not know: torch, what a piece costs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What fits: the longest sequence for a ring, the smallest ring for a length, and what to turn on first.
 
 Searches on the formulas of `planner.capacity`; nothing is run.
-Promises: the longest length fits, and one token a rank more does not; steps are taken cheapest first.
-Does not know: torch, how the formulas come about.
+Guarantees: the longest length fits, and one token a rank more does not; steps are taken cheapest first.
 """
 
 from __future__ import annotations

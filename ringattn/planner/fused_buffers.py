@@ -1,7 +1,4 @@
-"""Blocks side by side in one buffer, every row of a head as a row of its own: one engine call meets them all.
-
-Does not know: lifetimes, what is done with a buffer, torch.
-"""
+"""Blocks side by side in one buffer, every row of a head as a row of its own: one engine call meets them all."""
 
 from __future__ import annotations
 

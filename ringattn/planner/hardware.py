@@ -1,7 +1,6 @@
 """Accelerators by name: memory, peak arithmetic and links, each with its source, and a configuration to start from.
 
-Promises: figures are the makers' published ones, dense and one-way; nothing here was measured.
-Does not know: models, runs, what is installed here.
+Guarantees: figures are the makers' published ones, dense and one-way; nothing here was measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Shapes of decoder-only transformers, by name and in numbers: what a capacity plan must know of a model.
 
-Promises: the parameters of a shape are those of its matrices and vectors, each listed once.
-Does not know: precision, ranks, torch.
+Guarantees: the parameters of a shape are those of its matrices and vectors, each listed once.
 """
 
 from __future__ import annotations

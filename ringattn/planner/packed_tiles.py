@@ -1,7 +1,4 @@
-"""Tiles whose keys are packed rows of a part.
-
-Does not know: buffers, blocks.
-"""
+"""Tiles whose keys are packed rows of a part."""
 
 from __future__ import annotations
 

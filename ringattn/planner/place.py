@@ -1,6 +1,6 @@
 """One rank's schedule to a plan: which buffers exist, when each lives, and what is done with them.
 
-Does not know: routes, where buffers lie (see `arena`), torch.
+Not covered: routes, where buffers lie (see `arena`), torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What one rank computes on received heads: the blocks that arrived and those that are returned to their owners, each
 kind in one fused buffer, and the work on them.
-
-Does not know: routes, lifetimes, torch.
 """
 
 from __future__ import annotations

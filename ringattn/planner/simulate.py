@@ -4,8 +4,7 @@ A step packs, lets its messages go and works; a rank enters its next step when i
 have left and arrived. A message starts when both ends have let their messages go. What a rank sends in a step shares
 its link, and so does what it receives. Where a machine has fewer processors than ranks at work, all of them get equal
 shares of it, and messages that processors carry take part (egalitarian processor sharing).
-Promises: the same plans and constants, the same times.
-Does not know: torch, what is installed here.
+Guarantees: the same plans and constants, the same times.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Rows travel in slots, and slots grow with the rows of a shard; so a call of many tokens is planned by `planner.choose`
 at a few rows a rank, every length cut alike, and its bytes are scaled back.
-Promises: exact, up to the slots' alignment, where lengths divide; a chain longer than `MOST_RANKS` needs no more.
-Does not know: torch, models.
+Guarantees: exact, up to the slots' alignment, where lengths divide; a chain longer than `MOST_RANKS` needs no more.
 """
 
 from __future__ import annotations

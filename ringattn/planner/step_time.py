@@ -2,7 +2,7 @@
 
 Arithmetic at the accelerator's published peak, and every transfer that a switch adds in full, as if nothing overlapped.
 Arithmetic is then at its shortest, so a factor between two runs overstates what transfers cost.
-Promises: closed forms with their source. Does not know: memory, torch; what is measured here (nothing is).
+Guarantees: closed forms with their source.
 """
 
 from __future__ import annotations

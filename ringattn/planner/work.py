@@ -2,8 +2,7 @@
 
 A kernel takes keys in blocks, so a row whose keys end inside a block costs the whole block: half a block a row in the
 mean. The softmax of a pair costs as much as a few more dimensions of its heads would.
-Promises: the same formulas for what is predicted and for what constants are fitted to.
-Does not know: messages, other ranks, torch, how an engine cuts its tiles.
+Guarantees: the same formulas for what is predicted and for what constants are fitted to.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The K/V heads that a segment's ranks need of each other are dealt among these ra
 attends, and returns the outputs to their owners, where they are merged. Four rows travel for every m-th head
 where a ring of m ranks sends 2 (m - 1). A rank's queries meet its own keys locally, half of the heads before it attends
 for others, half after.
-Promises: a schedule that needs no pass, forward or backward; every row travels with one head, and only if it is read.
-Does not know: payloads, memory, torch.
+Guarantees: a schedule that needs no pass, forward or backward; every row travels with one head, and only if it is read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A content is a tuple of `Part`s, ordered by head; a part's rows are disjoint runs, as `merge_runs` makes them. Wire
 order is part after part, in each run after run, rows outermost.
-Does not know: schedules, bytes, torch.
 """
 
 from __future__ import annotations

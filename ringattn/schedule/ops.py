@@ -3,7 +3,6 @@
 A schedule is global: a send and its receive are one `Copy`, so they match by construction. Within a step copies and
 work run side by side: both see what earlier steps delivered, and what a step's copies deliver may be read from the
 next step on. A fifth operation needs a decision record.
-Does not know: memory, transports, torch.
 """
 
 from __future__ import annotations

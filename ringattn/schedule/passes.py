@@ -2,7 +2,6 @@
 
 `prune` cuts every payload down to the rows and heads that some remaining receiver reads; `transpose` turns a pruned
 forward schedule into its backward.
-Does not know: routes, memory, torch.
 """
 
 from __future__ import annotations

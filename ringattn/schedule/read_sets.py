@@ -4,7 +4,6 @@
 far an owner's rows must go. *Distance* of a reader is (reader - owner) mod ranks: its place on the owner's chain.
 Reads are intervals of key pieces, so most unions are running minima and maxima over arrays; where intervals leave a
 gap the exact union is taken instead.
-Does not know: routes, steps, torch.
 """
 
 from __future__ import annotations

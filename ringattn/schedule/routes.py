@@ -3,7 +3,6 @@
 In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) hands on what it
 holds; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
 Two routes are not made turn by turn: see `sub_rings` and `all_to_all`.
-Does not know: masks, memory, torch.
 """
 
 from __future__ import annotations

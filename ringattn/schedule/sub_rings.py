@@ -2,8 +2,7 @@
 
 All segments of a branch work side by side, and nobody relays what is another segment's: a ring over all ranks would
 carry a pair's keys the long way round. A row that several branches need travels once for each.
-Promises: a schedule before any pass, as `routes.forward`; its blocks are named by their sub-ring.
-Does not know: payloads, memory, torch.
+Guarantees: a schedule before any pass, as `routes.forward`; its blocks are named by their sub-ring.
 """
 
 from __future__ import annotations

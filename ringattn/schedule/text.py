@@ -1,7 +1,4 @@
-"""Schedules for people: a text form, one operation a line, and a grid of steps by ranks.
-
-Does not know: terminals, colors, torch.
-"""
+"""Schedules for people: a text form, one operation a line, and a grid of steps by ranks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `verify` replays a global schedule on sets and raises `PlanError`, with the marked grid, at the first violation. It
 trusts only the tiles of the mask (`sweep`), not the code that made the schedule.
-Does not know: memory (see `planner.place`), torch.
+Not covered: memory (see `planner.place`), torch.
 """
 
 from __future__ import annotations

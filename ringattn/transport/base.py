@@ -4,7 +4,6 @@ A transport moves bytes between the ranks of one ring. It promises: all messages
 once; the k-th message sent to a peer meets the k-th message received from it; every wait has a deadline; a failure is
 an error that names rank, peer, label and bytes, on every rank. It may run the exchanges of a rank one after another, so
 no exchange may need one that is started later.
-Does not know: attention, schedules, blocks.
 """
 
 from __future__ import annotations

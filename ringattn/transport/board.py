@@ -2,7 +2,6 @@
 
 Keys, all under the prefix of one ring: `arrived/RANK`, `cause`, `closed/RANK`, `agree/N/RANK`, and what a transport
 adds. Promises: the first cause wins and never changes; reading one's own board never waits, except `read`.
-Does not know: transports, what the payloads mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Sums, copies and meeting points over a ring, for whatever transport carries it.
 
-Promises: every rank ends with the same bits; half precision is summed in float32 and rounded once; tensors of any
+Guarantees: every rank ends with the same bits; half precision is summed in float32 and rounded once; tensors of any
 shape, stride and number. All ranks must pass the same shapes and dtypes in the same order.
-Does not know: how a transport moves bytes.
 """
 
 from __future__ import annotations

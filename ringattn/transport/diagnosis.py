@@ -1,9 +1,8 @@
 """Who is to blame when a wait fails: the first published cause, who left in good order, whose pulse stands still.
 
 A rank that waits in vain sees only its neighbor, and the neighbor may wait in vain too. So every rank is listened to.
-Promises: an answer within `CAUSE_S` however many ranks are silent; a rank that closed or fell with an error of its own
-is never called silent; a lost store is said.
-Does not know: messages, how connections are lost.
+Guarantees: an answer within `CAUSE_S` however many ranks are silent; a rank that closed or fell with an error of its
+own is never called silent; a lost store is said.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """A ring whose ranks are processes on CPU, over a gloo group of its own.
 
-Promises: the user's process groups are never touched, whether they exist before or after; several rings may be open at
-once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the others
+Guarantees: the user's process groups are never touched, whether they exist before or after; several rings may be open
+at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the others
 are listened to; a rank that fails publishes its cause in the store before it drops its connections, and every other
 rank re-states that first cause; a rank that is stopped or killed publishes none, and is named by the silence of its
-pulse. A transport that has raised a failure is dead.
-A message whose ends differ in bytes never meets its partner, so both ranks reach the deadline. A rank that dies while a
-large message to it is half written is noticed by the sender at the deadline only; gloo does not say it earlier.
-Does not know: devices, environment variables, what the bytes mean.
+pulse. A transport that has raised a failure is dead. A message whose ends differ in bytes never meets its partner, so
+both ranks reach the deadline. A rank that dies while a large message to it is half written is noticed by the sender at
+the deadline only; gloo does not say it earlier.
 """
 
 from __future__ import annotations

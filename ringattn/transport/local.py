@@ -1,10 +1,9 @@
 """A ring whose ranks are threads of one process, on CPU: for tests, notebooks and world size 1.
 
-Promises: strict rendezvous. Nothing is buffered, a send ends only when its receive has been posted and filled, so a
+Guarantees: strict rendezvous. Nothing is buffered, a send ends only when its receive has been posted and filled, so a
 forgotten or misplaced receive cannot go unseen; bytes and dtype of both ends must match. When no rank can move any more
 the waiting ranks are told at once, and every deadline error lists what every rank has pending. A transport that has
 raised a failure is dead: later calls raise `ClosedError`.
-Does not know: processes, devices, what the bytes mean.
 """
 
 from __future__ import annotations

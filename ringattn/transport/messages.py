@@ -1,8 +1,7 @@
 """What every transport checks about its messages, and how it names them in errors.
 
-Promises: a message that no transport could carry raises `InputError` before anything is posted; one operation reads the
-same in every error of every transport.
-Does not know: how bytes travel.
+Guarantees: a message that no transport could carry raises `InputError` before anything is posted; one operation reads
+the same in every error of every transport.
 """
 
 from __future__ import annotations

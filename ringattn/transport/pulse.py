@@ -2,7 +2,7 @@
 
 A rank whose pulse stands still while others listen is stopped, stuck in a call that holds the interpreter, or gone;
 one whose pulse goes on is alive, and its status says where it is. One that ended its pulse on purpose is neither.
-Promises: clocks of different machines are never compared. Does not know: transports, what a status means.
+Guarantees: clocks of different machines are never compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where the processes of a ring meet: a key-value store of torch's, under a prefix that no other ring has.
 
-Promises: any number of rings may be opened, one after another or together, beside the user's own process groups and
+Guarantees: any number of rings may be opened, one after another or together, beside the user's own process groups and
 before or after them; a restarted job never reads the keys of its former life.
-Does not know: environment variables of its own (torch reads MASTER_ADDR and MASTER_PORT), connections, messages.
+Not covered: environment variables of its own (torch reads MASTER_ADDR and MASTER_PORT), connections, messages.
 """
 
 from __future__ import annotations

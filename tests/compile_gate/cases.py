@@ -1,8 +1,7 @@
 """What the compile gate compiles: each entry of the block-size tables through the library's own launch wrappers.
 
-Promises: a case is a name, `sm_90/half/128/descriptors/forward`, with a variant of the call after it where there is
+Guarantees: a case is a name, `sm_90/half/128/descriptors/forward`, with a variant of the call after it where there is
 one, and `call_of` gives its launch with small tensors on the CPU. An ordinary call is an engine's: it can end a pass.
-Does not know: what a compiled kernel must look like.
 """
 
 from __future__ import annotations

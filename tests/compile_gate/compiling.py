@@ -2,9 +2,8 @@
 
 `python -m tests.compile_gate.compiling FILE [case ...]` writes what it finds to FILE, for the test.
 `python -m tests.compile_gate.compiling renew` compiles every entry and writes the golden table of the installed Triton.
-Promises: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
+Guarantees: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
 in Triton's cache.
-Does not know: which findings are good.
 """
 
 from __future__ import annotations

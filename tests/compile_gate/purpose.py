@@ -1,7 +1,4 @@
-"""Kernels that fail the compile gate on purpose, so that a gate which sees nothing is seen.
-
-Does not know: attention.
-"""
+"""Kernels that fail the compile gate on purpose, so that a gate which sees nothing is seen."""
 
 from __future__ import annotations
 

@@ -3,9 +3,8 @@
 `python -m tests.compile_gate.row_cases FILE CASE ...` writes what it finds to FILE, for the test;
 `python -m tests.compile_gate.row_cases renew` compiles every case and writes the golden table of the
 installed Triton.
-Promises: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers with
-the alignments of ordinary calls; nothing is left in Triton's cache.
-Does not know: which findings are good.
+Guarantees: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers
+with the alignments of ordinary calls; nothing is left in Triton's cache.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Forward, lse, dq, dk and dv against the dense float64 truth for scenarios of several attend calls; nothing outside the
 tiles read (it is filled with NaN) or written (compared bit for bit); the same call twice gives the same bits.
-Does not know: how any engine cuts its tiles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The part of the engine contract on numbers that are none: a NaN is never hidden, and -inf is no weight.
-
-Does not know: how any engine cuts its tiles.
-"""
+"""The part of the engine contract on numbers that are none: a NaN is never hidden, and -inf is no weight."""
 
 from __future__ import annotations
 

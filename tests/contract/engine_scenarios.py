@@ -1,7 +1,4 @@
-"""What the engine contract is tried on: steps of tiles over small buffers, by hand and at random.
-
-Does not know: torch, engines.
-"""
+"""What the engine contract is tried on: steps of tiles over small buffers, by hand and at random."""
 
 from __future__ import annotations
 

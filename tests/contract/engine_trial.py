@@ -1,6 +1,6 @@
 """A scenario of the engine contract with its random tensors: what an engine makes of it, and what is true.
 
-Does not know: how any engine cuts its tiles; which engine.
+Not covered: how any engine cuts its tiles; which engine.
 """
 
 from __future__ import annotations

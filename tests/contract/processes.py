@@ -1,7 +1,6 @@
 """A few processes that run one function after another, each under a hard deadline.
 
 A torch process costs seconds to start, so one set serves many tests.
-Does not know: what the functions check.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs one function on several threads, each a rank of a `LocalWorld`, with a hard deadline.
-
-Does not know: what the function checks.
-"""
+"""Runs one function on several threads, each a rank of a `LocalWorld`, with a hard deadline."""
 
 from __future__ import annotations
 

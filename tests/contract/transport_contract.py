@@ -1,7 +1,6 @@
 """What every transport must do: checks that run on each rank of a ring of three.
 
 A check is called on all ranks at once with that rank's transport, in whatever thread or process it lives, and asserts.
-Does not know: any transport.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compiles the Gluon kernel for sm_90 through its launch wrapper, without a GPU, and reads the machine code.
 
 `python -m tests.gluon_gate.compiling FILE [DIM ...]` writes what it finds for each head dimension to FILE as JSON.
-Does not know: which findings are good.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Runs the source of the Gluon kernel on CPU: warp groups as threads in random turns, copies that land when they like.
 
-Promises that a run raises `Fault` where a GPU would hang, read a buffer or a descriptor that is being written, write
+Guarantees that a run raises `Fault` where a GPU would hang, read a buffer or a descriptor that is being written, write
 one that is being read, or use a product before it was waited for; what was never filled reads as NaN. Barriers count
 arrivals, bytes and phases as mbarrier does (PTX ISA, section "mbarrier"): a wait for a parity passes while the phase
 under way has the other one.
-Does not know: attention, registers, layouts, how fast anything is.
 """
 
 from __future__ import annotations

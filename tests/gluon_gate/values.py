@@ -1,8 +1,7 @@
 """The part of Gluon's language that computes, on NumPy: values, pointers, loads and stores, for the simulated Hopper.
 
-Promises: integer division as on the GPU, towards zero; a load or store outside the tensor it started from raises.
+Guarantees: integer division as on the GPU, towards zero; a load or store outside the tensor it started from raises.
 Layouts are ignored, and bfloat16 is not known.
-Does not know: shared memory, barriers, warps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the figures of the GPU checks are kept, with what they were measured on.
-
-Does not know: what was measured.
-"""
+"""Where the figures of the GPU checks are kept, with what they were measured on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the kernels promise, as functions of a device: run on a GPU by test_kernels.py, rehearsed in the interpreter.
-
-Does not know: which device, what is expected of speed.
-"""
+"""What the kernels promise, as functions of a device: run on a GPU by test_kernels.py, rehearsed in the interpreter."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 When all virtual ranks wait, everything they have posted goes into one group: P sends and P receives for a ring of P.
 NCCL matches a rank's sends to itself with its receives in the order in which they are posted, so pairs are posted
 side by side. Drives the library, streams, events, slots and registration of a real hop with no second process.
-Does not know: CUDA, whether the library is real; a simulated one rehearses it on CPU.
+Not covered: CUDA, whether the library is real; a simulated one rehearses it on CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Several ranks may share one GPU: each then takes itself for a host of its own, and bytes go over sockets of the loopback
 interface. The same functions run over gloo on CPU, as a rehearsal.
-Does not know: which answers are good.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """bfloat16 for Triton's interpreter, which keeps it as uint16 and computes with those integers.
 
-Promises that casts round to nearest even, and that products and element-wise operations are taken in float32 and
+Guarantees that casts round to nearest even, and that products and element-wise operations are taken in float32 and
 rounded back, as on a GPU.
-Does not know: the kernels under test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_engine_triton.py): Triton decides when a
 kernel is imported whether it is interpreted. Blocks are small, so that every scenario has borders, tails and diagonals.
-Does not know: a GPU.
 """
 
 from __future__ import annotations

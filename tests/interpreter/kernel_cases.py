@@ -2,7 +2,6 @@
 
 Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_attention_kernels.py). Inputs differ from
 run to run; RINGATTN_SEED repeats one.
-Does not know: engines, tiles, a GPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Tables are made by looking at every pair, so that no table maker is under test. Memory that no launch may read holds
 NaN, memory that none may write is compared bit for bit.
-Does not know: the kernels, engines, tiles.
 """
 
 from __future__ import annotations

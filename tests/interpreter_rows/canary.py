@@ -2,8 +2,7 @@
 
 Margins of inputs are NaN, so that a value read there spoils a result; places of results and their margins hold a number
 that no result has. Margins are compared bit by bit at the end, so that a value written there is found.
-Promises: everything lies on torch's default device, with the same numbers on each.
-Does not know: kernels.
+Guarantees: everything lies on torch's default device, with the same numbers on each.
 """
 
 from __future__ import annotations

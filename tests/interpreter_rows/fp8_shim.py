@@ -1,6 +1,6 @@
 """float8_e4m3fn casts for Triton's interpreter, whose own round some values to the wrong neighbor.
 
-Promises what the GPU's conversion does: round to nearest even. Does not know: the kernels under test.
+Guarantees what the GPU's conversion does: round to nearest even.
 """
 
 from __future__ import annotations

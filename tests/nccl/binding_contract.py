@@ -1,7 +1,7 @@
 """What every binding to NCCL does, checked against the stand-in for libnccl; written once, passed by both bindings.
 
-Promises: a check needs nothing of a binding but the protocol, and leaves the stub with no answer pending.
-Does not know: which binding it checks, except for its name and capabilities; pytest, GPUs, the real library.
+Guarantees: a check needs nothing of a binding but the protocol, and leaves the stub with no answer pending.
+Not covered: which binding it checks, except for its name and capabilities; pytest, GPUs, the real library.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 `python -m tests.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or null of each check of a run.
 It leaves communicators open at its end; what the library is asked to do while the interpreter exits is found in
 EXIT_LOG. A process of its own, for neither a libnccl nor cupy can be unloaded.
-Does not know: pytest, GPUs, the real library.
 """
 
 from __future__ import annotations

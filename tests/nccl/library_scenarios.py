@@ -2,7 +2,6 @@
 
 `python -m tests.nccl.library_scenarios LIBRARY SECOND` takes two copies of the stub and prints, as JSON, the traceback
 or null of each scenario. The order matters, for a library once loaded stays.
-Does not know: pytest, how a binding calls.
 """
 
 from __future__ import annotations

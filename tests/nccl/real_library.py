@@ -1,7 +1,6 @@
 """One process that calls the real libnccl on a machine without a CUDA device.
 
 `python -m tests.nccl.real_library BINDING` prints, as JSON, what the library answered through one binding.
-Does not know: pytest, what the answers should be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Builds the stand-in for libnccl and tells it what to answer.
 
-Promises: `build` needs a C compiler and well under two seconds; `Stub` speaks to the copy of the library that
+Guarantees: `build` needs a C compiler and well under two seconds; `Stub` speaks to the copy of the library that
 is in this process. One process, one copy: load the stub where nothing else has loaded a libnccl.
-Does not know: the bindings.
 """
 
 from __future__ import annotations

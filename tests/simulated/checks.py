@@ -1,7 +1,6 @@
 """What one rank's process may ask of its communicators, and how a broken rule is told.
 
-Promises: NCCL's status for what NCCL refuses; for what it leaves undefined also an entry in `SimWorld.violations`.
-Does not know: groups, matching.
+Guarantees: NCCL's status for what NCCL refuses; for what it leaves undefined also an entry in `SimWorld.violations`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Communicators: what all ranks of one share, what each rank's handle stands for, and how they come to be.
 
-Promises: a communicator is full when as many ranks as it is made for have come to one key, each once; the k-th send
+Guarantees: a communicator is full when as many ranks as it is made for have come to one key, each once; the k-th send
 from a to b and the k-th receive on b from a are found under one key.
-Does not know: streams, threads that wait. Its owner holds the lock.
 """
 
 from __future__ import annotations

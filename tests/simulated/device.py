@@ -1,8 +1,7 @@
 """One simulated GPU as a rank's process sees it: `Device` of the NCCL transport, on ordinary CPU tensors.
 
-Promises: memory, streams and events behave as CUDA's towards whoever obeys CUDA's rules; who reads or writes slots can
-tell the race detector so with `touch`.
-Does not know: communicators.
+Guarantees: memory, streams and events behave as CUDA's towards whoever obeys CUDA's rules; who reads or writes slots
+can tell the race detector so with `touch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a rank puts on its streams: the entries of queues, traces and graphs.
 
-Promises: entries are objects with an identity; an entry knows its rank and its stream and whether it has run.
-Does not know: who runs them, or when.
+Guarantees: entries are objects with an identity; an entry knows its rank and its stream and whether it has run.
 """
 
 from __future__ import annotations

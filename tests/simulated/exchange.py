@@ -1,7 +1,6 @@
 """One rank that obeys every rule: what tests begin with before they break one.
 
-Promises: without arguments that ask for a mistake, a run of it has no violation and no race.
-Does not know: what is tested.
+Guarantees: without arguments that ask for a mistake, a run of it has no violation and no race.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Scripted faults: what goes wrong on which rank, and when.
 
-Promises: a fault strikes at a counted call or hop, never by the clock; a rank that has died raises `Died` from all its
-later calls, on every thread, and its device and its store are silent.
-Does not know: streams, matching.
+Guarantees: a fault strikes at a counted call or hop, never by the clock; a rank that has died raises `Died` from all
+its later calls, on every thread, and its device and its store are silent.
 """
 
 from __future__ import annotations

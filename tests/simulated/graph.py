@@ -1,9 +1,8 @@
 """CUDA graphs: what one rank issued during a capture, kept to be issued again.
 
-Promises: a capture runs nothing of what the streams are given; a replay issues it in the captured order. The caller's
+Guarantees: a capture runs nothing of what the streams are given; a replay issues it in the captured order. The caller's
 own compute is host code here: it runs once, at the capture, and a replay only repeats what it told the trace.
 Source: CUDA programming guide, "Stream capture"; NCCL user guide, "Using NCCL with CUDA graphs".
-Does not know: matching, progress.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The group that a thread has open, and what NCCL refuses to launch as one.
 
 Source: NCCL user guide, "Group calls"; enqueue.cc and group.cc of NCCL 2.28.
-Does not know: handles, streams' contents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The host threads of all ranks: how they run, how they wait, and when waiting is in vain.
 
-Promises: a wait ends when it is satisfied, when its rank dies, when nothing can move any more, or at the limit.
-Does not know: what is waited for.
+Guarantees: a wait ends when it is satisfied, when its rank dies, when nothing can move any more, or at the limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One rank's libnccl: `Binding` over the simulated world, with every rule of use checked.
 
-Promises: a call that NCCL refuses gets NCCL's status; a call that NCCL leaves undefined is also kept in
+Guarantees: a call that NCCL refuses gets NCCL's status; a call that NCCL leaves undefined is also kept in
 `SimWorld.violations`; a call that may hang in NCCL hangs here until its communicator is aborted.
 Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "Group calls", "Fault tolerance", "User buffer registration".
-Does not know: how bytes move (`queues.py`).
+Not covered: how bytes move (`queues.py`).
 """
 
 from __future__ import annotations

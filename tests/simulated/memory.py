@@ -1,8 +1,7 @@
 """Device memory of all ranks: which addresses are whose, and since when they are gone.
 
-Promises: no byte is read or written through an address that its rank does not own; memory that was freed is never
+Guarantees: no byte is read or written through an address that its rank does not own; memory that was freed is never
 handed out again as long as anything may look at it.
-Does not know: streams, communicators.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Two ranks that issue them in different orders can wait for each other for ever, since a device may run one launch after
 the other. Where the orders of two matched pairs differ, the first pair's groups are in flight at once on some rank.
-Does not know: streams, what has completed.
 """
 
 from __future__ import annotations

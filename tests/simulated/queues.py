@@ -1,9 +1,8 @@
 """The streams of all ranks: in-order queues, and the rendezvous that moves the bytes.
 
-Promises: nothing is buffered, both ends of a message are taken in the same instant and only when the groups of both
+Guarantees: nothing is buffered, both ends of a message are taken in the same instant and only when the groups of both
 have reached the heads of their streams and communicators; a rank that has died moves nothing any more.
 Source of the rules: NCCL user guide, "Point-to-point communication" and "Group calls"; enqueue.cc of NCCL 2.28.
-Does not know: hosts, how communicators come to be. Its owner holds the lock.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Each stream of each rank is a logical thread with a vector clock (Mattern 1988). Order comes from: a stream's own
 sequence; an event's record and its wait; a communicator's launches, which run one after another; a rendezvous, since
 both ends of a message complete after both have started. The order in which a host issues to two streams orders nothing.
-Promises: the verdict depends on what was issued, never on what happened to run first. A send reads and a receive writes
-its buffer from its launch's start to its completion, without end where it never completed.
-Does not know: the world; compute is what `SimDevice.touch` told. It is stricter than CUDA in one point: that a host saw
+Guarantees: the verdict depends on what was issued, never on what happened to run first. A send reads and a receive
+writes its buffer from its launch's start to its completion, without end where it never completed.
+Not covered: the world; compute is what `SimDevice.touch` told. It is stricter than CUDA in one point: that a host saw
 an event complete orders nothing.
 """
 

@@ -3,9 +3,9 @@
 Ranks are threads of one process. Compute runs at once on the calling thread, so that thread is the rank's compute
 stream: an event recorded there is complete at once, and a wait there blocks the host. All other streams are queues
 (`queues.py`). Whoever calls in advances them, under the one lock; nothing runs by itself.
-Promises: what NCCL leaves undefined, or forgives for small messages only, is a violation here, in words; no wait
+Guarantees: what NCCL leaves undefined, or forgives for small messages only, is a violation here, in words; no wait
 outlasts `limit_s`, and then it says who waits for whom.
-Does not know: the bindings' calls (`library.py`), torch (`device.py`).
+Not covered: the bindings' calls (`library.py`), torch (`device.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who is to blame when an exchange does not end: whose pulse stands still, who is behind, stuck or still computing.
 
 A rank that waits in vain sees only its neighbors, and they may wait in vain too; so every rank is listened to.
-Promises: a rank that lives and merely waits is not accused. Does not know: exchanges, deadlines.
+Guarantees: a rank that lives and merely waits is not accused.
 """
 
 from __future__ import annotations

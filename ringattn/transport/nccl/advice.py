@@ -2,7 +2,6 @@
 
 Pure functions of the environment and of what else runs in the process. Sources: NCCL user guide, environment variables
 and "Using multiple NCCL communicators concurrently"; Megatron-LM's habit of CUDA_DEVICE_MAX_CONNECTIONS=1.
-Does not know: how the environment is read.
 """
 
 from __future__ import annotations

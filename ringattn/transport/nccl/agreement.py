@@ -1,8 +1,7 @@
 """The all-gather of a few bytes through the store, by which ranks agree before they touch the device.
 
-Promises: it ends at the deadline, at the first failure of any rank, or when a rank is found to have gone on without
+Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank is found to have gone on without
 agreeing; no more than two agreements of a ring lie in the store.
-Does not know: what is agreed on.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A binding passes calls on to one loaded libnccl. It promises: every status that 
 what the library lacks is absent from `capabilities` and refused by name; nothing is ever destroyed unasked, neither at
 garbage collection nor at exit; every call lets other Python threads run.
 Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "API" and "Fault tolerance".
-Does not know: ranks' stores, deadlines, what the bytes mean.
 """
 
 from __future__ import annotations

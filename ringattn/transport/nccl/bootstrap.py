@@ -3,7 +3,6 @@
 Keys lie under the ring's own prefix (run, restart, opening), so an id of a former life cannot be read. Promises: ranks
 that do not come are named at the deadline; ranks that cannot work together are refused before NCCL is asked, on every
 rank alike.
-Does not know: streams, hops.
 """
 
 from __future__ import annotations

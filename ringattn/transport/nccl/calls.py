@@ -4,7 +4,6 @@ With it the ranks need not agree anew on a call that they have agreed on once: w
 makes another call is found. Promises: calls are compared by number, so ranks that are some calls apart are not wronged;
 every `MILESTONE`-th call stays comparable, so ranks that are far apart are compared too, and a difference, once made,
 shows in every later call.
-Does not know: what a call is.
 """
 
 from __future__ import annotations

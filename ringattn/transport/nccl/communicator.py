@@ -4,7 +4,6 @@ States: new, opening, ready, failed, closed. Promises: opening has a deadline; a
 NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
 aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
-Does not know: stores, streams' contents, what the bytes mean.
 """
 
 from __future__ import annotations

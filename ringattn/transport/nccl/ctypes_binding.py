@@ -1,9 +1,8 @@
 """NCCL through ctypes: the C functions themselves, and every capability that the library has.
 
-Promises: see `Binding`. A handle that is not alive is refused before the library sees it, except in the four calls of a
-hop, which go straight to C. Nothing is destroyed unless `destroy` or `abort` is called.
-Sources: `nccl.h` of 2.28 and 2.29; `parseCommConfig` in NCCL's init.cc for how a config's size and version are read.
-Does not know: how the library was found, what the bytes mean.
+Guarantees: see `Binding`. A handle that is not alive is refused before the library sees it, except in the four calls of
+a hop, which go straight to C. Nothing is destroyed unless `destroy` or `abort` is called. Sources: `nccl.h` of 2.28 and
+2.29; `parseCommConfig` in NCCL's init.cc for how a config's size and version are read.
 """
 
 from __future__ import annotations

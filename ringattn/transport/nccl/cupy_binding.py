@@ -1,10 +1,9 @@
 """NCCL through `cupy.cuda.nccl`: the calls of a hop on blocking communicators, and none of the capabilities.
 
-Promises: see `Binding`. A cupy communicator that is collected calls ncclCommDestroy, a collective that hangs beside a
+Guarantees: see `Binding`. A cupy communicator that is collected calls ncclCommDestroy, a collective that hangs beside a
 dead peer; so each one is kept from collection, also at exit, until `destroy` or `abort` has emptied it.
 Cupy drops what ncclCommDestroy and ncclCommAbort answer, so neither raises.
 Sources: cupy_backends/cuda/libs/nccl.pyx of cupy 14.
-Does not know: the C functions, what the bytes mean.
 """
 
 from __future__ import annotations

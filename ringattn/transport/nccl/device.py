@@ -1,7 +1,6 @@
 """What the NCCL transport asks of CUDA, and nothing more: streams, events, memory, in torch's own words.
 
-Promises: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one.
-Does not know: NCCL, ranks.
+Guarantees: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a rank hears of the others: a thread that beats this rank's pulse and reads the board, round after round.
 
 Only this thread waits for the store, so that a store whose host has stopped holds up nobody who keeps deadlines.
-Promises: what is read is at most a round old, or the age says otherwise; the ranks ahead and those that are `wanted`
+Guarantees: what is read is at most a round old, or the age says otherwise; the ranks ahead and those that are `wanted`
 are read, never all of them.
-Does not know: communicators, what is exchanged.
 """
 
 from __future__ import annotations

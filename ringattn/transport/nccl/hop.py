@@ -3,7 +3,6 @@
 The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived; the
 host waits for neither. Promises: starting and waiting costs a few microseconds of Python (`bench/hop.py`) and no device
 allocation; inside a CUDA graph's capture events are fresh and nobody queries them.
-Does not know: schedules, deadlines.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Which libnccl this process uses, and what it can do.
 
-Promises: the library that torch or cupy has loaded is found before any other; a process with two copies of libnccl, one
-older than `FLOOR_VERSION`, or none is refused with what to do about it. The version is what the library says of itself,
-for a wheel's metadata may be about another file.
-Sources: dlopen(3) on names without a slash, proc(5) on maps; `nccl.h` of 2.13 to 2.29 for the versions in `NEEDS`.
-Does not know: communicators, environment variables.
+Guarantees: the library that torch or cupy has loaded is found before any other; a process with two copies of libnccl,
+one older than `FLOOR_VERSION`, or none is refused with what to do about it. The version is what the library says of
+itself, for a wheel's metadata may be about another file. Sources: dlopen(3) on names without a slash, proc(5) on maps;
+`nccl.h` of 2.13 to 2.29 for the versions in `NEEDS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user may choose about NCCL, with the defaults of the runtime.
-
-Does not know: what the choices cause.
-"""
+"""What a user may choose about NCCL, with the defaults of the runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which binding to NCCL a ring uses.
-
-Does not know: how a binding works.
-"""
+"""Which binding to NCCL a ring uses."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 NCCL's own memory, registered with every lane, where the ring agreed on it; plain device memory otherwise. Promises:
 memory is given back only when nobody views it and nothing is under way, and never from a destructor; what NCCL was
 given outlives the communicators' end.
-Does not know: hops, what the bytes mean.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the cause, write the flight record. Promises: it launches nothing, and waits for
 recorded in a capture; whatever is raised on its thread ends the ring; the failure that callers see is told within
 `TELL_S` of being found, even when the store is silent.
 A rank whose own computing never reaches an exchange accuses nobody: its peers do.
-Does not know: schedules, what is exchanged.
 """
 
 from __future__ import annotations

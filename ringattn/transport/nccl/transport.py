@@ -1,11 +1,10 @@
 """A ring whose ranks are processes with a GPU each, over raw NCCL.
 
-Promises: one group per hop on a stream of its own, ordered with the caller's stream by events, so the host never waits
-inside a pass; every exchange has a deadline that the supervisor keeps; a failure is raised by the next call of the ring
-or by its close, never swallowed; NCCL's communicators are shared with nobody.
-A wait orders streams and returns at once. Results that a failure has spoiled are therefore told one call later: call
-`drain` before they are kept.
-Does not know: attention, schedules, environment variables.
+Guarantees: one group per hop on a stream of its own, ordered with the caller's stream by events, so the host never
+waits inside a pass; every exchange has a deadline that the supervisor keeps; a failure is raised by the next call of
+the ring or by its close, never swallowed; NCCL's communicators are shared with nobody. A wait orders streams and
+returns at once. Results that a failure has spoiled are therefore told one call later: call `drain` before they are
+kept.
 """
 
 from __future__ import annotations

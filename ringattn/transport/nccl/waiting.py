@@ -1,7 +1,6 @@
 """Waiting on the host: short naps until something is true, a deadline passes, or a watched failure is raised.
 
-Promises: no wait without a deadline; no nap longer than `LONGEST_NAP_S`, so that a signal is served in time.
-Does not know: what is waited for.
+Guarantees: no wait without a deadline; no nap longer than `LONGEST_NAP_S`, so that a signal is served in time.
 """
 
 from __future__ import annotations

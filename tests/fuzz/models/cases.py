@@ -1,7 +1,6 @@
 """What a model class is called with: batches of one whole process, by its `forward`'s own arguments.
 
 Guarantees: the same seed and class give the same cases.
-Does not know: rings, what comes out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model over two ranks that are threads against the unmodified one in one process: outputs, loss, every gradient.
 
 Everything is computed in float64, see `InDouble`; what a model gives at padded places is not compared.
-Does not know: how models and cases are made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The counts of a walk, and its tables for the documentation.
-
-Does not know: models, rings.
-"""
+"""The counts of a walk, and its tables for the documentation."""
 
 from __future__ import annotations
 

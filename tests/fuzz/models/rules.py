@@ -1,7 +1,4 @@
-"""Small values for the fields of a configuration, by their names.
-
-Does not know: models, rings.
-"""
+"""Small values for the fields of a configuration, by their names."""
 
 from __future__ import annotations
 

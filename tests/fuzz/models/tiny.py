@@ -2,7 +2,6 @@
 
 Sizes are found by the names of a configuration's fields, in its sub-configurations too; `OTHER` has what those do not
 say.
-Does not know: rings, inputs.
 """
 
 from __future__ import annotations
