@@ -1,7 +1,7 @@
 """What the kernel benchmark lets run against each other, behind one call each for forward and backward.
 
 Guarantees inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of
-each contestant against a dense float64 truth, at most 1.25 times the error of torch's own attention on the same inputs.
+each contestant against a dense float64 reference, at most 1.25 times the error of torch's own attention.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def passes(one: Contestant, dim: int, dtype: str) -> str | None:
     """Why a contestant's results are wrong, or None: both masks, a length that is no multiple of any block."""
     inputs = made_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
     for causal in (False, True):
-        truth = _by_torch(Inputs(*(x.double() for x in inputs)), causal)
-        bound = [_error(x, y) for x, y in zip(_by_torch(inputs, causal), truth, strict=True)]
+        reference = _by_torch(Inputs(*(x.double() for x in inputs)), causal)
+        bound = [_error(x, y) for x, y in zip(_by_torch(inputs, causal), reference, strict=True)]
         try:
             forward, backward = one.passes(inputs, causal)
-            found = [_error(x, y) for x, y in zip((forward(), *backward()), truth, strict=True)]
+            found = [_error(x, y) for x, y in zip((forward(), *backward()), reference, strict=True)]
         except Exception as error:
             return told(error)
         worse = [f"{n} {a:.2e} > {MARGIN} x {b:.2e}" for n, a, b in zip(("out", "dQ", "dK", "dV"), found, bound,
@@ -111,8 +111,8 @@ def passes(one: Contestant, dim: int, dtype: str) -> str | None:
     return None
 
 
-def _error(x: Tensor, truth: Tensor) -> float:
-    return float((x.double() - truth).norm() / truth.norm())
+def _error(x: Tensor, reference: Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
 
 
 def _by_torch(inputs: Inputs, causal: bool) -> list[Tensor]:

@@ -3,7 +3,7 @@
 `python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
 bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; memory
 at equal tokens of each rank; and one long sequence, forward and backward.
-Guarantees: nothing is timed before dilated attention has passed a dense float64 truth on the same ranks; FLOPs are
+Guarantees: nothing is timed before dilated attention has passed a dense float64 reference on the same ranks; FLOPs are
 those of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the
 arithmetic.
 """
@@ -205,8 +205,8 @@ def _gate(ring: Ring, options: Options) -> None:
     found = [out.detach(), *torch.autograd.grad(out, mine, seq.shard(inputs.dout))]
     whole = [x.double().requires_grad_() for x in inputs[:3]]
     dense, _ = dense_dilated_attention(*whole, **branches)
-    truth = [dense.detach(), *torch.autograd.grad(dense, whole, inputs.dout.double())]
-    error = max(float((x - seq.shard(y)).abs().max()) for x, y in zip(found, truth, strict=True))
+    reference = [dense.detach(), *torch.autograd.grad(dense, whole, inputs.dout.double())]
+    error = max(float((x - seq.shard(y)).abs().max()) for x, y in zip(found, reference, strict=True))
     if not error <= BOUND[torch.float32]:
         raise GateError(f"rank {ring.rank}: dilated attention is off by {error:.1e}: nothing is timed")
 

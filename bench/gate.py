@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.errors import RingError
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""Greatest absolute error against the truth, for standard normal inputs."""
+"""Greatest absolute error against the reference, for standard normal inputs."""
 
 
 class GateError(RingError):
@@ -69,7 +69,7 @@ def random_inputs(length: int, heads: int, kv_heads: int, head_dim: int, dtype: 
     return Inputs(tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads))
 
 
-def truth(inputs: Inputs) -> Answer:
+def reference(inputs: Inputs) -> Answer:
     """Dense causal attention and its gradients in float64, written for clarity: scores, softmax, weighted sum."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     group, tokens = q.shape[2] // k.shape[2], q.shape[1]
@@ -82,7 +82,7 @@ def truth(inputs: Inputs) -> Answer:
 
 def open_gate(contenders: Iterable[Contender], inputs: Inputs) -> dict[str, float]:
     """The greatest absolute error of each contender on this rank. Raises `GateError` at the first wrong one."""
-    want = truth(inputs)
+    want = reference(inputs)
     assert want.grads is not None
     errors = {}
     for one in contenders:

@@ -102,9 +102,9 @@ def ring_steps(options: Options, name: str) -> dict[str, float]:
             merge_call(out, lse, carry.out.finalized(q.dtype).float(), carry.lse).run()
         return out.to(q.dtype)
 
-    truth = one_launch().double()
+    reference = one_launch().double()
     for work in (steps_carried, steps_merged):
-        error = float((work().double() - truth).norm() / truth.norm())
+        error = float((work().double() - reference).norm() / reference.norm())
         if not error < 0.01:
             raise ArithmeticError(f"{work.__name__} is off by {error:.2e}: not timed")
     timed = {work.__name__: device_us(work, options.ms) for work in (one_launch, steps_carried, steps_merged)}

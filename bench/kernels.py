@@ -2,10 +2,10 @@
 
 `python -m ringattn.bench.kernels [key=value ...]`. Three tables: forward and backward by sequence length; eight ring
 steps against one launch of the same work, carried in the kernel and merged outside; and the host's cost of a launch.
-Guarantees: an implementation is timed only after its out, dQ, dK and dV have passed a dense float64 truth at 1.25 times
-the error of torch's own kernel; device time by events, the median of the repetitions. Each implementation runs in a
-process of its own, every answer has a time limit and is kept when it is there: one that fails, hangs or breaks its CUDA
-context costs its own figures. What is missing or refuses is listed with its reason.
+Guarantees: an implementation is timed only after its out, dQ, dK and dV have passed a dense float64 reference at 1.25
+times the error of torch's own kernel; device time by events, the median of the repetitions. Each implementation runs in
+a process of its own, every answer has a time limit and is kept when it is there: one that fails, hangs or breaks its
+CUDA context costs its own figures. What is missing or refuses is listed with its reason.
 """
 
 from __future__ import annotations

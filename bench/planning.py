@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ringattn import sweep
+from ringattn import tiling
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress, spread
@@ -69,7 +69,7 @@ def plan_cold(
 
     A backward is planned after its forward, as it always is, and only the backward is timed.
     """
-    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, sweep.cut):
+    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut):
         cached.cache_clear()
     route = route_named(schedule)
     if backward:

@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the call, and of its truth."""
+        """Keyword arguments of the call, and of its reference."""
         if self.dilated:
             lengths = [self.tokens // 8, self.tokens // 2, self.tokens]
             return {"segment_lengths": lengths, "dilation_rates": [1, 2, 4], "causal": self.causal}
@@ -123,14 +123,14 @@ class Call:
         self.grads = torch.autograd.grad(self.out, self.qkv, self.dout)
 
     def gate(self) -> float:
-        """The greatest error of this rank against a dense float64 truth. Raises `GateError` beyond the bound."""
+        """The greatest error of this rank against a dense float64 reference. Raises `GateError` beyond the bound."""
         self.forward()
         self.backward()
         dense = dense_dilated_attention if self.shape.dilated else dense_attention
         leaves = [x.double().requires_grad_() for x in self.whole[:3]]
         out, _ = dense(*leaves, **self.shape.options)
-        truth = [out.detach(), *torch.autograd.grad(out, leaves, self.whole[3].double())]
-        pairs = zip((self.out.detach(), *self.grads), truth, strict=True)
+        reference = [out.detach(), *torch.autograd.grad(out, leaves, self.whole[3].double())]
+        pairs = zip((self.out.detach(), *self.grads), reference, strict=True)
         error = max(float((got.double() - self.seq.shard(want)).abs().max()) for got, want in pairs)
         if not error <= BOUND[torch.float32]:
             raise GateError(f"{self.shape} is off by {error:.1e}; nothing is measured")

@@ -3,9 +3,10 @@
 `python -m ringattn.bench.qkv [key=value ...]`. Contestants: "fused", one kernel for product and finish; "epilogue", a
 product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
 and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
-Guarantees: one is timed only after its q, message and every gradient have passed a float64 truth at 1.25 times eager's
-error, with a number of tokens that no block divides; device time by events, the median of the repetitions. Each runs
-in a process of its own with a time limit, and is kept when it is timed: one that fails or hangs costs its own figures.
+Guarantees: one is timed only after its q, message and every gradient have passed a float64 reference at 1.25 times
+eager's error, with a number of tokens that no block divides; device time by events, the median of the repetitions. Each
+runs in a process of its own with a time limit, and is kept when it is timed: one that fails or hangs costs its own
+figures.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Options:
 class Inputs(NamedTuple):
     """Of one projection. `x`: (1, tokens, model); `weight`: (columns, model), q first; the norms' weights: (head_dim,).
 
-    `turn`: float32, float64 for a truth. `message`: (tokens, 1, kv_heads, 2 * head_dim), K beside V. `dq`, `dmessage`:
-    gradients of q (1, tokens, heads, head_dim) and of the message.
+    `turn`: float32, float64 for a reference. `message`: (tokens, 1, kv_heads, 2 * head_dim), K beside V. `dq`,
+    `dmessage`: gradients of q (1, tokens, heads, head_dim) and of the message.
     """
 
     x: Tensor
@@ -164,9 +165,9 @@ def fault(options: Options, model: int, name: str) -> str | None:
         **{name: getattr(given, name).double() for name in Inputs._fields[5:]},
         turn=_turn(options, len(given.message), torch.float64),
     )
-    truth, bound = _results(ours("plain"), wide), _results(eager, given)
+    reference, bound = _results(ours("plain"), wide), _results(eager, given)
     given.message.fill_(float("nan"))
-    for part, mine, theirs, exact in zip(PARTS, _results(CONTESTANTS[name], given), bound, truth, strict=True):
+    for part, mine, theirs, exact in zip(PARTS, _results(CONTESTANTS[name], given), bound, reference, strict=True):
         error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
         if not error <= most:
             return f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
@@ -183,8 +184,8 @@ def _turn(options: Options, tokens: int, dtype: torch.dtype) -> Rotation:
     return rotation(torch.arange(tokens, device=DEVICE), options.head_dim, ROPE_BASE, dtype)
 
 
-def _error(x: Tensor, truth: Tensor) -> float:
-    return float((x.double() - truth).norm() / truth.norm())
+def _error(x: Tensor, reference: Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
 
 
 def times(options: Options, model: int, name: str) -> dict[str, Any]:

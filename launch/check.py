@@ -1,4 +1,4 @@
-"""`ringattn check`: every schedule x layout x mask against a dense float64 truth, forward and all gradients.
+"""`ringattn check`: every schedule x layout x mask against a dense float64 reference, forward and all gradients.
 
 Rank 0 prints a row as soon as its case is done, so the table is also the progress.
 """
@@ -22,8 +22,8 @@ from ringattn.launch.exactness import (
     attended,
     drawn,
     error_of,
+    reference_and_bounds,
     sequence_of,
-    truth_and_bounds,
 )
 from ringattn.launch.options import MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
 def main(argv: Sequence[str]) -> int:
     """The command: 0 if every error is within its bound, 1 if not. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
-        print(help_text("check", "Compare every schedule, layout and mask with a dense float64 truth.", CheckConfig))
+        print(help_text("check", "Compare schedules, layouts and masks with a dense float64 reference.", CheckConfig))
         return 0
     from ringattn.launch.config import load  # Hydra, which those who call `worker` need not have
 
@@ -145,15 +145,15 @@ def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
     say(f"{'mask':<26}{'layout':<14}{'schedule':<12}" + "".join(f"{name:>10}" for name in NAMES))
     failed = torch.zeros(1, dtype=torch.int64, device=ring.device)
-    truths: dict[str, tuple[list[Tensor], list[float]]] = {}
+    references: dict[str, tuple[list[Tensor], list[float]]] = {}
     everything = list(cases())
     for case in everything:
         got = attended(ring, case, inputs, sequence_of(ring, case, length), case.schedule)
         if ring.rank == 0:
-            if case.mask not in truths:
-                truths[case.mask] = truth_and_bounds(case, inputs, spec["engine"])
-            truth, bounds = truths[case.mask]
-            errors = [error_of(x, y) for x, y in zip(got, truth, strict=True)]
+            if case.mask not in references:
+                references[case.mask] = reference_and_bounds(case, inputs, spec["engine"])
+            reference, bounds = references[case.mask]
+            errors = [error_of(x, y) for x, y in zip(got, reference, strict=True)]
             wrong = [not error <= limit for error, limit in zip(errors, bounds, strict=True)]
             failed += any(wrong)
             marks = "".join(f"{error:>10.1e}" for error in errors)

@@ -40,7 +40,7 @@ FP64_STEPS = 8
 SHOWN_STEPS = 8
 PURPOSE = """\
 Trains the same model on the same text with several processes and with one, compares the losses, then checks every
-schedule against a dense truth. Writes pictures and summary.json. Defaults below are those of `ringattn train`;
+schedule against a dense reference. Writes pictures and summary.json. Defaults below are those of `ringattn train`;
 the demo's own values are in launch/conf/demo.yaml.
 Example: python -m ringattn.launch.demo steps=20 layout=striped"""
 

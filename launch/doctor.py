@@ -33,7 +33,7 @@ from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 HELP = """usage: ringattn doctor [--json]
 
 Look at this machine: versions, CUDA, NCCL, devices and how they are connected, environment variables; then let two
-processes (under torchrun: all ranks) meet, exchange, and attend beside a float64 truth. Every finding says what to do.
+processes (under torchrun: all ranks) meet, exchange, and attend beside a float64 reference. Findings say what to do.
 
   --json  one JSON document instead of a table
 

@@ -1,4 +1,4 @@
-"""What the ranks do for the doctor: meet, exchange messages of two sizes, and attend once beside a float64 truth."""
+"""What the ranks do for the doctor: meet, exchange messages of two sizes, attend once beside a float64 reference."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def _parity(ring: Ring) -> float:
     exact = [x.double().requires_grad_() for x in whole[:3]]
     dense, _ = dense_attention(*exact, causal=True)
     want = [dense.detach(), *torch.autograd.grad(dense, exact, whole[3].double())]
-    errors = [(mine.double() - seq.shard(truth)).abs().max() for mine, truth in zip(got, want, strict=True)]
+    errors = [(mine.double() - seq.shard(reference)).abs().max() for mine, reference in zip(got, want, strict=True)]
     return float(torch.stack(errors).max())

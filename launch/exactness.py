@@ -1,4 +1,4 @@
-"""Whether ranks attend exactly: one call on all of them against a dense float64 truth, forward and all gradients.
+"""Whether ranks attend exactly: one call on all of them against a dense float64 reference, forward and all gradients.
 
 Bounds are those of the project: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); half
 types 1.25 x the error that the same engine has alone, on one device (relative Frobenius norm).
@@ -36,7 +36,7 @@ class Attending(Protocol):
         ...
 
     def options(self, length: int) -> dict[str, Any]:
-        """Keyword arguments of the call, of its dense truth too."""
+        """Keyword arguments of the call, of its dense reference too."""
         ...
 
     def documents(self, length: int) -> list[int] | None:
@@ -74,29 +74,29 @@ def attended(ring: Ring, call: Attending, inputs: tuple[Tensor, ...], seq: Seque
     return [seq.gather(x) for x in (out.detach(), *grads)]
 
 
-def truth_and_bounds(call: Attending, inputs: tuple[Tensor, ...], engine: Any) -> tuple[list[Tensor], list[float]]:
+def reference_and_bounds(call: Attending, inputs: tuple[Tensor, ...], engine: Any) -> tuple[list[Tensor], list[float]]:
     """The dense float64 results, and what each may differ from them. `engine`: which is alone on one device."""
     length = inputs[0].shape[1]
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
     dense = dense_dilated_attention if call.dilated else dense_attention
     out, _ = dense(*leaves, cu_seqlens=call.documents(length), **call.options(length))
-    truth = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
+    reference = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
     dtype = inputs[0].dtype
     if dtype in ABSOLUTE_BOUND:
-        return truth, [ABSOLUTE_BOUND[dtype]] * 4
+        return reference, [ABSOLUTE_BOUND[dtype]] * 4
     with Ring(transport=LocalWorld(1).transport(0), engine=engine) as alone:
         one_device = attended(alone, call, inputs, sequence_of(alone, call, length, "contiguous"), "ring")
-    return truth, [OVER_ONE_DEVICE * error_of(x, y) for x, y in zip(one_device, truth, strict=True)]
+    return reference, [OVER_ONE_DEVICE * error_of(x, y) for x, y in zip(one_device, reference, strict=True)]
 
 
-def error_of(got: Tensor, truth: Tensor) -> float:
+def error_of(got: Tensor, reference: Tensor) -> float:
     """Largest absolute difference; for half types the relative Frobenius norm of the difference."""
     if got.dtype in ABSOLUTE_BOUND:
-        return absolute_error(got, truth)
-    return float((got.double() - truth).norm() / truth.norm())
+        return absolute_error(got, reference)
+    return float((got.double() - reference).norm() / reference.norm())
 
 
-def absolute_error(got: Tensor, truth: Tensor) -> float:
+def absolute_error(got: Tensor, reference: Tensor) -> float:
     """Largest absolute difference."""
-    difference = got.double() - truth
+    difference = got.double() - reference
     return float(difference.abs().max()) if difference.numel() else 0.0

@@ -24,8 +24,8 @@ from ringattn.launch.exactness import (
     attended,
     drawn,
     error_of,
+    reference_and_bounds,
     sequence_of,
-    truth_and_bounds,
 )
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.run_config import RunConfig, call_of, from_spec
@@ -37,7 +37,7 @@ from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
 GATE_TOKENS = 251
-"""Length of the gate's problem: prime, so that the ranks' counts differ, and small enough for a dense float64 truth."""
+"""Length of the gate's problem: prime, so that the ranks' counts differ; small enough for a dense float64 reference."""
 GATE_TOKENS_PER_RANK = 4
 """At least so many, where there are many ranks."""
 
@@ -114,8 +114,8 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
     got = attended(ring, call, inputs, sequence_of(ring, call, length), call.schedule)
     verdict: dict[str, Any] = {}
     if ring.rank == 0:
-        truth, bounds = truth_and_bounds(call, inputs, config.engine.name)
-        for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, truth, bounds, strict=True):
+        reference, bounds = reference_and_bounds(call, inputs, config.engine.name)
+        for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, reference, bounds, strict=True):
             verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
     verdict = json.loads(ring.told_by_all(json.dumps(verdict))[0])
     if wrong := [f"{name} by {error:.1e}" for name, (error, right) in verdict.items() if not right]:

@@ -11,7 +11,7 @@ import ringattn
 from ringattn.errors import RingError
 
 COMMANDS = {
-    "check": ("ringattn.launch.check", "compare every schedule, layout and mask with a dense float64 truth"),
+    "check": ("ringattn.launch.check", "compare every schedule, layout and mask with a dense float64 reference"),
     "explain": ("ringattn.launch.show", "print who sends what to whom, when, and what it costs"),
     "plan": ("ringattn.launch.plan", "say how many bytes a rank needs to train a model, what fits, and what to do"),
     "run": ("ringattn.launch.run", "measure one attention call on several ranks, behind its exactness gate"),

@@ -270,7 +270,7 @@ def _check_places(x: Tensor, spec: _Spec) -> None:
 def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, ...]:
-    """The truth, in plain torch."""
+    """The reference, in plain torch."""
     raw = F.linear(spec.kept(x), weight, bias).unflatten(-1, (-1, spec.head_dim))
     q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
     q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)

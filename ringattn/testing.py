@@ -1,4 +1,4 @@
-"""Rings inside one process, where every rank is a thread, and the truth to compare with. For tests and first steps."""
+"""Rings inside one process, where every rank is a thread, and the reference. For tests and first steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def dense_attention(
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The truth: attention over whole tensors in float64 on one process, straight from the definition.
+    """The reference: attention over whole tensors in float64 on one process, straight from the definition.
 
     `q`, `k`, `v`: (batch, tokens, heads, dim), K/V with fewer heads allowed. Returns out (batch, tokens, q_heads, d_v)
     and lse (batch, q_heads, tokens), both float64 and differentiable; rows without a key give 0 and -inf. Memory grows
@@ -90,7 +90,7 @@ def dense_dilated_attention(
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The truth of LongNet's dilated attention, as `dense_attention`: a key counts once for each branch that has it."""
+    """LongNet's dilated attention, as `dense_attention`: a key counts once for each branch that has it."""
     tokens = torch.arange(q.shape[1], device=q.device)
     bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
     place = tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringattn.bench import clock, dilated, memory, planning, speed
 from ringattn.bench.contenders import Flash, OurRing, independent, one_process
-from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, truth
+from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, reference
 from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
@@ -81,7 +81,7 @@ def test_gate_bites(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
 def test_truth_is_what_torch_computes() -> None:
     q, k, v = (x.double().transpose(1, 2) for x in SMALL[:3])
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(truth(SMALL).out, out.transpose(1, 2))
+    torch.testing.assert_close(reference(SMALL).out, out.transpose(1, 2))
 
 
 def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_stages_add_up_and_go_away() -> None:
     [(seconds, answer)] = run_ranks(1, on_rank)
     assert tuple(seconds) == STAGES
     assert seconds["block kernel"] > 0 and seconds["merge"] > 0
-    torch.testing.assert_close(answer.out.double(), truth(SMALL).out, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(answer.out.double(), reference(SMALL).out, atol=1e-5, rtol=0.0)
 
 
 # --- clock, options, processes ---------------------------------------------------------------------------------------

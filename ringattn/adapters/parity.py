@@ -143,22 +143,23 @@ def _compared(
     expected: Tensor, found: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], ranks: int, tolerance: float,
     rounding: float,
 ) -> Parity:  # fmt: skip
-    truth, ours = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
+    reference, ours = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
     errors = {name: _share(other - one, one) for name, (one, other) in pairs.items()}
     off = [name for name, error in errors.items() if not error <= tolerance]  # NaN is no parity either
     not_judged = tuple(name for name in off if float((pairs[name][1] - pairs[name][0]).norm()) <= rounding)
     wrong = tuple(name for name in off if name not in not_judged)
     judged = {name: error for name, error in errors.items() if name not in not_judged} or {"no parameter": 0.0}
     worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
-    square = truth.dot(truth)
-    ratio = float(truth.dot(ours) / square) if square > 0 else 1.0
-    loss_error, grad_error = _share(found - expected, expected), _share(ours - truth, truth)
+    square = reference.dot(reference)
+    ratio = float(reference.dot(ours) / square) if square > 0 else 1.0
+    loss_error, grad_error = _share(found - expected, expected), _share(ours - reference, reference)
     advice = ""
-    if wrong or not (loss_error <= tolerance and (grad_error <= tolerance or float((ours - truth).norm()) <= rounding)):
+    is_rounding = float((ours - reference).norm()) <= rounding
+    if wrong or not (loss_error <= tolerance and (grad_error <= tolerance or is_rounding)):
         advice = f"usual causes: {CAUSES}"
         if wrong and len(wrong) < len(judged):
             advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
-        if _share(ours - ratio * truth, truth) <= tolerance and abs(ratio - 1) > tolerance:
+        if _share(ours - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
             advice = f"everything is {ratio:.4g} times what it should be; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:
                 advice += f', gradients="mean" (an average over {ranks} ranks is to be undone)'
