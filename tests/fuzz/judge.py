@@ -13,7 +13,7 @@ from ringattn.errors import InputError, RingError
 from tests.fuzz import calls, layers, sequences
 from tests.fuzz.draw import Case
 from tests.fuzz.expected import USUAL_SCORE, Results, Wanted, expected
-from tests.fuzz.legal import may_refuse, must_refuse, regions_may_be_mixed_up
+from tests.fuzz.legal import asks_for_another, may_refuse, must_refuse, regions_may_be_mixed_up
 from tests.fuzz.ranks import Processes, on_threads
 
 Outcomes = list[Any]
@@ -70,7 +70,7 @@ def _calls(case: Case) -> None:
         if any(refusals) and not all(refusals):
             raise Wrong(f"call {index}: refused on some ranks only: {refusals}")
         why = must_refuse(case, call)
-        if index == 0 and "change" in case.get("odd", {}) and case["ranks"] > 1:
+        if index == 0 and asks_for_another(case):
             why = why or f"rank {case['odd']['rank']} asks for something else: {case['odd']['change']}"
         if why and not refusals[0]:
             raise Wrong(f"call {index} is answered, and {why}")

@@ -42,6 +42,13 @@ def may_refuse(call: Case) -> bool:
     return bool(call["kv_seq"]) and any(side not in (None, -1) for side in sides)
 
 
+def asks_for_another(case: Case) -> bool:
+    """Whether one rank's first call is another than the others': a window that ends at the query is causal anyway."""
+    change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
+    same = change is not None and set(change) == {"causal"} and window is not None and window[1] == 0
+    return change is not None and not same and case["ranks"] > 1
+
+
 def regions_may_be_mixed_up(case: Case) -> bool:
     """Whether a reentrant region attends by an adapter, and calls of it without a graph had other sequences.
 
