@@ -45,7 +45,7 @@ def may_refuse(call: Case) -> bool:
 def asks_for_another(case: Case) -> bool:
     """Whether one rank's first call is another than the others': a window that ends at the query is causal anyway."""
     change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
-    same = change is not None and set(change) == {"causal"} and window is not None and window[1] == 0
+    same = change in ({"causal": True}, {"causal": False}) and window is not None and window[1] == 0
     return change is not None and not same and case["ranks"] > 1
 
 
