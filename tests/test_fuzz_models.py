@@ -1,4 +1,4 @@
-"""The walk over the model classes of transformers: each of its outcomes, and a few classes by fresh seeds."""
+"""The walk over the model classes of transformers: each of its outcomes, a few classes by fresh seeds, and its page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,11 +19,12 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters import transformers_calls as calls
 from ringattn.adapters.transformers_mask import MaskSpec
 from tests.fuzz import session
-from tests.fuzz.models import cases, tiny
+from tests.fuzz.models import cases, page, tiny
 from tests.fuzz.models.cases import cases_of
 from tests.fuzz.models.walk import Record, examined
 
 SECONDS = 5.0
+PAGE = Path(__file__).parent.parent / "docs" / "embedding-transformers-models.md"
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +142,25 @@ def _is_of_text(name: str) -> bool:
     except tiny.NotBuilt:
         return False
     return tiny.takes_text(kind) and not kind.config_class.sub_configs
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_docs_is_as_the_walk_writes_it() -> None:
+    """Its form, from records made of its own numbers; all classes, and none of them wrong."""
+    text = PAGE.read_text(encoding="utf-8")
+    for line in page.text([], 0).splitlines():
+        form = re.sub(r"\d+", lambda _: r"\d+", re.escape(line))
+        assert re.search(f"^{form}$", text, re.MULTILINE), line
+    titles = re.findall("^## (.*)$", text, re.MULTILINE)
+    assert titles == ["Exact", "Refused", "Not buildable", "Arguments that no call had"]
+    head, _, rest = text.partition("## Exact\n")
+    tried, *parts = (int(count) for count in re.findall(r"^\| [a-z].* \| (\d+) \|$", head, re.MULTILINE))
+    assert len(parts) == len(page.VERDICTS) and sum(parts) == tried > 1000
+    assert parts[page.VERDICTS.index("wrong")] == 0
+    exact = re.findall(r"[A-Za-z]\w+", rest.partition("\nCalls of these")[0])
+    others = [name for row in re.findall(r"\| \d+: (.*) \|$", rest, re.MULTILINE) for name in row.split(", ")]
+    assert len(exact) == parts[0]
+    assert len({*exact, *others}) == len([*exact, *others]) == tried
+    assert {*exact, *others} <= set(tiny.classes())
