@@ -297,3 +297,14 @@ def test_architecture_page_maps_every_file() -> None:
     named = {p for p in file_map(page) if PurePosixPath(p).name != "__init__.py"}
     assert real - named == set(), "not on the map"
     assert {p for p in named - real if not (ROOT / p).exists()} == set(), "on the map, not in the repository"
+
+
+def test_the_root_holds_what_belongs_there() -> None:
+    """A test that writes into the folder it is started in would leave something here."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {Path(line).parts[0] for line in tracked.splitlines()} == {
+        ".ci", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
+        "bench", "constraints.txt", "docs", "kernels", "launch", "pyproject.toml", "ringattn", "tests",
+    }  # fmt: skip

@@ -171,7 +171,10 @@ def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_run_is_refused_by_key(saved: TrainConfig, change: dict[str, Any], message: str) -> None:
+def test_another_run_is_refused_by_key(
+    saved: TrainConfig, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"^{message}"):
         run(copied(replace(saved, steps=6), **change))
 
