@@ -1,7 +1,7 @@
 """`ringattn compare`: two sweeps, point by point; did anything get worse?
 
-Points meet by the hash of their configuration. Promises: a time counts as changed only if its median moved by more than
-the threshold and by more than either side's own spread from p10 to p90, so that noise is no verdict; bytes have no
+Points meet by the hash of their configuration. Guarantees: a time counts as changed only if its median moved by more
+than the threshold and by more than either side's own spread from p10 to p90, so that noise is no verdict; bytes have no
 spread, and a point that no longer has results is worse, whatever the threshold.
 """
 

@@ -1,6 +1,6 @@
 """Starts the ranks of one job as processes of this machine, and ends them whatever happens.
 
-Processes are started by torchrun, isolated from this one, each with its own share of the cores. Promises: results by
+Processes are started by torchrun, isolated from this one, each with its own share of the cores. Guarantees: results by
 rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C,
 SIGTERM or SIGKILL of this process.
 """

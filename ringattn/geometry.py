@@ -117,7 +117,7 @@ class Tile(NamedTuple):
     def index_band(self) -> Band:
         """The band in terms of indices: lo <= i - j <= hi for the i-th query and the j-th key.
 
-        Needs a tile as `aligned` makes them: equal position strides, or full. Bounds are clipped to the tile, so they
+        Takes a tile as `aligned` makes them: equal position strides, or full. Bounds are clipped to the tile, so they
         are always finite.
         """
         q, k = self.q.positions, self.k.positions

@@ -161,7 +161,7 @@ class Plan:
 class RecordLayout(NamedTuple):
     """What a record holds of one row and head of one batch: values of `dims` beside each other, in the buffer's dtype.
 
-    After each come `scalars` numbers in `scalar_dtype`. Records with scalars are counted in bytes, values padded so
+    After each come `scalars` numbers in `scalar_dtype`. A record with scalars is counted in bytes, values padded so
     that the scalars are aligned; others in values.
     """
 

@@ -308,3 +308,24 @@ def test_the_root_holds_what_belongs_there() -> None:
         ".ci", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
         "bench", "constraints.txt", "docs", "kernels", "launch", "pyproject.toml", "ringattn", "tests",
     }  # fmt: skip
+
+
+REPLACED = {
+    "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received", "Home": "LocalTensors", "HOME": "LOCAL",
+    "Carry": "SoftmaxState", "settled": "finalized", "Seed": "BackwardInputs", "Records": "PackedBuffer",
+    "Form": "RecordLayout", "Needs": "ReadSets", "Bundle": "FusedBuffer", "Promises": "Guarantees",
+    "Does not know": "an import contract", "float64 truth": "float64 reference",
+}  # fmt: skip
+"""Words of this project alone, and the field's own that stand for them now."""
+
+
+def test_private_words_stay_out() -> None:
+    pattern = re.compile(r"(?<!\w)(" + "|".join(REPLACED) + r")(?!\w)")
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    files = [path for path in sources(PACKAGE) if "kernels" not in path.parts]
+    found = [
+        f"{path.relative_to(ROOT)}: {word}: say {REPLACED[word]}"
+        for path in (*files, *(page for page in pages if page.name != "log.md"))
+        for word in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)

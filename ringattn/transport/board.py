@@ -1,7 +1,7 @@
 """What the ranks of one ring tell each other through the store, besides their pulses.
 
 Keys, all under the prefix of one ring: `arrived/RANK`, `cause`, `closed/RANK`, `agree/N/RANK`, and what a transport
-adds. Promises: the first cause wins and never changes; reading one's own board never waits, except `read`.
+adds. Guarantees: the first cause wins and never changes; reading one's own board never waits, except `read`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the ranks of a ring find each other: who has come, whether they fit together, and the communicator's unique id.
 
-Keys lie under the ring's own prefix (run, restart, opening), so an id of a former life cannot be read. Promises: ranks
-that do not come are named at the deadline; ranks that cannot work together are refused before NCCL is asked, on every
-rank alike.
+Keys lie under the ring's own prefix (run, restart, opening), so an id of a former life cannot be read. Guarantees:
+ranks that do not come are named at the deadline; ranks that cannot work together are refused before NCCL is asked, on
+every rank alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The calls of a rank as its peers can read them in its pulse: number, digest of all calls up to it, newest words.
 
 With it the ranks need not agree anew on a call that they have agreed on once: whoever listens compares, and a rank that
-makes another call is found. Promises: calls are compared by number, so ranks that are some calls apart are not wronged;
-every `MILESTONE`-th call stays comparable, so ranks that are far apart are compared too, and a difference, once made,
-shows in every later call.
+makes another call is found. Guarantees: calls are compared by number, so ranks that are some calls apart are not
+wronged; every `MILESTONE`-th call stays comparable, so ranks that are far apart are compared too, and a difference,
+once made, shows in every later call.
 """
 
 from __future__ import annotations

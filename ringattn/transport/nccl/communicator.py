@@ -1,6 +1,6 @@
 """A communicator: one lane on which this rank's hops run one after another.
 
-States: new, opening, ready, failed, closed. Promises: opening has a deadline; a hop is one group, whatever it holds;
+States: new, opening, ready, failed, closed. Guarantees: opening has a deadline; a hop is one group, whatever it holds;
 NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
 aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.

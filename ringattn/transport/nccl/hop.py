@@ -1,8 +1,8 @@
 """One hop, bound once and started many times: the group of its sends and receives, between two events.
 
 The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived; the
-host waits for neither. Promises: starting and waiting costs a few microseconds of Python (`bench/hop.py`) and no device
-allocation; inside a CUDA graph's capture events are fresh and nobody queries them.
+host waits for neither. Guarantees: starting and waiting costs a few microseconds of Python (`bench/hop.py`) and no
+device allocation; inside a CUDA graph's capture events are fresh and nobody queries them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Device memory that exchanges send from and receive into.
 
-NCCL's own memory, registered with every lane, where the ring agreed on it; plain device memory otherwise. Promises:
+NCCL's own memory, registered with every lane, where the ring agreed on it; plain device memory otherwise. Guarantees:
 memory is given back only when nobody views it and nothing is under way, and never from a destructor; what NCCL was
 given outlives the communicators' end.
 """

@@ -2,10 +2,10 @@
 
 It holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with what
 the ear hears of other ranks, and ends the ring when one of these says so: abort the lanes, say who is to blame, publish
-the cause, write the flight record. Promises: it launches nothing, and waits for no store; it queries no event that was
-recorded in a capture; whatever is raised on its thread ends the ring; the failure that callers see is told within
-`TELL_S` of being found, even when the store is silent.
-A rank whose own computing never reaches an exchange accuses nobody: its peers do.
+the cause, write the flight record. Guarantees: it launches nothing, and waits for no store; it queries no event that
+was recorded in a capture; whatever is raised on its thread ends the ring; the failure that callers see is told within
+`TELL_S` of being found, even when the store is silent. A rank whose own computing never reaches an exchange accuses
+nobody: its peers do.
 """
 
 from __future__ import annotations
