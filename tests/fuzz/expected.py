@@ -177,6 +177,9 @@ def _sums(call: _Call) -> dict[str, Tensor]:
     held = values.abs().amax(1, keepdim=True) if call.detached and values.numel() else out  # of each branch's own out
     delta = torch.einsum("bnhd,bnhd->bhn", dout, held.expand_as(out)) + (call.values.dlse.abs() if uses["lse"] else 0.0)
     ds = p * (torch.einsum("bnhd,bmhd->bhnm", dout, values.abs()) + delta[..., None]) * abs(call.scale)
+    # Below its smallest normal number a dtype rounds by as much as there, as float16 does gradients of scores of 1e-7.
+    least = torch.finfo(getattr(torch, case["dtype"])).tiny
+    p, ds = (torch.where(call.counts.pairs.sum(0) > 0, x.clamp(min=least), 0.0) for x in (p, ds))
 
     def grouped(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, group)).sum(3)
