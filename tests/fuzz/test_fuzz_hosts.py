@@ -1,0 +1,166 @@
+"""Drawn calls of the functions of ring-flash-attention and of `context_parallel`, against the reference.
+
+Ranks are threads, everything is float64. A seed is a case: RINGATTN_FUZZ_SEED names the first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import Ring
+from ringattn.adapters import flash_attn
+from ringattn.adapters.context_parallel import context_parallel, recompute_context
+from ringattn.testing import run_ranks
+from tests.fuzz import reference, session
+
+SECONDS, WITHIN = 6.0, 1e-10
+BATCHED = {"ring_flash_attn": "contiguous", "zigzag_ring_flash_attn": "zigzag", "stripe_flash_attn": "striped"}
+VARLEN = {"ring_flash_attn_varlen": "contiguous", "zigzag_ring_flash_attn_varlen": "zigzag"}
+
+
+def part(x: Tensor, layout: str, rank: int, ranks: int) -> Tensor:
+    """One rank's rows of a document whose length is a multiple of 2 * ranks."""
+    if layout == "striped":
+        return x[rank::ranks]
+    if layout == "contiguous" or ranks == 1:
+        return x.chunk(ranks)[rank]
+    chunks = x.chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+def drawn(r: Random) -> dict[str, Any]:
+    """What both kinds of calls have."""
+    kv_heads, ranks = r.choice([1, 2, 3]), r.choice([1, 2, 2, 3, 4])
+    return {"ranks": ranks, "heads": kv_heads * r.choice([1, 1, 2, 3]), "kv_heads": kv_heads,
+            "dim": r.choice([1, 4, 8]), "causal": r.random() < 0.6, "again": r.random() < 0.3}  # fmt: skip
+
+
+def tensors(seed: int, length: int, case: dict[str, Any]) -> list[Tensor]:
+    """q, k, v and the gradient of out: (length, heads, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = case["heads"], case["kv_heads"], case["kv_heads"], case["heads"]
+    return [torch.randn(length, h, case["dim"], dtype=torch.float64, generator=generator) for h in heads]
+
+
+def wanted(given: Sequence[Tensor], cuts: Sequence[int] | None, case: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Out and the three gradients, of whole tensors."""
+    *leaves, dout = (x[None].clone().requires_grad_() for x in given)
+    length = len(given[0])
+    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], options.pop("window", None))
+    out, _ = reference.attention(*leaves, counts, **options)
+    return [x[0].detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+
+def compare(case: object, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=False):
+        off = float((one - other).abs().max()) if one.numel() else 0.0
+        assert one.shape == other.shape and off <= WITHIN * max(1.0, float(other.abs().max())), f"{case}: {name}: {off}"
+
+
+def flash(seed: int) -> None:
+    """One function of ring-flash-attention, in one of its three forms."""
+    r = Random(seed)
+    case, family = drawn(r), r.choice([*BATCHED, *VARLEN, "llama3_flash_attn_varlen"])
+    ranks, form = case["ranks"], r.choice(["", "_kvpacked", "_qkvpacked"])
+    if form == "_qkvpacked":
+        case["heads"] = case["kv_heads"]
+    whole = [2 * ranks * r.randint(1, 9) for _ in range(1 if family in BATCHED else r.randint(1, 4))]
+    cuts = [0, *accumulate(whole)]
+    if family.startswith("llama3"):
+        cuts = sorted({0, cuts[-1], *(r.randint(0, cuts[-1]) for _ in range(r.randint(0, 3)))})
+    left, right = r.choice([(-1, -1), (-1, -1), (r.randint(0, 9), r.randint(0, 9)), (r.randint(0, 40), -1)])
+    options = {"scale": r.choice([None, 0.3]), "softcap": r.choice([None, None, 2.0])}
+    given = tensors(seed, cuts[-1], case)
+    layout = {**BATCHED, **VARLEN}.get(family, "contiguous")
+    pieces = [0, cuts[-1]] if family.startswith("llama3") else cuts
+    case |= {"seed": seed, "family": family + form, "cuts": cuts, "window": (left, right), **options}
+
+    def body(ring: Ring) -> list[Tensor]:
+        rows = torch.cat([part(torch.arange(a, b), layout, ring.rank, ranks) for a, b in pairwise(pieces)])
+        *leaves, dout = (x[rows].clone().requires_grad_() for x in given)
+        told: tuple[Any, ...] = ()
+        if family in VARLEN:
+            told = torch.tensor([cut // ranks for cut in cuts], dtype=torch.int32), max(whole) // ranks
+        elif family not in BATCHED:
+            prepared = flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+                torch.tensor(cuts, dtype=torch.int32), case["causal"], ring.rank, ranks
+            )
+            told = (*prepared[:4], 1, prepared[4])
+        function: Callable[..., Any] = getattr(flash_attn, f"{family}{form}_func")
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            stacked: tuple[Tensor, ...] = (q, k, v) if not form else (q, torch.stack((k, v), -3))
+            if form == "_qkvpacked":
+                stacked = (torch.stack((q, k, v), -3),)
+            batched = [x[None] for x in stacked] if family in BATCHED else stacked
+            out: Tensor = function(
+                *batched, *told, softmax_scale=options["scale"], causal=case["causal"], window_size=(left, right),
+                group=ring, softcap=options["softcap"] or 0.0,
+            )  # fmt: skip
+            return out[0] if family in BATCHED else out
+
+        out = checkpoint(call, *leaves, use_reentrant=False) if case["again"] else call(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout)
+        pairs = zip((given[0], *given[:3]), (out.detach(), *grads), strict=True)
+        return [torch.zeros_like(x).index_copy(0, rows, y) for x, y in pairs]
+
+    parts = run_ranks(ranks, body)
+    window = (left, 0 if case["causal"] else right)
+    compare(case, [sum(x) for x in zip(*parts, strict=True)], wanted(given, cuts, case, window=window, **options))
+
+
+def parallel(seed: int) -> None:
+    """SDPA inside `context_parallel`: q, k and v are projected from a buffer that it shards."""
+    r = Random(seed)
+    case, length = drawn(r), r.randint(1, 70)
+    cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 3)))}) if r.random() < 0.5 else None
+    features = 5
+    x = torch.randn(length, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    weights = [w[:features].flatten(1) for w in tensors(seed + 1, features, case)[:3]]
+    dout = tensors(seed + 2, length, case)[3]
+    case |= {"seed": seed, "length": length, "cuts": cuts}
+
+    def body(ring: Ring) -> list[Tensor]:
+        buffer, mine = x.clone()[None], [w.clone().requires_grad_() for w in weights]
+
+        def attend(buffer: Tensor, *mine: Tensor) -> Tensor:
+            q, k, v = ((buffer @ w).unflatten(-1, (-1, case["dim"])).transpose(1, 2) for w in mine)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=case["causal"], enable_gqa=case["heads"] != case["kv_heads"]
+            ).transpose(1, 2)
+
+        with context_parallel(ring, buffers=[buffer], buffer_seq_dims=[1], cu_seqlens=cuts) as seq:
+            how = {"use_reentrant": False, "context_fn": recompute_context}
+            out = checkpoint(attend, buffer, *mine, **how) if case["again"] else attend(buffer, *mine)
+            grads = torch.autograd.grad(out, mine, seq.shard(dout[None]))
+        ring.all_reduce(grads)
+        assert torch.equal(buffer[0], x)  # whole again
+        return [seq.gather(out.detach())[0], *grads]
+
+    leaves = [w.clone().requires_grad_() for w in weights]
+    q, k, v = ((x @ w).unflatten(-1, (-1, case["dim"]))[None] for w in leaves)
+    out, _ = reference.attention(q, k, v, reference.plain_counts(length, cuts, length, cuts, case["causal"], None))
+    expected = [out[0].detach(), *torch.autograd.grad(out, leaves, dout[None])]
+    for found in run_ranks(case["ranks"], body):
+        compare(case, found, expected)
+
+
+@pytest.mark.parametrize("kind", [flash, parallel])
+def test_fresh_seeds(kind: Callable[[int], None]) -> None:
+    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    print(f"RINGATTN_FUZZ_SEED={start}")
+    began, seed = time.monotonic(), start
+    while seed == start or time.monotonic() - began < SECONDS:
+        kind(seed)
+        seed += 1
