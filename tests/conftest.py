@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +13,10 @@ from pathlib import Path
 # OMP_NUM_THREADS asks for more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Inductor's cache on disk knows neither ATEN_CPU_CAPABILITY nor what an operator's fake says: none of other runs.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ringattn-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], True)
 
 import pytest
 import torch

@@ -215,13 +215,14 @@ def agree_passes_messages_by(ring: Transport) -> None:
 
 
 def missing_rank_is_named(ring: Transport) -> None:
+    ring.agree(b"from here on")  # on a busy machine ranks begin seconds apart
     if ring.rank == 1:
-        time.sleep(SHORT_S + 2.5)
+        time.sleep(SHORT_S + 4.0)
         with pytest.raises(PeerLostError, match=r"DeadlineError.*no answer from ranks \[1\]"):
             ring.agree(b"late")
     else:
         start = time.monotonic()
-        with pytest.raises((DeadlineError, PeerLostError), match=r"in agreement 0.*no answer from ranks \[1\]"):
+        with pytest.raises((DeadlineError, PeerLostError), match=r"in agreement 1.*no answer from ranks \[1\]"):
             ring.agree(b"here")
         assert SHORT_S - 0.3 < time.monotonic() - start < SHORT_S + 2.0
     assert_dead(ring, "no answer from ranks")
