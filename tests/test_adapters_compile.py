@@ -128,6 +128,7 @@ def test_layers_compile_into_one_graph() -> None:
         assert_same(eager, second)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_around_the_operators() -> None:
     def body(ring: Ring) -> list[Tensor]:
         x = torch.linspace(-1, 1, TOKENS * DIM, dtype=torch.float64).view(1, TOKENS, HEADS, -1).requires_grad_()
@@ -148,6 +149,7 @@ def test_inductor_compiles_around_the_operators() -> None:
         torch.testing.assert_close(grad, x.grad, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
     cuts: list[list[int]] = [[0, 17], DOCUMENTS, [0, 8, 17], [0, 1, 17]]
 

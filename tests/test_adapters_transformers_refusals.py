@@ -217,7 +217,7 @@ def test_a_model_that_adds_its_mask_by_itself() -> None:
     kind = transformers.GitForCausalLM  # imported here, and not by two threads at once
     config = transformers.GitConfig(vision_config=vision, vocab_size=64, max_position_embeddings=64, **small,
                                     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
-    refused(lambda ring, seq: forward(seq, adapter.prepare(kind(config).double())),
+    refused(lambda ring, seq: forward(seq, adapter.prepare(kind(deepcopy(config)).double())),
             "reads its mask as a table .*keep its own attn_implementation", UnsupportedError)  # fmt: skip
 
 

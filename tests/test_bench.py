@@ -167,6 +167,7 @@ def test_options() -> None:
         parse(speed.Options(), ["repeats=many"])
 
 
+@pytest.mark.slow
 def test_failing_ranks_raise_here() -> None:
     with pytest.raises(RingError, match="no_such_function"):
         run_in_processes(1, "ringattn.bench.speed:no_such_function", {}, silent)

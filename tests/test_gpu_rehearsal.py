@@ -53,6 +53,7 @@ def test_the_checks_need_little() -> None:
     assert len(collected) >= 50 and any("test_nccl_is_called_as_the_plan_says" in line for line in collected)
 
 
+@pytest.mark.slow
 def test_the_benchmarks_need_little() -> None:
     """They are run where there is no hydra: each gets as far as its options."""
     pytest.importorskip("triton")
@@ -171,6 +172,7 @@ def test_processes_are_exact(tmp_path: Path) -> None:
     processes.every_schedule_is_exact(tmp_path, 2, "fp64", "gloo")
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
     assert len(processes.a_lost_rank_is_named(tmp_path, "kill", 3, "gloo")) == 2
 

@@ -55,6 +55,7 @@ def from_root(*installed: Path) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
+@pytest.mark.slow
 def test_without_the_package() -> None:
     usable, _, ours = from_root()
     assert usable == "False" and ours == str(ROOT / "ringattn" / "kernels" / "configs.py")

@@ -210,6 +210,7 @@ def on_rank(ring: Ring) -> dict[str, Any]:
             "resident": [one.resident_bytes for one in readings]}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processes_tell_each_other() -> None:
     first, second = run_in_processes(2, "tests.test_memory_monitor:on_rank", {}, lambda line: None)
     assert first["allocated"] == second["allocated"]

@@ -73,6 +73,7 @@ def test_a_rank_that_exits_is_named_by_the_others() -> None:
     assert answers[2] is not None and answers[2]["passes_completed"] == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_the_cause_everywhere() -> None:
     answers = start("raises_mid_pass", 3)
     kinds = [answer and answer["first"]["kind"] for answer in answers]
@@ -93,6 +94,7 @@ def test_a_rank_that_stalls_is_a_missed_deadline() -> None:
         assert word in first["message"], first
 
 
+@pytest.mark.slow
 def test_validation_in_inference_mode_leaves_no_trace_in_training() -> None:
     for answer in start("validates", 2):
         assert answer is not None and answer["alike"] and all(total > 1 for total in answer["sums"])

@@ -254,6 +254,7 @@ def test_a_stopped_rank_is_named_at_the_end_of_the_chain(processes: Processes) -
         assert seconds < 4.0, told
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_busy_is_not_called_silent(processes: Processes) -> None:
     told = processes.run(waits_in_a_chain, False)
     messages = [told[rank][1] for rank in (0, 2)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ringattn.problem import EIGHT_BIT
 from ringattn.schedule.routes import RING, ROUTES
 from ringattn.testing import run_ranks
 from tests import oracle
+from tests.covering import thinned
 from tests.eight_bits import rounded
 from tests.face import attend, errors
 from tests.strategies import simple
@@ -88,10 +90,10 @@ def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[
     return [joined(list(parts)) for parts in zip(*results, strict=True)]
 
 
-@each_code
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "layout", "ranks", "code"),
+    thinned(product(MASKS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
+)
 def test_exact_but_for_the_rounding(mask: str, layout: str, ranks: int, code: str) -> None:
     wanted = rounded_truth(MASKS[mask], torch.float32, code, layout, ranks)
     for found in schedules(MASKS[mask], ranks, layout, code):

@@ -47,7 +47,19 @@ def digest() -> str:
 def test_whatever_it_reads_changes_the_digest(tree: Path, name: str) -> None:
     before = digest()
     assert digest() == before
-    (tree / name).write_text(f"{TREE[name]} ")
+    (tree / name).write_text(f"{TREE[name]}other = 1\n")
+    assert digest() != before
+
+
+def test_comments_and_docstrings_do_not(tree: Path) -> None:
+    tiles = tree / "ringattn/kernels/tiles.py"
+    tiles.write_text('"""Tiles."""\nSIZE = 3\n"""In rows."""\ndef f(x):\n    """One."""\n    return x + SIZE\n')
+    before = digest()
+    tiles.write_text(
+        '"""All tiles."""\nSIZE = 3  # so\n"""Rows."""\n\n\ndef f(x):\n    """1."""\n    return (x + SIZE)\n'
+    )
+    assert digest() == before
+    tiles.write_text(tiles.read_text().replace("x + SIZE", "x - SIZE"))
     assert digest() != before
 
 

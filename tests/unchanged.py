@@ -2,7 +2,8 @@
 
 They compile or interpret the GPU kernels, take minutes, and depend on few files. A group's digest is of its test files,
 of every module that these import, directly or not, of the data beside them, and of the versions that compile and
-interpret. Where it is the recorded one, the group counts as slow: `make test` leaves it out and says so.
+interpret; comments and docstrings do not count. Where it is the recorded one, the group counts as slow: `make test`
+leaves it out and says so.
 `python -m tests.unchanged` (`make prove`) runs the groups whose digest is another one, and records those that pass.
 """
 
@@ -68,6 +69,18 @@ def sources(starts: Iterable[str]) -> list[Path]:
     return sorted(found | {data for folder in folders for pattern in DATA for data in folder.glob(pattern)})
 
 
+def meaning(file: Path) -> str:
+    """What a file says to Python, without comments, docstrings and line breaks; of another file, all of it."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return ast.dump(tree)
+
+
 @cache
 def digest(group: str) -> str:
     """Of everything that the outcome of a group's tests depends on."""
@@ -75,7 +88,7 @@ def digest(group: str) -> str:
     for file in sources(GROUPS[group]):
         if file == RECORD:
             continue
-        whole.update(f"{file.relative_to(ROOT)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+        whole.update(f"{file.relative_to(ROOT)}\0{meaning(file)}\0".encode())
     for package in PACKAGES:
         try:
             whole.update(f"{package} {version(package)}\n".encode())

@@ -1,0 +1,51 @@
+"""The budget of `make test`, and how the table is read from the reports of runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.durations import BUDGET_CORE_S, RUNS, UNKNOWN_S, of_report, quick_core_s, read, renewed
+from tests.running import core_s
+
+ROOT = Path(__file__).resolve().parent.parent
+CASE = '<testcase classname="{}" name="one"><properties><property name="{}" value="{}"/></properties></testcase>'
+CASES = ("tests.test_a", "core_s", 1.26), ("tests.test_a.TestThat", "core_s", 2), ("tests.gpu.test_b", "seed", 7)
+REPORT = f"<testsuites><testsuite>{''.join(CASE.format(*case) for case in CASES)}</testsuite></testsuites>"
+
+
+def test_make_test_stays_within_its_budget() -> None:
+    found = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
+    files = {file for file in found if "interpreter" not in file}  # those are run by other tests
+    table = read()
+    new = files - {file for run in table.values() for file in run}
+    longest = sorted(table["quick"].items(), key=lambda one: -one[1])[:8]
+    total = quick_core_s(table, files)
+    assert total <= BUDGET_CORE_S, (
+        f"make test takes {total:.0f} s of a core, more than {BUDGET_CORE_S:.0f}: mark as slow what tries the same as "
+        f"a shorter test, then `make test durations`. Longest: {longest}; not in the table: {new}"
+    )
+
+
+def test_seconds_are_those_of_a_core_by_file(tmp_path: Path) -> None:
+    (tmp_path / "tests-quick.xml").write_text(REPORT)
+    assert of_report(tmp_path / "tests-quick.xml") == {"tests/test_a.py": 3.3, "tests/gpu/test_b.py": 0.0}
+    before = {"quick": {"tests/test_old.py": 9.0}, "slow": {"tests/test_a.py": 5.0}}
+    after = renewed(before, tmp_path)
+    assert tuple(after) == RUNS
+    assert after["quick"] == of_report(tmp_path / "tests-quick.xml") and after["slow"] == before["slow"]
+
+
+@pytest.mark.parametrize(("files", "total"), [([], 3 + 2 * 4), (["a", "b", "c"], 11), (["a", "new"], 11 + UNKNOWN_S)])
+def test_what_is_new_counts_until_it_is_measured(files: list[str], total: float) -> None:
+    table = {"quick": {"a": 3.0}, "quick-alone": {"b": 4.0}, "slow": {"a": 70.0, "c": 80.0}, "slow-alone": {}}
+    assert quick_core_s(table, files) == total
+
+
+def test_processes_that_a_test_starts_count() -> None:
+    before = core_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True)
+    assert 0.2 <= core_s() - before < 5.0
