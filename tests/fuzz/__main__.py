@@ -54,9 +54,7 @@ def main(arguments: list[str]) -> int:
             print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
 
     began = time.monotonic()
-    tally = session.run(
-        seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), told
-    )
+    tally = session.run(seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), told)
     print(f"\n{tally}\n{time.monotonic() - began:.0f} s")
     return 1 if tally.failures else 0
 

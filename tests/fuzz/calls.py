@@ -147,9 +147,7 @@ class _Call:
         if call["via"] == "sdpa":
             with ring.activate(self.seq):
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))
-                out = ring_sdpa(
-                    *heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True
-                )
+                out = ring_sdpa(*heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True)
             return out, None
         if call["via"] in ("module", "alone"):
             layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ringattn.errors import InputError, RingError
 from tests.fuzz import calls, layers, sequences
 from tests.fuzz.draw import Case
-from tests.fuzz.expected import USUAL_SCORE, Results, Wanted, expected
+from tests.fuzz.expected import Results, Wanted, expected
 from tests.fuzz.legal import asks_for_another, may_refuse, must_refuse, regions_may_be_mixed_up
 from tests.fuzz.ranks import Processes, on_threads
 
@@ -106,17 +106,15 @@ def _layer(case: Case) -> None:
         raise Wrong(f"the layer is refused: {refusals[0]}" if refusals[0] else f"the layer answers, and {why}")
     if refusals[0]:
         return
-    (wanted, largest), rows = layers.expected(case), torch.cat([one["rows"] for one in found])
-    for name, value in wanted.items():
-        shards = [one[name] for one in found]
+    rows = torch.cat([one["rows"] for one in found])
+    for name, want in layers.expected(case).items():
+        value, shards = want.value, [one[name] for one in found]
         if name.startswith("weight "):
             whole = sum((one for one in shards if one is not None), torch.zeros_like(value))
         else:
             every = torch.cat([torch.zeros_like(value) if one is None else one for one in shards], 1)
             whole = torch.empty_like(every).index_copy_(1, rows, every)
-        top = float(value.abs().max()) if value.numel() else 0.0
-        tolerance = layers.relative(case, name) * max(1.0, largest / USUAL_SCORE) * max(top, 1.0)
-        _compare_one(name, whole, Wanted(value, torch.full_like(value, tolerance)))
+        _compare_one(name, whole, want)
 
 
 def _order(case: Case, outcomes: Outcomes) -> None:

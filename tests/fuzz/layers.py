@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,8 +15,10 @@ import ringattn
 from tests.fuzz import reference
 from tests.fuzz.calls import modes, sequence
 from tests.fuzz.draw import Case
+from tests.fuzz.expected import USUAL_SCORE, Wanted
 
 Found = dict[str, Any]
+Rounded = Callable[[Tensor], Tensor]
 
 
 def layer_of(case: Case) -> Any:
@@ -79,28 +82,47 @@ def on_rank(ring: ringattn.Ring, case: Case) -> Found:
 STAGES = 6
 """Projection, norm, rotation, attention, norm, projection: each rounds once more. Roundings of the terms of a sum go up
 as often as down, so they grow with the root of their number."""
-NORM_EPS = 1e-5
-"""`torch.nn.LayerNorm` magnifies what has no variance by the root of its inverse."""
+SPREAD = 4
+"""How much further off the worst element of one draw of roundings may be than that of another."""
 
 
-def relative(case: Case, name: str) -> float:
-    """How far a result may be off, of its largest element and at least of 1."""
-    unit = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}[case["dtype"]]
+def unit(case: Case) -> float:
+    """By how much of itself one rounding changes a number, and never less than what kernels of its dtype lose."""
+    one = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}[case["dtype"]]
     if case["autocast"] and case["dtype"] != "float64":
-        unit = max(unit, 2.0**-8 if case["autocast"] == "bfloat16" else 2.0**-11)
-    terms = case["batch"] * case["seq"]["length"] * case["heads"] if name.startswith("weight ") else 1
-    magnified = NORM_EPS**-0.5 if case["options"].get("layer_norm") else 1
-    return unit * STAGES * magnified * max(terms, 1) ** 0.5
+        one = max(one, 2.0**-8 if case["autocast"] == "bfloat16" else 2.0**-11)
+    return one
 
 
-def expected(case: Case) -> tuple[dict[str, Tensor], float]:
-    """out, and with a backward the gradients of x and of the weights, summed over the steps; and the largest score."""
+def expected(case: Case) -> dict[str, Wanted]:
+    """out, and with a backward the gradients of x and of the weights, summed over the steps."""
+    exact, largest = _results(case, lambda one: one)
+    random = torch.Generator().manual_seed(case["seed"] * 16 + 2)
+
+    def rounded(one: Tensor) -> Tensor:
+        return one * (1 + unit(case) * (2 * torch.rand(one.shape, generator=random, dtype=one.dtype) - 1))
+
+    # A norm divides by a row's size, so a rounding of a small row weighs much: the same roundings in the reference say
+    # how much.
+    other, _ = _results(case, rounded)
+    wanted = {}
+    for name, value in exact.items():
+        terms = case["batch"] * case["seq"]["length"] * case["heads"] if name.startswith("weight ") else 1
+        top = max(float(value.abs().max()), 1.0) if value.numel() else 0.0
+        plain = unit(case) * STAGES * max(terms, 1) ** 0.5 * max(1.0, largest / USUAL_SCORE) * top
+        magnified = SPREAD * float((other[name] - value).abs().max()) if value.numel() else 0.0
+        wanted[name] = Wanted(value, torch.full_like(value, max(plain, magnified)))
+    return wanted
+
+
+def _results(case: Case, rounded: Rounded) -> tuple[dict[str, Tensor], float]:
+    """The results with every stage `rounded`; and the largest score."""
     layer = layer_of(case).double()
     x, dout = (one.double() for one in tensors(case))
     weights = dict(layer.named_parameters())
     trains = case["mode"] not in ("inference", "no_grad")
     with nullcontext() if trains else torch.no_grad():
-        out, largest = _reference(case, weights, x.requires_grad_())
+        out, largest = _reference(case, weights, x.requires_grad_(), rounded)
     found = {"out": out.detach()}
     if trains:
         ((out * dout).sum() * case["steps"]).backward()
@@ -108,17 +130,17 @@ def expected(case: Case) -> tuple[dict[str, Tensor], float]:
     return {name: one for name, one in found.items() if one is not None}, largest
 
 
-def _reference(case: Case, weights: dict[str, Any], x: Tensor) -> tuple[Tensor, float]:
+def _reference(case: Case, weights: dict[str, Any], x: Tensor, rounded: Rounded) -> tuple[Tensor, float]:
     """The layer by its definition, in float64; and what no scaled score exceeds."""
     options, heads, dim = case["options"], case["heads"], case["options"]["head_dim"]
     kv_heads, length, documents = options["num_kv_heads"], case["seq"]["length"], case["seq"]["documents"]
-    made = F.linear(x, weights["in_proj_weight"], weights.get("in_proj_bias"))
+    made = rounded(F.linear(rounded(x), rounded(weights["in_proj_weight"]), weights.get("in_proj_bias")))
     q, k, v = made.unflatten(2, (-1, dim)).split([heads, kv_heads, kv_heads], 2)
     if options["qk_norm"]:
-        q, k = (reference.rms_norm(one, weights[f"{name}_norm"], 1e-6) for one, name in ((q, "q"), (k, "k")))
+        q, k = (rounded(reference.rms_norm(one, weights[f"{name}_norm"], 1e-6)) for one, name in ((q, "q"), (k, "k")))
     if options["rope"]:
         turn = options["rope"], options.get("rope_base", 10_000.0), options.get("xpos_scale")
-        q, k = reference.rotary(q, *turn), reference.rotary(k, *turn, key=True)
+        q, k = rounded(reference.rotary(q, *turn)), rounded(reference.rotary(k, *turn, key=True))
     if "segment_lengths" in options:
         names = ("segment_lengths", "dilation_rates", "causal", "offset", "layer", "tail")
         named = {name: options[name] for name in names if name in options}
@@ -128,10 +150,11 @@ def _reference(case: Case, weights: dict[str, Any], x: Tensor) -> tuple[Tensor, 
         counts = reference.plain_counts(length, documents, length, documents, *mask)
     detached = options.get("grad") == "detached"
     softmax = options.get("scale"), options.get("softcap"), weights.get("attention.sinks"), detached
-    attended = reference.attention(q, k, v, counts, *softmax)[0].flatten(2)
+    attended = rounded(reference.attention(q, k, v, counts, *softmax)[0].flatten(2))
     if options.get("layer_norm"):
-        attended = F.layer_norm(attended, attended.shape[-1:], weights["layer_norm.weight"], weights["layer_norm.bias"])
+        affine = weights["layer_norm.weight"], weights["layer_norm.bias"]
+        attended = rounded(F.layer_norm(attended, attended.shape[-1:], *affine))
     largest = [float(one.detach().norm(dim=-1).max()) if one.numel() else 0.0 for one in (q, k)]
     scale = abs(dim**-0.5 if options.get("scale") is None else options["scale"])
-    out = F.linear(attended, weights["out_proj.weight"], weights.get("out_proj.bias"))
+    out = F.linear(attended, rounded(weights["out_proj.weight"]), weights.get("out_proj.bias"))
     return out, largest[0] * largest[1] * scale
