@@ -25,7 +25,7 @@ from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.observe.storages import StorageMeter
 from ringattn.planner.attention_memory import backward_memory, forward_memory
 from ringattn.ring import Ring
-from ringattn.spec import AttentionSpec
+from ringattn.runtime.spec import AttentionSpec
 
 PROGRAM = "ringattn.bench.attention_memory:on_rank"
 BRANCHES = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}

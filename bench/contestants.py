@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn.bench.crash_proof import told
+from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
@@ -21,7 +22,6 @@ from ringattn.engine.flash import NEEDS, flash_engine
 from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine, architecture
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
 
 GATE_TOKENS, GATE_HEADS, MARGIN = 1000, 2, 1.25
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,22 +26,22 @@ from ringattn.bench.gate import BOUND, GateError, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, mib, progress, spread
-from ringattn.dilation import Dilated
-from ringattn.layout import make_layout
-from ringattn.mask import Banded
+from ringattn.core.dilation import Dilated
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.presets import Branches, geometric
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
 from ringattn.observe.process_memory import reset_peak, status_bytes
-from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE
+from ringattn.planner.plan import Plan
 from ringattn.planner.simulate import simulate
-from ringattn.presets import Branches, geometric
-from ringattn.problem import Problem
 from ringattn.ring import Ring
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_dilated_attention
-from ringattn.tiling import tiles_of
 
 PROGRAM = "ringattn.bench.dilated:on_rank"
 WEIGHED = "ringattn.bench.dilated:weighed"
@@ -80,8 +80,17 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
     calls["full attention, ring"] = Banded(), "ring"
     table = Table(
         f"Planned: {tokens} tokens on {ranks} ranks, {heads} heads of {dim}, bfloat16, forward",
-        ["schedule", "rows a head", "MB sent", "messages", "MB of slots", "MB kept", "MB sent backward",
-         "predicted, ms", "not hidden, ms"],
+        [
+            "schedule",
+            "rows a head",
+            "MB sent",
+            "messages",
+            "MB of slots",
+            "MB kept",
+            "MB sent backward",
+            "predicted, ms",
+            "not hidden, ms",
+        ],
         notes=[
             f"Branches {branches.pairs()}. Mean of the ranks; slots of the greatest.",
             "A row is K and V; a row of queries or of outputs counts half. MB kept: what came and is not sent again "

@@ -36,7 +36,7 @@ from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 
 BAR_US = 15.0
-STUB = Path(__file__).resolve().parent.parent / "tests" / "nccl" / "stub.c"
+STUB = Path(__file__).resolve().parent.parent / "tests" / "transport" / "nccl" / "stub.c"
 LOG_HOPS = 500  # what the stub's log has room for
 
 

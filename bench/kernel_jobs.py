@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ringattn.bench.contestants import Inputs, implementation, made_inputs, passes
 from ringattn.bench.device_clock import device_us, host_us
+from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.triton import TritonEngine
-from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.kernels.merge import merge_call
 
 

@@ -25,9 +25,9 @@ from triton.runtime import driver
 from ringattn.bench import report
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, finish, progress, spread
+from ringattn.core.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.engine.triton import TritonEngine
-from ringattn.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch import Kept

@@ -26,12 +26,12 @@ from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedSc
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
-from ringattn.layout import make_layout
-from ringattn.mask import make_mask
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
 from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.observe.storages import StorageMeter
 from ringattn.planner.choose import plan_of
-from ringattn.problem import Problem
 from ringattn.ring import Ring
 from ringattn.schedule.routes import route_named
 from ringattn.testing import run_ranks
@@ -199,8 +199,18 @@ def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str
     one = Table(
         f"Peak memory of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal",
-        ("tokens", "method", "kept", "travelling", "working", "predicted", "storages", "resident", "by ru_maxrss",
-         "KiB a token"),
+        (
+            "tokens",
+            "method",
+            "kept",
+            "travelling",
+            "working",
+            "predicted",
+            "storages",
+            "resident",
+            "by ru_maxrss",
+            "KiB a token",
+        ),
         notes=[
             "- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block.",
             "- storages: torch's and its kernels' scratch, by a dispatch mode. resident: growth of the process in a",

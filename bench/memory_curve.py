@@ -18,7 +18,10 @@ MARKERS = "osD^vPX*"
 
 
 def draw_curve(
-    methods: Sequence[str], records: Sequence[dict[str, Any]], predicted: Callable[[str, int], int], title: str,
+    methods: Sequence[str],
+    records: Sequence[dict[str, Any]],
+    predicted: Callable[[str, int], int],
+    title: str,
     path: Path,
 ) -> None:
     """Write a PNG. `records`: length_tokens, method, storages_bytes; `predicted`: bytes of a method at a length."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ringattn.bench.contenders import ALL, flash
 from ringattn.bench.gate import Inputs
+from ringattn.engine.softmax_state import merge_
 from ringattn.ring import Ring
-from ringattn.softmax_state import merge_
 from ringattn.transport.base import Message
 
 

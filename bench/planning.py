@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ringattn import tiling
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress, spread
-from ringattn.layout import LAYOUTS, make_layout
-from ringattn.mask import make_mask
-from ringattn.plan import Plan
+from ringattn.core import tiling
+from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
-from ringattn.problem import Problem
+from ringattn.planner.plan import Plan
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import forward_of_rank, route_named, schedule_of
 from ringattn.schedule.verify import verify

@@ -23,15 +23,15 @@ from ringattn.bench.gate import BOUND, GateError
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress
-from ringattn.dilation import Dilated
+from ringattn.core.dilation import Dilated
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
 from ringattn.errors import RingError
-from ringattn.layout import make_layout
-from ringattn.mask import Banded
-from ringattn.plan import Plan
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.plan import Plan
 from ringattn.planner.simulate import simulate
-from ringattn.problem import Problem
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention, dense_dilated_attention
 

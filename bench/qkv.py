@@ -23,14 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn import projection
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts, device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
 from ringattn.errors import InputError
-from ringattn.projection import TABLE, Backend, MeasuredProjection, measured_projections, project_kv, project_q
-from ringattn.rotary import Rotation, rotation
+from ringattn.layers import projection
+from ringattn.layers.projection import TABLE, Backend, MeasuredProjection, measured_projections, project_kv, project_q
+from ringattn.layers.rotary import Rotation, rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUP, MARGIN, ROPE_BASE = 4, 1.25, 10_000.0

@@ -26,9 +26,9 @@ from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.observe.marks import HostClock
 from ringattn.observe.spans import Recording
-from ringattn.pass_profiler import profiler_of
-from ringattn.plan import Plan
+from ringattn.planner.plan import Plan
 from ringattn.ring import Ring
+from ringattn.runtime.pass_profiler import profiler_of
 
 PROGRAM = "ringattn.bench.recording:on_rank"
 PASSES = ("forward", "backward")

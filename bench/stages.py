@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from ringattn import executor
 from ringattn.engine import aten
 from ringattn.ring import Ring
+from ringattn.runtime import executor
 from ringattn.transport.base import Message, Ticket
 
 STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait for messages", "agree")

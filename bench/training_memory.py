@@ -16,10 +16,10 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
-from ringattn.planner.capacity import Run, training_bytes
-from ringattn.planner.model_shapes import ModelShape
+from ringattn.launch.capacity.model_shapes import ModelShape
+from ringattn.launch.capacity.training_bytes import Run, training_bytes
 
-PROGRAM = "ringattn.launch.weighing:weigh"
+PROGRAM = "ringattn.launch.train.weighing:weigh"
 
 
 class Combination(NamedTuple):

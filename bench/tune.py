@@ -3,7 +3,7 @@
 `python -m ringattn.bench.tune [key=value ...]`: the most promising candidates of every kernel, compiled by many
 processes at once and then timed alone, for half precision and the head dimensions and forms asked for; `write=true`
 puts the winners into kernels/configs.json, which the compile gate then proves anew
-(`python -m tests.compile_gate.compiling renew`).
+(`python -m tests.kernels.compile_gate.compiling renew`).
 Guarantees: times alone decide, and no candidate wins that does not fit or fails the gate of the kernel benchmark; each
 candidate is kept when it is timed, and the same command goes on from there while kernels, device and sizes are the
 same; one that hangs or breaks its CUDA context costs itself alone. Nothing is tuned in the library itself.
@@ -24,9 +24,9 @@ from ringattn.bench.device_clock import device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import finish, progress
 from ringattn.bench.tune_kept import Case, Found, Options, Timed, sized
+from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine, architecture, kept
-from ringattn.geometry import CAUSAL, FULL, Run, Strip, Tile
 from ringattn.kernels.configs import Configs, configs_for, put_config
 from ringattn.kernels.launch_call import Config
 

@@ -2,10 +2,9 @@
 
 The data is configs.json, `[block_m, block_n, num_warps, num_stages]` for each kernel. Float32, whose products run
 without matrix units, each thread holding whole rows, has small blocks and many warps, alike on every architecture.
-Promises: every entry compiles within the architecture's shared memory, and in half precision without spills in
-its loop over matrix products (tests/test_compile_gate.py); the same entry for the same question, nothing is timed or
-tuned at run time. Not yet tuned for speed on any GPU.
-Does not know: the kernels, any device.
+Guarantees: every entry compiles within the architecture's shared memory, and in half precision without spills in its
+loop over matrix products (tests/kernels/test_compile_gate.py). Nothing is timed or tuned at run time; not yet tuned for
+speed on any GPU.
 """
 
 from __future__ import annotations

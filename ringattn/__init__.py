@@ -11,13 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.activation import active_sequence
-    from ringattn.dilated_modules import (
-        DilatedAttention,
-        MultiheadDilatedAttention,
-        RingDilatedAttention,
-        RingMultiheadDilatedAttention,
-    )
     from ringattn.errors import (
         ClosedError,
         DeadlineError,
@@ -31,8 +24,15 @@ if TYPE_CHECKING:
         TransportError,
         UnsupportedError,
     )
-    from ringattn.modules import RingAttention, RingMultiheadAttention
+    from ringattn.layers.attention import RingAttention, RingMultiheadAttention
+    from ringattn.layers.dilated import (
+        DilatedAttention,
+        MultiheadDilatedAttention,
+        RingDilatedAttention,
+        RingMultiheadDilatedAttention,
+    )
     from ringattn.ring import Ring
+    from ringattn.runtime.activation import active_sequence
     from ringattn.sequence import Sequence
     from ringattn.transport.nccl.options import NcclOptions
 
@@ -67,9 +67,9 @@ _MODULES = {
     "NcclOptions": "transport.nccl.options",
     "Ring": "ring",
     "Sequence": "sequence",
-    "active_sequence": "activation",
-    **dict.fromkeys(("RingAttention", "RingMultiheadAttention"), "modules"),
-    **dict.fromkeys((name for name in __all__ if "Dilated" in name), "dilated_modules"),
+    "active_sequence": "runtime.activation",
+    **dict.fromkeys(("RingAttention", "RingMultiheadAttention"), "layers.attention"),
+    **dict.fromkeys((name for name in __all__ if "Dilated" in name), "layers.dilated"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
 }
 

@@ -9,18 +9,18 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from ringattn.activation import attended
-from ringattn.arithmetic import BackwardArithmetic, ForwardArithmetic
+from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import BackwardInputs, Engine
+from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.choose import choose_route
-from ringattn.problem import FLOATS, Problem
-from ringattn.records import LocalTensors
-from ringattn.runtime import AttentionCall, Runtime
-from ringattn.selective import unseen
+from ringattn.runtime.activation import attended
+from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
+from ringattn.runtime.records import LocalTensors
+from ringattn.runtime.runtime import AttentionCall, Runtime
+from ringattn.runtime.selective import unseen
+from ringattn.runtime.spec import AttentionSpec, MaskSpec, SoftmaxOptions, Window
 from ringattn.sequence import Sequence
-from ringattn.softmax_state import accumulator_dtype
-from ringattn.spec import AttentionSpec, MaskSpec, SoftmaxOptions, Window
 
 
 @overload

@@ -10,20 +10,20 @@ from io import TextIOWrapper
 import ringattn
 from ringattn.errors import RingError
 
-COMMANDS = {
-    "check": ("ringattn.launch.check", "compare every schedule, layout and mask with a dense float64 reference"),
-    "explain": ("ringattn.launch.show", "print who sends what to whom, when, and what it costs"),
-    "plan": ("ringattn.launch.plan", "say how many bytes a rank needs to train a model, what fits, and what to do"),
-    "run": ("ringattn.launch.run", "measure one attention call on several ranks, behind its exactness gate"),
-    "sweep": ("ringattn.launch.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
-    "demo": ("ringattn.launch.demo", "train with four processes and with one, compare, check, and draw"),
-    "train": ("ringattn.launch.train", "train a byte-level language model with its sequences split over ranks"),
-    "calibrate": ("ringattn.launch.calibrate", "measure this machine, so that times can be predicted for it"),
-    "report": ("ringattn.launch.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
-    "compare": ("ringattn.launch.compare", "compare two sweeps point by point; fails if the second is worse"),
-    "doctor": ("ringattn.launch.doctor", "look at this machine and its packages, and say what to do about them"),
-    "timeline": ("ringattn.launch.timeline", "record what every rank does in a pass, and when: a trace and a picture"),
-    "flight": ("ringattn.launch.flight", "merge the records of a failed run, and say which rank parted from the rest"),
+COMMANDS = {  # word: module of ringattn.launch, what it does
+    "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
+    "explain": ("pictures.show", "print who sends what to whom, when, and what it costs"),
+    "plan": ("capacity.plan", "say how many bytes a rank needs to train a model, what fits, and what to do"),
+    "run": ("measure.run", "measure one attention call on several ranks, behind its exactness gate"),
+    "sweep": ("measure.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
+    "demo": ("train.demo", "train with four processes and with one, compare, check, and draw"),
+    "train": ("train.train", "train a byte-level language model with its sequences split over ranks"),
+    "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted for it"),
+    "report": ("report.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
+    "compare": ("report.compare", "compare two sweeps point by point; fails if the second is worse"),
+    "doctor": ("doctor.doctor", "look at this machine and its packages, and say what to do about them"),
+    "timeline": ("pictures.timeline", "record what every rank does in a pass, and when: a trace and a picture"),
+    "flight": ("doctor.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
         return 2
-    run: Callable[[Sequence[str]], int] = import_module(COMMANDS[words[0]][0]).main
+    run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
     try:
         return run(words[1:])
     except RingError as error:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ringattn.attention import Attention, agreed, check_tensors, checked_call
-from ringattn.dilation import Dilated
+from ringattn.core.dilation import Dilated
+from ringattn.core.presets import head_offsets
+from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
-from ringattn.presets import head_offsets
-from ringattn.runtime import AttentionCall, Runtime
+from ringattn.runtime.runtime import AttentionCall, Runtime
+from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
 from ringattn.sequence import Sequence
-from ringattn.softmax_state import accumulator_dtype
-from ringattn.spec import AttentionSpec, SoftmaxOptions
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
 
@@ -47,7 +47,7 @@ def dilated_attention(
     """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
 
     Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's
-    queries meet the keys at its `offset` modulo `dilation_rates[i]` (see `ringattn.dilation`). A pair that several
+    queries meet the keys at its `offset` modulo `dilation_rates[i]` (see `ringattn.core.dilation`). A pair that several
     branches have counts once for each. `grad`: exact, or detached, which takes the branches' shares as constants,
     as torchscale does. `tail`: ragged, or zero_pad, which lets queries see the zero keys with which torchscale
     fills short segments. `layer`: for offset="layer_rotated". The rest, what is returned (out, and with

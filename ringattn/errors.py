@@ -1,9 +1,13 @@
-"""The errors a user can meet, and nothing else.
+"""The errors a user can meet, and what tells a name from a misspelt one.
 
 Every message says what was wrong, on which rank, and what to do about it.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
 
 
 class RingError(RuntimeError):
@@ -48,3 +52,11 @@ class OutOfMemoryError(RingError, MemoryError):
 
 class ClosedError(RingError):
     """The ring was closed or aborted; open a new one."""
+
+
+def one_of(name: str, known: Mapping[str, Any] | tuple[str, ...], key: str) -> str:
+    """`name`, if it is one of `known`. Raises `InputError` with the nearest name."""
+    if name in known:
+        return name
+    near = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+    raise InputError(f"{key}={name}: " + (f"did you mean {near[0]}? " if near else "") + f"one of {', '.join(known)}")

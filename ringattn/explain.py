@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from ringattn.attention import make_problem
-from ringattn.dilation import Dilated
+from ringattn.core.dilation import Dilated
+from ringattn.core.geometry import Run
+from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.presets import check
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
 from ringattn.errors import InputError
-from ringattn.geometry import Run
-from ringattn.layout import LAYOUTS, make_layout
-from ringattn.mask import Banded
-from ringattn.plan import Plan, record_bytes
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
 from ringattn.planner.extent import check_extent, excess
+from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
-from ringattn.presets import check
-from ringattn.problem import Problem
-from ringattn.runtime import Runtime
+from ringattn.runtime.runtime import Runtime
+from ringattn.runtime.spec import MaskSpec, Window
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
-from ringattn.spec import MaskSpec, Window
-from ringattn.tiling import branch_tiles, pieces_of, tiles_of
 
 
 @dataclass(frozen=True)

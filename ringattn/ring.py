@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ringattn import attention as plain
 from ringattn import dilated, explain
-from ringattn.activation import activate
+from ringattn.core.layout import make_layout
+from ringattn.core.problem import EIGHT_BIT, FLOATS, wire_name
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError
-from ringattn.layout import make_layout
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile
-from ringattn.opening import open_transport
-from ringattn.problem import EIGHT_BIT, FLOATS, wire_name
-from ringattn.runtime import Runtime
+from ringattn.runtime.activation import activate
+from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.rendezvous import open_transport
 
 
 class Ring(Runtime):
@@ -41,7 +41,7 @@ class Ring(Runtime):
     `kv_wire_dtype`: None for the dtype of K and V; int8 or float8_e4m3fn halves what bf16 K and V cost on the wire and
     rounds what other ranks sent, a rank's own K and V never; gradients are those of the rounded values. Relative errors
     of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7, 0.6, 0.3 % in int8 and 2.1,
-    3.1, 2.4, 1.6 % in float8_e4m3fn; docs/decisions/0006 has bounds.
+    3.1, 2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
 
     A context manager. One thread at a time uses a ring, and all ranks make the same calls in the same order. After a
     failure the ring is dead on every rank and says so.

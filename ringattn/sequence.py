@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.core.layout import Layout
 from ringattn.errors import InputError
-from ringattn.layout import Layout
 from ringattn.transport.base import Message
 
 if TYPE_CHECKING:

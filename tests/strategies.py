@@ -15,10 +15,10 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringattn.geometry import UNBOUNDED, Band, Run
-from ringattn.layout import LAYOUTS, Layout, make_layout
-from ringattn.mask import Branch, Mask, make_mask
-from ringattn.problem import Problem
+from ringattn.core.geometry import UNBOUNDED, Band, Run
+from ringattn.core.layout import LAYOUTS, Layout, make_layout
+from ringattn.core.mask import Branch, Mask, make_mask
+from ringattn.core.problem import Problem
 from ringattn.schedule.content import Content
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
@@ -152,9 +152,7 @@ def cross_cases(draw: st.DrawFn) -> Case:
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
-    mask = make_mask(
-        length, kv_length, causal=draw(st.booleans()), documents=documents, kv_documents=kv_documents
-    )
+    mask = make_mask(length, kv_length, causal=draw(st.booleans()), documents=documents, kv_documents=kv_documents)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ringattn import InputError, Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
+from tests.core.dilated_truth import coverage, dilated_truth
 from tests.covering import thinned
-from tests.dilated_truth import coverage, dilated_truth
 from tests.torchscale_algorithm import CASES, GOLDENS, inputs
 
 TOKENS, HEADS, KV_HEADS = 61, 6, 3
@@ -35,7 +35,12 @@ def random_inputs(tokens: int = TOKENS, heads: int = HEADS, kv_heads: int = KV_H
 
 
 def on_a_ring(
-    ranks: int, given_: Sequence[Tensor], layout: str, documents: list[int] | None, *, engine: str = "auto",
+    ranks: int,
+    given_: Sequence[Tensor],
+    layout: str,
+    documents: list[int] | None,
+    *,
+    engine: str = "auto",
     **options: Any,
 ) -> list[Tensor]:
     """out, dq, dk, dv of whole sequences, and lse."""

@@ -11,8 +11,8 @@ import torch
 from ringattn.schedule.routes import ROUTES
 from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
-from tests.nccl_rings import EVERYTHING, on_rings, results
-from tests.simulated.world import SimWorld
+from tests.transport.nccl_rings import EVERYTHING, on_rings, results
+from tests.transport.simulated.world import SimWorld
 from tests.trial import Trial, greatest_error, joined, on_rank, truth
 
 EXACT = 1e-10

@@ -14,9 +14,11 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
+
+from tests import file_map
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ringattn"
@@ -28,8 +30,7 @@ MAX_LINES = 400
 _contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 CONTRACTS = {one["id"]: f"{one['name']} BROKEN" for one in _contracts}
 LAYERS: list[str] = _contracts[0]["layers"]
-TORCH_FREE = {"geometry", "errors", "span", "tiling", "problem", "layout", "dilation", "mask", "presets", "schedule",
-              "planner", "plan"}  # fmt: skip
+TORCH_FREE = {"errors", "core", "schedule", "planner"}
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -70,16 +71,16 @@ def test_import_contracts_are_kept(importable: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "code", "broken"),
     [
-        ("mask.py", "from ringattn.schedule import ops", "layers"),
-        ("schedule/ops.py", "def f():\n    from ringattn import executor", "layers"),
+        ("core/mask.py", "from ringattn.schedule import ops", "layers"),
+        ("schedule/ops.py", "def f():\n    from ringattn.runtime import executor", "layers"),
         ("engine/aten.py", "import ringattn.transport.local", "layers"),
-        ("executor.py", "from ringattn.ring import Ring", "layers"),
-        ("bench/ring.py", "from ringattn.launch import demo", "layers"),
-        ("kernels/rows.py", "from ringattn.geometry import Run", "layers"),
-        ("layout.py", "def f():\n    import torch", "no-torch"),
+        ("runtime/executor.py", "from ringattn.ring import Ring", "layers"),
+        ("launch/ring.py", "from ringattn.bench import gate", "layers"),
+        ("kernels/rows.py", "from ringattn.core.geometry import Run", "layers"),
+        ("core/layout.py", "def f():\n    import torch", "no-torch"),
         ("planner/cost.py", "from torch.nn import functional", "no-torch"),
         ("planner/cost.py", "from ringattn.kernels import rows", "no-torch"),
-        ("records.py", "from ringattn.executor import Executor", "acyclic"),
+        ("runtime/records.py", "from ringattn.runtime.executor import Executor", "acyclic"),
         ("schedule/ops.py", "from ringattn.schedule import passes", "acyclic"),
         ("utils.py", "x = 1", "layers"),
     ],
@@ -188,12 +189,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_plain_checkout_on_the_path(checkout: Path, tmp_path: Path) -> None:
-    code = "import ringattn, ringattn.geometry as g, ringattn.launch as l, ringattn.bench as b, ringattn.kernels as k\n"
+    code = "import ringattn, ringattn.core.geometry as g, ringattn.launch as l\n"
+    code += "import ringattn.bench as b, ringattn.kernels as k\n"
     code += "print(*(m.__file__ for m in (g, l, b)), k.__path__[0], sep='\\n')"
     printed = python(code, cwd=tmp_path, path=checkout).split()
     assert printed == [
         str(checkout / "ringattn" / file)
-        for file in ("geometry.py", "launch/__init__.py", "bench/__init__.py", "kernels")
+        for file in ("core/geometry.py", "launch/__init__.py", "bench/__init__.py", "kernels")
     ]
 
 
@@ -231,16 +233,18 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (licence,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
         assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
-    code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn")}
+    code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn") if "bench" not in path.parts}
     conf = {f"ringattn/{path.relative_to(tree).as_posix()}" for path in (tree / "launch" / "conf").rglob("*.yaml")}
     data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json",
-            "launch/report_page.html"}  # fmt: skip
+            "launch/report/page.html"}  # fmt: skip
     assert held == code | conf | {f"ringattn/{name}" for name in data}
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
     wheel_path = next(tmp_path.glob("*.whl"))
     # Options are found inside an installed wheel, presets that are files and presets that are code.
-    code = "from ringattn.launch.run_config import load_run\nfrom ringattn.launch.sweep import described\n"
+    code = (
+        "from ringattn.launch.measure.run_config import load_run\nfrom ringattn.launch.measure.sweep import described\n"
+    )
     code += "print(load_run(['shape=llama8b', 'mask=window']).shape.heads, len(described(['preset=weak'])[1]))"
     (tmp_path / "site").mkdir()
     with zipfile.ZipFile(wheel_path) as wheel:
@@ -257,46 +261,10 @@ def test_files_are_short() -> None:
     assert not {file: lines for file, lines in lengths.items() if lines > MAX_LINES}
 
 
-def file_map(page: str) -> set[str]:
-    """Paths of the .py files in the tree under `## Files`: one entry a line, folders end with a slash.
-
-    The first word of a line is its entry; indentation and the usual lines of a drawn tree say which folder holds it.
-    Paths start at the root of the repository.
-    """
-    section = re.search(r"^## Files$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    block = re.search(r"^```\w*\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL) if section else None
-    assert block, "docs/architecture.md has no code block under '## Files'"
-    files: set[str] = set()
-    above: list[tuple[int, str]] = []
-    for line in block[1].splitlines():
-        entry = re.search(r"[^\s│├└─|`]\S*", line)
-        if not entry:
-            continue
-        while above and above[-1][0] >= entry.start():
-            above.pop()
-        path = "/".join([*(folder for _, folder in above), entry[0]])
-        if path.endswith("/"):
-            above.append((entry.start(), entry[0].rstrip("/")))
-        elif path.endswith(".py"):
-            files.add(path)
-    return files
-
-
-def test_file_map_is_read() -> None:
-    tree = "ringattn/\n├── engine/   organs\n│   └── base.py  a contract\n├── plan.py  a plan\nbench/gate.py  a gate\n"
-    assert file_map(f"# x\n## Files\nwords\n```text\n{tree}```\n## Next\n") == {
-        "ringattn/engine/base.py",
-        "ringattn/plan.py",
-        "bench/gate.py",
-    }
-
-
-def test_architecture_page_maps_every_file() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    real = {p.resolve().relative_to(ROOT).as_posix() for p in sources(PACKAGE) if p.name != "__init__.py"}
-    named = {p for p in file_map(page) if PurePosixPath(p).name != "__init__.py"}
-    assert real - named == set(), "not on the map"
-    assert {p for p in named - real if not (ROOT / p).exists()} == set(), "on the map, not in the repository"
+def test_architecture_page_lists_every_file() -> None:
+    page = file_map.PAGE.read_text(encoding="utf-8")
+    assert file_map.BLOCK.search(page)
+    assert page == file_map.renewed(page), "write it anew: python -m tests.file_map"
 
 
 def test_the_root_holds_what_belongs_there() -> None:

@@ -175,7 +175,7 @@ def test_sums_and_copies() -> None:
 
 def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ones used last are kept; one that is not is made again when its backward pass comes."""
-    monkeypatch.setattr("ringattn.runtime.KEPT_PLANS", 3)
+    monkeypatch.setattr("ringattn.runtime.runtime.KEPT_PLANS", 3)
 
     def body(ring: Ring) -> None:
         x = torch.randn(1, 16, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -199,7 +199,7 @@ def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph has the addresses of what belongs to it; here the capture is only said to be one."""
-    monkeypatch.setattr("ringattn.runtime.KEPT_PLANS", 1)
+    monkeypatch.setattr("ringattn.runtime.runtime.KEPT_PLANS", 1)
     with Ring() as ring:
 
         def call(first: int) -> None:

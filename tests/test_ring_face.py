@@ -81,10 +81,12 @@ BAD: dict[str, tuple[Change, str]] = {
     "causal in a tensor": (setting(causal=torch.ones(2)), r"causal must be True or False, got tensor\(\[1\., 1\.\]\)"),
     "no query heads": (editing("q", lambda q: q[:, :, :0]), r"query heads: 0, where attention needs at least 1"),
     "no K/V heads": (
-        lambda ring, a: a.update({n: a[n][:, :, :0] for n in "kv"}), r"K/V heads: 0, where attention needs at least 1"
+        lambda ring, a: a.update({n: a[n][:, :, :0] for n in "kv"}),
+        r"K/V heads: 0, where attention needs at least 1",
     ),
     "no head_dim": (
-        lambda ring, a: a.update({n: a[n][..., :0] for n in "qk"}), r"head_dim: 0, where attention needs at least 1"
+        lambda ring, a: a.update({n: a[n][..., :0] for n in "qk"}),
+        r"head_dim: 0, where attention needs at least 1",
     ),
     "schedule": (setting(schedule="star"), r"schedule='star' is not known"),
     "window sign": (setting(window=(-3, 0)), r"window left side is -3"),

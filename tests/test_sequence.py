@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
-from ringattn.geometry import MOST_TOKENS
-from ringattn.layout import LAYOUTS
+from ringattn.core.geometry import MOST_TOKENS
+from ringattn.core.layout import LAYOUTS
 from ringattn.testing import run_ranks
 from tests.face import TOKENS, X, errors
 

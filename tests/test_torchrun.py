@@ -12,7 +12,7 @@ from ringattn.bench import faults
 from ringattn.bench.fault_ranks import FATAL, KINDS, Fault
 from ringattn.bench.faults import Options, Outcome, judged, named, run_job, run_torchrun, script, tabulate
 from ringattn.errors import RingError
-from tests.fault_entries import POISON
+from tests.transport.fault_entries import POISON
 
 pytestmark = pytest.mark.alone
 
@@ -54,7 +54,9 @@ def test_a_stopped_rank_is_named() -> None:
 def test_a_restarted_job_opens_cleanly(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     job.touch()
-    ended = run_torchrun(["-m", "tests.fault_entries", str(job)], job, lambda: None, ranks=2, more=["--max-restarts=1"])
+    ended = run_torchrun(
+        ["-m", "tests.transport.fault_entries", str(job)], job, lambda: None, ranks=2, more=["--max-restarts=1"]
+    )
     assert ended.code == 0, ended.printed
     assert len(list(tmp_path.glob("poisoned-*"))) == 2
     for rank in range(2):

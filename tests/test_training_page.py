@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.launch import train
-from ringattn.launch.checkpoints import MAY_CHANGE
-from ringattn.launch.train_config import load_train
+from ringattn.launch.train import train
+from ringattn.launch.train.checkpoints import MAY_CHANGE
+from ringattn.launch.train.config import load_train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

@@ -24,12 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_suffix(".json")
 PACKAGES = ("triton", "torch", "numpy")
 GROUPS = {
-    "compile gate": ("tests/test_compile_gate.py",),
-    "compile gate of rows": ("tests/test_compile_gate_rows.py",),
-    "compile gate of Gluon": ("tests/test_attention_gluon.py",),
-    "engine in the interpreter": ("tests/test_engine_triton.py", "tests/interpreter/engine_cases.py"),
-    "attention kernels in the interpreter": ("tests/test_attention_kernels.py", "tests/interpreter/kernel_cases.py"),
-    "row kernels in the interpreter": ("tests/test_kernels_rows.py", "tests/interpreter_rows"),
+    "compile gate": ("tests/kernels/test_compile_gate.py",),
+    "compile gate of rows": ("tests/kernels/test_compile_gate_rows.py",),
+    "compile gate of Gluon": ("tests/kernels/test_attention_gluon.py",),
+    "engine in the interpreter": ("tests/engine/test_triton.py", "tests/kernels/interpreter/engine_cases.py"),
+    "attention kernels in the interpreter": (
+        "tests/kernels/test_attention_kernels.py",
+        "tests/kernels/interpreter/kernel_cases.py",
+    ),
+    "row kernels in the interpreter": ("tests/kernels/test_kernels_rows.py", "tests/kernels/interpreter_rows"),
 }
 """The files with which each begins. The tests that belong to it are marked `unchanged(group)`."""
 DATA = ("*.json", "conftest.py", "golden*/*.json")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.ring import Ring
+from ringattn.runtime.spec import AttentionOptions
 from ringattn.sequence import Sequence
-from ringattn.spec import AttentionOptions
 from ringattn.transport.local import LocalWorld
 
 _own = threading.local()

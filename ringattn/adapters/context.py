@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ringattn.activation import Activation, activate, activation
 from ringattn.adapters.alike import refused_by_all
+from ringattn.core.layout import Layout
 from ringattn.errors import InputError
-from ringattn.layout import Layout
 from ringattn.ring import Ring
-from ringattn.runtime import shared_ring_is_open
+from ringattn.runtime.activation import Activation, activate, activation
+from ringattn.runtime.runtime import shared_ring_is_open
 from ringattn.sequence import Sequence
 
 _recomputed: ContextVar[Activation | None] = ContextVar("ringattn_recomputed", default=None)

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ringattn.activation import activate, active_sequence
 from ringattn.adapters import context
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.layout import Layout
 from ringattn.ring import Ring
+from ringattn.runtime.activation import activate, active_sequence
 from ringattn.sequence import Sequence
 
 _last: WeakKeyDictionary[Ring, tuple[Layout, tuple[int, ...] | None]] = WeakKeyDictionary()

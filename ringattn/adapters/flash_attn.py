@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.groups import ring_of
+from ringattn.core.layout import Layout, make_layout
 from ringattn.errors import InputError
-from ringattn.layout import Layout, make_layout
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence, check_documents
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError
 from ringattn.ring import Ring
-from ringattn.runtime import shared_ring_is_open
+from ringattn.runtime.runtime import shared_ring_is_open
 
 
 class _Environment:

@@ -25,8 +25,8 @@ from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
+from ringattn.core.layout import Layout
 from ringattn.errors import InputError
-from ringattn.layout import Layout
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence, check_documents
 

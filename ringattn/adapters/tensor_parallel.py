@@ -1,5 +1,4 @@
-"""Queries, keys and values whose heads lie over the ranks of tensor parallelism: attention needs only the local ones.
-"""
+"""Queries, keys and values whose heads lie over ranks of tensor parallelism: attention needs only the local ones."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it; the operators
 `torch.ops.ringattn.attention` and `attention_backward` may stand in a policy of selective checkpointing.
 An operator takes tensors and numbers only. A number stands for the sequence, found when the operator runs, and one for
-the agreed call, from its forward to its backward pass (docs/decisions/0012).
+the agreed call, from its forward to its backward pass (docs/internals/decisions/0012).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from ringattn import attention as calls
-from ringattn.activation import attended
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import COMPILED, sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
+from ringattn.core.mask import make_mask
+from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
-from ringattn.mask import make_mask
 from ringattn.ring import Ring
-from ringattn.runtime import AttentionCall
+from ringattn.runtime.activation import attended
+from ringattn.runtime.runtime import AttentionCall
+from ringattn.runtime.spec import AttentionSpec, Window
 from ringattn.sequence import Sequence, sequence_with
-from ringattn.softmax_state import accumulator_dtype
-from ringattn.spec import AttentionSpec, Window
 
 ACTIVE = 0
 """The handle that stands for the sequence that `Ring.activate` names when the operator runs."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from ringattn.activation import activation
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
@@ -28,6 +27,7 @@ from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.adapters.tensor_parallel import local_heads
 from ringattn.errors import InputError
+from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence
 
 CHECKED = ("0.3",)

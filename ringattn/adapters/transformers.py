@@ -20,7 +20,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ringattn.activation import activate, active_sequence, attended
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
@@ -38,6 +37,7 @@ from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_rotary import watch_rotary
 from ringattn.adapters.transformers_towers import is_tower, mark_parts, refuse_text_towers
 from ringattn.errors import UnsupportedError
+from ringattn.runtime.activation import activate, active_sequence, attended
 
 NAME = "ringattn"
 """What `attn_implementation` has to be."""

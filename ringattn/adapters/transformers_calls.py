@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.transformers_checks import check_encoder, check_tokens, refuse_layers, short
 from ringattn.adapters.transformers_outputs import LEAVE_OUT, check_output, token_shape
 from ringattn.adapters.transformers_places import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
 
 SHARDED = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "labels": -1, "shift_labels": -1}

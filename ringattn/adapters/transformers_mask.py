@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.activation import active_sequence
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
 
 Rows = tuple[tuple[Sequence, tuple[int, ...]], ...]

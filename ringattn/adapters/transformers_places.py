@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringattn.activation import activate
 from ringattn.adapters.transformers_checks import may_count_by_itself
 from ringattn.errors import UnsupportedError
+from ringattn.runtime.activation import activate
 
 _PROBE_TOKENS = 8
 _COMPUTING = (F.linear, F.layer_norm, F.dropout, F.conv1d, torch.matmul)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.activation import active_sequence
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.context import attends_locally
 from ringattn.adapters.transformers_mask import MaskSpec
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.runtime.activation import active_sequence
 
 PART = "ringattn_part"
 """The attribute by which `prepare` marks modules as "text" or "tower"; copies of a model keep it."""

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringattn.core.geometry import Run, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
+from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, by_row, merge_
 from ringattn.engine.strips import Strips
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import Run, Tile
-from ringattn.softmax_state import NEG_INF, accumulator_dtype, by_row, merge_
 
 ops = torch.ops.aten
 
@@ -228,7 +228,15 @@ class AtenEngine(Accumulating):
             self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.scaling)
 
     def _grad_of_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV,
+        self,
+        at: _Place,
+        op: BlockOp,
+        width: int,
+        q: Tensor,
+        kv: KV,
+        seed: BackwardInputs,
+        dq: Output,
+        dkv: KV,
         by: Scaling,
     ) -> None:
         """As `_attend_rectangle`."""
@@ -241,8 +249,7 @@ class AtenEngine(Accumulating):
             # is the wanted p (dout.v + dlse - dout.out).
             dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
         dout, q_part, k, v, out = (
-            _operand(x, width)
-            for x in (dout, _times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
+            _operand(x, width) for x in (dout, _times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
         )
         grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
         at.view(into).add_(at.restored(grads[0], q.shape[-1]), alpha=by.of_q)

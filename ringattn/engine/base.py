@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.geometry import Tile
-from ringattn.softmax_state import accumulator_dtype, identity
+from ringattn.core.geometry import Tile
+from ringattn.engine.softmax_state import accumulator_dtype, identity
 
 
 class Softmax(NamedTuple):

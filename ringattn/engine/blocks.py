@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringattn.core.geometry import Run, Strip, Tile
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import Run, Strip, Tile
 
 Ints = np.ndarray
 """An integer array."""

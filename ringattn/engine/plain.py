@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import Run, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.rectangles import HeadGroup, head_groups
-from ringattn.geometry import Run, Tile
-from ringattn.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
+from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
 SCORES_BYTES = 64 << 20
 

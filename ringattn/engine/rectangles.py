@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ringattn.geometry import Band, Run, Tile
+from ringattn.core.geometry import Band, Run, Tile
 
 
 class Rectangle(NamedTuple):

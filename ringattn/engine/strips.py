@@ -84,7 +84,11 @@ class Strips(NamedTuple):
         return self._copied(operands, padded, dims, grads + inside, made)
 
     def _copied(
-        self, operands: tuple[int, ...], padded: tuple[int, ...], widths: tuple[int, ...], after: int,
+        self,
+        operands: tuple[int, ...],
+        padded: tuple[int, ...],
+        widths: tuple[int, ...],
+        after: int,
         made: tuple[bool, ...],
     ) -> int:
         """The most at once while operands are converted, then padded, and then with what comes `after`.

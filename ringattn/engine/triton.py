@@ -18,10 +18,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import Tile
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes

@@ -96,7 +96,7 @@ class Reading:
 
 
 class Arena(Protocol):
-    """What a monitor asks of a ring's pool, see `ringattn.pool`."""
+    """What a monitor asks of a ring's pool, see `ringattn.runtime.pool`."""
 
     high_water_bytes: int
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ringattn.errors import OutOfMemoryError
-from ringattn.plan import Plan
 from ringattn.planner.account import account, mib, remedies
+from ringattn.planner.plan import Plan
 
 CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """How torch's CPU allocator says it, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""

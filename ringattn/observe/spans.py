@@ -14,8 +14,8 @@ from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from ringattn.plan import AttendOp, AttendReceivedOp, Plan, PlanStep
-from ringattn.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
+from ringattn.core.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
+from ringattn.planner.plan import AttendOp, AttendReceivedOp, Plan, PlanStep
 
 WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project", "end"
 """What a rank does at a moment. PROJECT: makes keys before the first messages leave, and queries while they travel."""

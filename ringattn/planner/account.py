@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringattn.plan import ALIGNMENT_BYTES, Buffer, Plan, buffer_bytes
+from ringattn.planner.plan import ALIGNMENT_BYTES, Buffer, Plan, buffer_bytes
 
 
 def slot_bytes(plan: Plan, buffer: Buffer) -> int:

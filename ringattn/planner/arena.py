@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ringattn.core.problem import EIGHT_BIT, Problem
 from ringattn.errors import PlanError
-from ringattn.plan import (
+from ringattn.planner.plan import (
     ALIGNMENT_BYTES,
     LOCAL,
     Add,
@@ -21,7 +22,6 @@ from ringattn.plan import (
     record_bytes,
     record_elements,
 )
-from ringattn.problem import EIGHT_BIT, Problem
 from ringattn.schedule.content import size
 
 

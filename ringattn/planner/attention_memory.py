@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringattn.plan import ALIGNMENT_BYTES, Plan
-from ringattn.problem import ITEM_BYTES, Problem
+from ringattn.core.problem import ITEM_BYTES, Problem
+from ringattn.planner.plan import ALIGNMENT_BYTES, Plan
 
 Parts = dict[str, int]
 """Bytes by what they are for."""

@@ -6,11 +6,11 @@ import threading
 from dataclasses import replace
 from functools import lru_cache
 
-from ringattn.plan import Plan, record_bytes
+from ringattn.core.problem import Problem
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import forward_seconds
 from ringattn.planner.place import project
-from ringattn.problem import Problem
+from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.read_sets import read_sets_of

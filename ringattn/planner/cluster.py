@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ringattn.errors import InputError
-from ringattn.planner.model_shapes import named
+from ringattn.errors import InputError, one_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def cluster_named(name_or_file: str) -> Cluster:
     """
     path = Path(name_or_file)
     if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
-        return CLUSTERS[named(name_or_file, CLUSTERS, "cluster")]
+        return CLUSTERS[one_of(name_or_file, CLUSTERS, "cluster")]
     again = "write it again with `ringattn calibrate`"
     try:
         described: Any = json.loads(path.read_text(encoding="utf-8"))

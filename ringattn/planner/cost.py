@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.mask import Branch
-from ringattn.plan import record_bytes
+from ringattn.core.mask import Branch
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import edges_of, pieces_of
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.plan import record_bytes
 from ringattn.planner.work import attention_s
-from ringattn.problem import Problem
 from ringattn.schedule.ops import Kind
-from ringattn.tiling import edges_of, pieces_of
 
 
 class Counts(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import pieces_of, spanned
 from ringattn.errors import InputError
-from ringattn.problem import Problem
-from ringattn.tiling import pieces_of, spanned
 
 MOST_PIECES = 2**18
 """Of all branches, on all ranks: some hundred bytes each."""

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from ringattn.geometry import Run
+from ringattn.core.geometry import Run
+from ringattn.core.tiling import TileTable
 from ringattn.planner.packed_tiles import packed_rows, within_runs
 from ringattn.schedule.content import Content, Part, size
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
 from ringattn.schedule.passes import is_on_received
-from ringattn.tiling import TileTable
 
 ONE = Run(0, 1)
 

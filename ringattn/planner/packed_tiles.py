@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Part
-from ringattn.tiling import TileTable
 
 
 def within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:

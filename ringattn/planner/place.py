@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringattn.geometry import Run
-from ringattn.plan import (
+from ringattn.core.geometry import Run
+from ringattn.core.problem import EIGHT_BIT, Problem
+from ringattn.core.tiling import TileTable
+from ringattn.planner.arena import lay_out
+from ringattn.planner.fused_buffers import ONE, FusedBuffer, arrivals_together
+from ringattn.planner.packed_tiles import packed_rows, within_runs
+from ringattn.planner.plan import (
     LOCAL,
     Add,
     AttendOp,
@@ -26,15 +31,10 @@ from ringattn.plan import (
     Send,
     record_elements,
 )
-from ringattn.planner.arena import lay_out
-from ringattn.planner.fused_buffers import ONE, FusedBuffer, arrivals_together
-from ringattn.planner.packed_tiles import packed_rows, within_runs
 from ringattn.planner.received_heads import ReceivedHeads
-from ringattn.problem import EIGHT_BIT, Problem
 from ringattn.schedule.content import Content, Part, piece_of, size, union
 from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
 from ringattn.schedule.passes import is_on_received
-from ringattn.tiling import TileTable
 
 
 def project(schedule: Schedule, rank: int, keeps: bool = False) -> Plan:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ringattn.core.geometry import Strip, Tile
+from ringattn.core.tiling import TileTable
 from ringattn.errors import PlanError
-from ringattn.geometry import Strip, Tile
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
 from ringattn.schedule.content import Content, Part, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind
 from ringattn.schedule.passes import inputs_of, result_of
-from ringattn.tiling import TileTable
 
 
 class ReceivedHeads:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
-from ringattn.plan import Plan
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.plan import Plan
 from ringattn.planner.work import packing_s, step_s
-from ringattn.span import COMM, COMPUTE, Span
 
 
 class Timeline(NamedTuple):

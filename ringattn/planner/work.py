@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ringattn.geometry import Band, Run, count_pairs
-from ringattn.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
+from ringattn.core.geometry import Band, Run, count_pairs
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
 from ringattn.planner.cluster import Cluster
-from ringattn.problem import Problem
+from ringattn.planner.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.tiling import TileTable
 
 FORWARD_FLOPS_PER_DIM = 4
 """Of a pair: two products, a multiplication and an addition each (FlashAttention-2, section 4.1)."""

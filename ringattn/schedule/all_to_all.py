@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ringattn.geometry import Run
-from ringattn.problem import Problem
+from ringattn.core.geometry import Run
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, union
 from ringattn.schedule.ops import (
     Attend,
@@ -31,7 +32,6 @@ from ringattn.schedule.ops import (
 )
 from ringattn.schedule.passes import inputs_of, result_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
-from ringattn.tiling import TileTable
 
 OUT, SERVE, BACK, MERGE = range(4)
 STEPS = 4

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.geometry import Run
+from ringattn.core.geometry import Run
 
 
 class Part(NamedTuple):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ringattn.geometry import Run
-from ringattn.problem import Problem
+from ringattn.core.geometry import Run
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content
-from ringattn.tiling import TileTable
 
 NONE = Run(0, 0)
 

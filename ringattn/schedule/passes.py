@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ringattn.geometry import Run
+from ringattn.core.geometry import Run
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
 from ringattn.schedule.ops import (
     INPUTS,

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ringattn.geometry import UNBOUNDED, Run
-from ringattn.mask import Branch
-from ringattn.problem import Problem
+from ringattn.core.geometry import UNBOUNDED, Run
+from ringattn.core.mask import Branch
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
 from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
-from ringattn.tiling import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
 
 NOBODY = 1 << 61
 """Start of a query piece that does not exist; its last position is -NOBODY, so nothing lies between."""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
 from ringattn.errors import InputError
-from ringattn.problem import Problem
 from ringattn.schedule import all_to_all, sub_rings
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
 from ringattn.schedule.passes import Delivery, prune, transpose
 from ringattn.schedule.read_sets import read_sets_of
-from ringattn.tiling import tiles_of
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def forward(problem: Problem, route: Route) -> Schedule:
             owner = (rank - turn) % ranks
             if turn:
                 content = whole(problem.kv_layout.counts[owner], heads)
-                copies[step - 1].append(
-                    Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content)
-                )
+                copies[step - 1].append(Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content))
             work[step].append(attend(rank, owner, tiles[rank].get(owner, ())))
     return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
 

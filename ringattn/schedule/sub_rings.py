@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from ringattn.geometry import Run
-from ringattn.problem import Problem
+from ringattn.core.geometry import Run
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable, branch_tiles
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
-from ringattn.tiling import TileTable, branch_tiles
 
 Tables = dict[Run, list[TileTable]]
 """By the K/V heads of a part."""

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from ringattn.core.geometry import Run, Tile
 from ringattn.errors import PlanError
-from ringattn.geometry import Run, Tile
 from ringattn.schedule.content import NOTHING, Content, contains, union
 from ringattn.schedule.ops import INPUTS, Block, Copy, Kind, Merge, PartTiles, Schedule
 from ringattn.schedule.passes import Spot, inputs_of, is_on_received, prune, result_of
@@ -142,4 +142,3 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
             fail(-1, block.origin or 0, f"{block} was never returned to its owner")
         if block.ring is not None and block.origin == block.owner:
             fail(-1, block.owner, f"{block} was never merged")
-

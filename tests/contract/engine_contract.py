@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ringattn.core.geometry import CAUSAL, Tile
 from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.errors import UnsupportedError
-from ringattn.geometry import CAUSAL, Tile
 from tests.contract.engine_not_finite import NotFinite
 from tests.contract.engine_scenarios import DENSE, SCENARIOS, Run, Scenario, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial

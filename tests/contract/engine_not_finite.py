@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import CAUSAL, FULL, Band, Tile
 from ringattn.engine.base import KV, Engine, Softmax
-from ringattn.geometry import CAUSAL, FULL, Band, Tile
 from tests.contract.engine_scenarios import SCENARIOS, Run, strip
 from tests.contract.engine_trial import NAN, SCALE, TOLERANCE, Trial
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax
-from ringattn.geometry import Tile
-from ringattn.softmax_state import accumulator_dtype
+from ringattn.engine.softmax_state import accumulator_dtype
 from tests.contract.engine_scenarios import Scenario
 from tests.oracle import attention
 
@@ -51,7 +51,12 @@ class Trial:
     """A scenario with its random tensors: what an engine makes of them and what is true."""
 
     def __init__(
-        self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0, device: str = "cpu",
+        self,
+        scenario: Scenario,
+        dtype: torch.dtype,
+        with_dlse: bool,
+        seed: int = 0,
+        device: str = "cpu",
         scale: float = SCALE,
     ) -> None:
         s, self.device = scenario, torch.device(device)

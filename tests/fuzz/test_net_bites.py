@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ringattn.engine import rectangles
-from ringattn.executor import Executor
-from ringattn.plan import Plan
-from ringattn.rank_group import RankGroup
+from ringattn.planner.plan import Plan
+from ringattn.runtime.executor import Executor
+from ringattn.runtime.rank_group import RankGroup
 from ringattn.schedule.ops import Kind
 from tests.fuzz import session
 from tests.fuzz.draw import Case, draw, kind_of

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from tests import oracle
-from tests.dilated_truth import dilated_truth
-from tests.eight_bits import rounded
+from tests.core.dilated_truth import dilated_truth
 from tests.fuzz import reference
+from tests.kernels.eight_bits import rounded
 
 EXACT = 1e-12
 

@@ -1,1 +1,1 @@
-"""What needs a GPU: run by `make gpu-check`, rehearsed on CPU by `tests/test_gpu_rehearsal.py`."""
+"""What needs a GPU: run by `make gpu-check`, rehearsed on CPU by `tests/gpu/test_rehearsal.py`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
-from ringattn.geometry import CAUSAL, Run, Strip, Tile
 from ringattn.kernels.attention_forward import forward, one_entry_each
 from ringattn.kernels.launch_call import Config, Table
 

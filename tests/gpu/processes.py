@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ringattn import Ring
-from ringattn.plan import record_elements
+from ringattn.planner.plan import record_elements
 from ringattn.schedule.content import size
 from ringattn.testing import dense_attention
 
@@ -69,7 +69,7 @@ def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.T
 
 def exact(spec: dict[str, Any]) -> Any:
     """Every mask, layout and schedule against float64, forward and backward."""
-    from ringattn.launch.check import worker
+    from ringattn.launch.measure.check import worker
 
     return worker(spec["check"])
 

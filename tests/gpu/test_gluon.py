@@ -1,6 +1,6 @@
 """The Gluon kernel on a Hopper GPU against the Triton kernel by plain loads, launch by launch.
 
-Without a GPU, `tests/test_attention_gluon.py` runs its source in a simulation and reads its machine code.
+Without a GPU, `tests/kernels/test_attention_gluon.py` runs its source in a simulation and reads its machine code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
-from ringattn.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
 """One GPU, one communicator of one rank: every part of a hop on the real library, with P virtual ranks.
 
-`tests/test_gpu_rehearsal.py` runs the same bodies over the simulated library on CPU.
+`tests/gpu/test_rehearsal.py` runs the same bodies over the simulated library on CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.check import CheckConfig, cases, check_rank
+from ringattn.launch.measure.check import CheckConfig, cases, check_rank
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Call, Communicator
 from ringattn.transport.nccl.device import CudaDevice, Device

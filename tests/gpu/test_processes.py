@@ -1,6 +1,6 @@
 """Real NCCL between processes, which may all share one GPU: exact, in order, captured, and never hanging.
 
-`tests/test_gpu_rehearsal.py` runs the same functions over gloo on CPU.
+`tests/gpu/test_rehearsal.py` runs the same functions over gloo on CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ringattn.bench.faults import run_torchrun
-from ringattn.launch.check import CheckConfig, cases
-from tests.blame import blames
+from ringattn.launch.measure.check import CheckConfig, cases
 from tests.gpu.kept import keep
 from tests.gpu.processes import SIZES
+from tests.transport.blame import blames
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""The projection, row and quantization kernels un-interpreted: all that tests/interpreter_rows asks, on CUDA tensors.
+"""The projection, row and quantization kernels un-interpreted: tests/kernels/interpreter_rows on CUDA tensors.
 
 `make gpu-check` runs it. Those tests leave the device to torch's default, which is the GPU here.
 """
@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from tests.interpreter_rows.canary import canaries
+from tests.kernels.interpreter_rows.canary import canaries
 
 pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 SUITES = ("delta", "packing", "merge", "move_rows", "qkv", "quantize")
 
 for suite in SUITES:
-    tests = vars(import_module(f"tests.interpreter_rows.test_{suite}"))
+    tests = vars(import_module(f"tests.kernels.interpreter_rows.test_{suite}"))
     globals().update({f"{name}__{suite}": tests[name] for name in tests if name.startswith("test_")})
 
 

@@ -20,7 +20,7 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_batches import shard_batch
 from ringattn.errors import InputError
 from ringattn.transport.local import LocalWorld
-from tests.adapter_ranks import InDouble, gradients
+from tests.adapters.ranks import InDouble, gradients
 from tests.fuzz.models.cases import TOKENS, Case
 from tests.fuzz.models.tiny import line
 

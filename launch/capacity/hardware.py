@@ -1,0 +1,82 @@
+"""Accelerators by name: memory, peak arithmetic and links, each with its source, and a configuration to start from.
+
+Guarantees: figures are the makers' published ones, dense and one-way; nothing here was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ringattn.errors import InputError, one_of
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator. `flops`: dense peak in bf16 (fp32 where `bf16` is False).
+
+    Bytes a second, one way: `link` between two accelerators of a machine, `host` to the processor's memory.
+
+    `start`: settings of `ringattn plan` recommended for it, and `why`.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float
+    link_bytes_s: float
+    host_bytes_s: float
+    source: str
+    start: tuple[tuple[str, Any], ...]
+    why: str
+    bf16: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` for sizes that are not positive."""
+        for key in ("memory_bytes", "flops", "link_bytes_s", "host_bytes_s"):
+            if getattr(self, key) <= 0:
+                raise InputError(f"{key}={getattr(self, key)}: must be more than 0")
+
+
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
+"""Bytes a second of sixteen lanes, one way, before coding overhead (PCI-SIG)."""
+
+SMALL = (("precision", "fp32"), ("recompute", "full"), ("chunked_loss_tokens", 1024), ("zero_stage", 2))
+CONSUMER = (("precision", "bf16_master"), ("recompute", "full"), ("chunked_loss_tokens", 1024), ("zero_stage", 2))
+SERVER = (("precision", "bf16_master"), ("recompute", "selective"), ("chunked_loss_tokens", 8192), ("zero_stage", 3))
+ROOMY = (("precision", "bf16_master"), ("recompute", "none"), ("chunked_loss_tokens", 8192), ("zero_stage", 3))
+
+NO_BF16 = "no bf16 arithmetic and 8 GiB: fp32, every layer recomputed, logits in small chunks"
+NO_NVLINK = "weights stay whole, because packing them by PCIe in every layer (ZeRO 3) would cost more than it saves"
+NVLINK = "NVLink carries the weights of ZeRO 3; attention is the dear part of long sequences and is not run again"
+MUCH = "the memory holds activations of some length as they are; take recompute=selective for longer ones"
+
+PRESETS: dict[str, Hardware] = {
+    one.name: one
+    for one in (
+        Hardware("gtx1080", 8 * GIB, 8.9e12, PCIE3, PCIE3, "GeForce GTX 1080 whitepaper (NVIDIA 2016)", SMALL, NO_BF16,
+                 bf16=False),
+        Hardware("rtx3090", 24 * GIB, 71e12, 56.25e9, PCIE4,
+                 "Ampere GA102 whitepaper (NVIDIA 2021), NVLink bridge 112.5 GB/s both ways", CONSUMER,
+                 "24 GiB: every layer recomputed; " + NO_NVLINK),
+        Hardware("rtx4090", 24 * GIB, 165.2e12, PCIE4, PCIE4, "Ada whitepaper (NVIDIA 2022), no NVLink", CONSUMER,
+                 "24 GiB: every layer recomputed; " + NO_NVLINK),
+        Hardware("a100-40", 40 * GIB, 312e12, 300e9, PCIE4, "A100 datasheet (NVIDIA 2021), NVLink 600 GB/s both ways",
+                 SERVER, NVLINK),
+        Hardware("a100-80", 80 * GIB, 312e12, 300e9, PCIE4, "A100 datasheet (NVIDIA 2021), NVLink 600 GB/s both ways",
+                 SERVER, NVLINK),
+        Hardware("h100", 80 * GIB, 989e12, 450e9, PCIE5, "H100 SXM datasheet (NVIDIA 2023), NVLink 900 GB/s both ways",
+                 SERVER, NVLINK),
+        Hardware("h200", 141 * 10**9, 989e12, 450e9, PCIE5,
+                 "H200 SXM datasheet (NVIDIA 2024), 141 GB, NVLink 900 GB/s both ways", ROOMY, MUCH),
+        Hardware("b200", 180 * 10**9, 2250e12, 900e9, PCIE5,
+                 "HGX B200 datasheet (NVIDIA 2025), 180 GB, NVLink 1.8 TB/s both ways", ROOMY, MUCH),
+    )
+}  # fmt: skip
+"""Sparse rates of datasheets are halved. 3090: products summed in float32. H200 and B200 are sold in decimal GB."""
+
+
+def hardware(name: str) -> Hardware:
+    """The accelerator called `name`. Raises `InputError` with the nearest name for one that is not known."""
+    return PRESETS[one_of(name, PRESETS, "hardware")]

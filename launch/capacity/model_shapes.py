@@ -1,0 +1,134 @@
+"""Shapes of decoder-only transformers, by name and in numbers: what a capacity plan must know of a model.
+
+Guarantees: the parameters of a shape are those of its matrices and vectors, each listed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ringattn.errors import InputError, one_of
+
+BLOCKS = ("swiglu", "gelu")
+"""swiglu: RMSNorm, rotary positions, a gated feed-forward of three matrices, no biases, no dropout: the block of
+`ringattn train` and of Llama. gelu: LayerNorm, biases, dropout after attention and feed-forward, two matrices: GPT."""
+
+
+class Matrix(NamedTuple):
+    """`copies` weight matrices of `rows` by `columns`."""
+
+    rows: int
+    columns: int
+    copies: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all of them."""
+        return self.rows * self.columns * self.copies
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model; `width` of the residual stream, `ffn` inside the feed-forward, `vocabulary` in tokens.
+
+    Positions cost no parameters (rotary): a learned table would end the length of a sequence. Raises `InputError` for
+    sizes that contradict each other.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+    block: str = "swiglu"
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.width % self.heads:
+            raise InputError(f"heads={self.heads}: does not divide width={self.width}")
+        if self.heads % self.kv_heads:
+            raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}")
+        one_of(self.block, BLOCKS, "block")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys, and as many of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> tuple[Matrix, ...]:
+        """Of one layer: queries with keys and values, the attention's output, and the feed-forward."""
+        inner = 2 * self.ffn if self.block == "swiglu" else self.ffn  # gate and up are one matrix
+        return (
+            Matrix(self.width + 2 * self.kv_width, self.width),
+            Matrix(self.width, self.width),
+            Matrix(inner, self.width),
+            Matrix(self.width, self.ffn),
+        )
+
+    @property
+    def layer_vectors(self) -> int:
+        """Elements of one layer's norms and biases."""
+        if self.block == "swiglu":
+            return 2 * self.width
+        return 4 * self.width + (self.width + 2 * self.kv_width) + self.width + self.ffn + self.width
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(matrix.parameters for matrix in self.layer_matrices) + self.layer_vectors
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters outside the layers: the embedding, the output matrix if it is not the same, the last norm."""
+        tables = self.vocabulary * self.width * (1 if self.tied else 2)
+        return tables + self.width * (1 if self.block == "swiglu" else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.layers * self.layer_parameters + self.head_parameters
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All weight matrices."""
+        tables = Matrix(self.vocabulary, self.width, 1 if self.tied else 2)
+        return (tables, *(one._replace(copies=self.layers) for one in self.layer_matrices))
+
+
+def _gpt(layers: int, width: int, heads: int) -> ModelShape:
+    """A GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1) with GPT-2's 50257 tokens, tied."""
+    return ModelShape(layers, width, heads, heads, 4 * width, 50257, True, "gelu")
+
+
+PRESETS: dict[str, ModelShape] = {
+    "125M": _gpt(12, 768, 12),
+    "350M": _gpt(24, 1024, 16),
+    "760M": _gpt(24, 1536, 16),
+    "1.3B": _gpt(24, 2048, 16),
+    "7B": ModelShape(32, 4096, 32, 32, 11008, 32000, False),
+    "13B": ModelShape(40, 5120, 40, 40, 13824, 32000, False),
+    "70B": ModelShape(80, 8192, 64, 8, 28672, 32000, False),
+    "405B": ModelShape(126, 16384, 128, 8, 53248, 128256, False),
+    "llama3-8b": ModelShape(32, 4096, 32, 8, 14336, 128256, False),
+    "llama3-70b": ModelShape(80, 8192, 64, 8, 28672, 128256, False),
+}
+"""125M to 1.3B: GPT-3's table 2.1; its 1.3B says 24 heads of 128, which is not 2048 wide: 16 heads are meant.
+7B, 13B: LLaMA (arXiv:2302.13971, table 2, and its released configurations for the feed-forward); 70B: Llama 2
+(arXiv:2307.09288, table 1: 8 K/V heads); 405B and llama3-*: Llama 3 (arXiv:2407.21783, table 3)."""
+
+
+def model_shape(name: str) -> ModelShape:
+    """The preset called `name`. Raises `InputError` with the nearest name for one that is not known."""
+    return PRESETS[one_of(name, PRESETS, "preset")]

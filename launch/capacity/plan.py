@@ -1,0 +1,249 @@
+"""`ringattn plan`: how many bytes each rank needs to train a model, what fits, and what to turn on when it does not.
+
+Nothing is run: the formulas are those of `ringattn.launch.capacity.training_bytes`, the staging buffers those of the
+real placement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ringattn.errors import InputError
+from ringattn.launch.capacity import hardware as machines
+from ringattn.launch.capacity.activations import PRECISIONS, RECOMPUTE, SAVED
+from ringattn.launch.capacity.fitting import (
+    Advice,
+    advice,
+    bytes_per_token,
+    longest_tokens,
+    rounding_saves,
+    smallest_ring,
+    with_steps,
+)
+from ringattn.launch.capacity.hardware import GIB, Hardware
+from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
+from ringattn.launch.capacity.slots import KINDS, Attention
+from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, Run, training_bytes
+from ringattn.launch.config import load
+from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.outputs import writing
+from ringattn.schedule.routes import ROUTES
+
+PURPOSE = """\
+Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
+longest sequence for the ring, the smallest ring for the length, and what to turn on first where it does not fit.
+Examples: ringattn plan preset=1.3B hardware=a100-80 ring=8 length_tokens=1000000
+          ringattn plan length_tokens=1000000000 recompute=full picture=plan.png"""
+
+
+@dataclass
+class PlanConfig:
+    """One training run to plan. Sizes count the whole sequence."""
+
+    preset: str = option("1.3B", "model: " + ", ".join(PRESETS))
+    hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS))
+    length_tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
+    ring: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
+    batch: int = option(1, "sequences of one step", least=1, most=MOST)
+    attention: str = option("causal", "which pairs meet", choices=KINDS)
+    window_tokens: int = option(0, "window: keys before the query", least=0, most=MOST)
+    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
+    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
+    optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
+    recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
+    saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
+    zero_stage: int = option(0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0)
+    zero_degree: int | None = option(None, "ranks that share it; the ring's if not set", least=1, most=MOST)
+    offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
+    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
+    data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
+    gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
+    transients: bool = option(True, "count also what lives for a moment")
+    framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0, most=MOST)
+    recommended: bool = option(False, "start from the hardware's recommended settings; other keys still count")
+    layers: int | None = option(None, "instead of the preset's: transformer blocks", least=1, most=MOST)
+    width: int | None = option(None, "instead: of the residual stream", least=1, most=MOST)
+    heads: int | None = option(None, "instead: query heads; divides width", least=1, most=MOST)
+    kv_heads: int | None = option(None, "instead: key and value heads; divides heads", least=1, most=MOST)
+    ffn: int | None = option(None, "instead: width inside the feed-forward", least=1, most=MOST)
+    vocabulary: int | None = option(None, "instead: different tokens", least=1, most=MOST)
+    tied: bool | None = option(None, "instead: the output layer shares the embedding's weights")
+    block: str | None = option(None, "instead: Llama's and ringattn train's, or GPT's", choices=BLOCKS)
+    memory_gib: float | None = option(None, "instead of the hardware's: memory of an accelerator", above=0.0, most=MOST)
+    link_gb_s: float | None = option(None, "instead: GB/s between accelerators, one way", above=0.0, most=MOST)
+    tflops: float | None = option(None, "instead: peak arithmetic", above=0.0, most=MOST)
+    json: str = option("", "file to write everything into (JSON)", writes="file")
+    picture: str = option("", "file to draw the components into (PNG)", writes="picture")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command: 0 if the run fits, 1 if not. Raises `InputError` for bad options."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text("plan", PURPOSE, PlanConfig))
+        return 0
+    config = load(argv, PlanConfig)
+    machine = machine_of(config)
+    if config.recommended:
+        given = {word.partition("=")[0] for word in argv}
+        config = replace(config, **{key: value for key, value in machine.start if key not in given})
+    with Console(stderr=True).status("searching what fits"):
+        found = plan(config, machine)
+    print(table(config, machine, found))
+    if config.json:
+        with writing("json", config.json):
+            Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(f"written into {config.json}")
+    if config.picture:
+        from ringattn.launch.capacity.picture import draw_capacity
+
+        with writing("picture", config.picture):
+            draw_capacity(found, config.picture)
+        print(f"drawn into {config.picture}")
+    return 0 if found["fits"] else 1
+
+
+def machine_of(config: PlanConfig) -> Hardware:
+    """The preset with the figures that were given instead."""
+    given: dict[str, Any] = {}
+    if config.memory_gib is not None:
+        given["memory_bytes"] = int(config.memory_gib * GIB)
+    if config.link_gb_s is not None:
+        given["link_bytes_s"] = config.link_gb_s * 1e9
+    if config.tflops is not None:
+        given["flops"] = config.tflops * 1e12
+    return replace(machines.hardware(config.hardware), **given)
+
+
+def shape_of(config: PlanConfig) -> ModelShape:
+    """The preset with the sizes that were given instead."""
+    sizes = {one.name: getattr(config, one.name) for one in fields(ModelShape)}
+    return replace(model_shape(config.preset), **{key: one for key, one in sizes.items() if one is not None})
+
+
+def run_of(config: PlanConfig) -> Run:
+    """The run that the options describe; one rank where the ring is not set."""
+    branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
+    attention = Attention(config.attention, config.window_tokens, *branches)
+    same = {one.name for one in fields(Run)} & {one.name for one in fields(PlanConfig)} - {"attention", "ring"}
+    return Run(
+        model=shape_of(config), attention=attention, ring=config.ring or 1,
+        framework_bytes=int(config.framework_gib * GIB), **{key: getattr(config, key) for key in same},
+    )  # fmt: skip
+
+
+def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
+    """Everything that the command says, ready for JSON; sizes are bytes of one rank.
+
+    Raises `InputError` where the precision asks for arithmetic that the hardware lacks.
+    """
+    if not machine.bf16 and config.precision.startswith("bf16"):
+        raise InputError(f"precision={config.precision}: {machine.name} has no bf16 arithmetic; use precision=fp32")
+    run = run_of(config)
+    smallest = smallest_ring(run, machine.memory_bytes)
+    recommended = replace(run, **dict(machine.start))
+    recommended_ring = smallest_ring(recommended, machine.memory_bytes)
+    # Where no ring fits as it is, the steps are for the ring that fits the recommended settings.
+    run = replace(run, ring=config.ring or smallest or recommended_ring or 1)
+    recommended = replace(recommended, ring=run.ring)
+    account = training_bytes(run)
+    steps = advice(run, machine)
+    eased = with_steps(run, steps)
+    after = training_bytes(eased)
+    return {
+        "model": {"name": config.preset, "parameters": run.model.parameters, **asdict(run.model)},
+        "hardware": {"name": machine.name, "memory_bytes": machine.memory_bytes, "source": machine.source,
+                     "recommended": dict(machine.start), "why": machine.why,
+                     "longest_tokens": longest_tokens(recommended, machine.memory_bytes),
+                     "smallest_ring": recommended_ring},
+        "run": {key: one for key, one in asdict(run).items() if key != "model"},
+        "fits": account.peak.total <= machine.memory_bytes,
+        "moment": account.moment,
+        "bytes_by_component": account.peak.parts(),
+        "bytes_by_moment": account.totals,
+        "total_bytes": account.peak.total,
+        "bytes_per_token": bytes_per_token(run),
+        "host_bytes": account.host_bytes,
+        "route": account.slots.route,
+        "longest_tokens": longest_tokens(run, machine.memory_bytes),
+        "smallest_ring": smallest,
+        "steps": [_step(one) for one in steps],
+        "rounding_saves": rounding_saves(run),
+        "after_steps": {"bytes_by_component": after.peak.parts(), "total_bytes": after.peak.total,
+                        "longest_tokens": longest_tokens(eased, machine.memory_bytes),
+                        "smallest_ring": smallest_ring(eased, machine.memory_bytes)},
+    }  # fmt: skip
+
+
+def _step(one: Advice) -> dict[str, Any]:
+    return {**one.switch._asdict(), "saves_bytes": one.saves_bytes, "time_factor": one.time_factor,
+            "total_bytes": one.total_bytes}  # fmt: skip
+
+
+def table(config: PlanConfig, machine: Hardware, found: dict[str, Any]) -> str:
+    """The plan as text."""
+    run, total = found["run"], found["total_bytes"]
+    parameters = found["model"]["parameters"] / 1e9
+    lines = [
+        f"{config.preset}, {parameters:.3f}e9 parameters, on {machine.name} ({_gib(machine.memory_bytes)} GiB; "
+        f"{machine.source})",
+        f"{run['length_tokens']:,} tokens over a ring of {run['ring']:,}: "
+        f"{-(-run['length_tokens'] // run['ring']):,} tokens a rank; {run['precision']}, {run['optimizer']}, "
+        f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; K/V travel by {found['route']}",
+        "",
+        f"{'component':<14}{'GiB a rank':>12}{'share':>8}   (at the peak: {found['moment']})",
+    ]
+    for name, nbytes in found["bytes_by_component"].items():
+        lines.append(f"{name.replace('_', ' '):<14}{_gib(nbytes):>12}{nbytes / total:>8.1%}")
+    verdict = "fits" if found["fits"] else "does not fit"
+    lines += [f"{'total':<14}{_gib(total):>12}   {verdict} in {_gib(machine.memory_bytes)}"]
+    if found["host_bytes"]:
+        lines.append(f"{'host memory':<14}{_gib(found['host_bytes']):>12}")
+    lines += ["", *_answers(run, found, machine)]
+    start = " ".join(f"{key}={value}" for key, value in machine.start)
+    lines += ["", f"recommended for {machine.name}: {start}", f"  because {machine.why}",
+              f"  with these: {_limits(found['hardware'], run['ring'])}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _answers(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:
+    """Longest, smallest, and what to turn on first."""
+    own, a_token = run["batch"] * -(-run["length_tokens"] // run["ring"]), found["bytes_per_token"]
+    lines = [
+        _limits(found, run["ring"]),
+        f"why: each token of a rank takes {a_token:,.0f} bytes, its {own:,} tokens {_gib(a_token * own)} GiB; "
+        f"{_gib(found['total_bytes'] - a_token * own)} GiB do not depend on them",
+    ]
+    if found["steps"]:
+        lines += ["", "what to turn on first, each on top of those above; time is the greatest factor to expect",
+                  f"  {'setting':<30}{'saves GiB':>12}{'time':>8}{'leaves GiB':>12}"]  # fmt: skip
+    for step in found["steps"]:
+        setting = f"{step['key']}={step['value']}"
+        lines.append(
+            f"  {setting:<30}{_gib(step['saves_bytes']):>12}{step['time_factor']:>7.2f}x{_gib(step['total_bytes']):>12}"
+            f"  {step['about']}"
+        )
+    after = found["after_steps"]
+    if found["steps"]:
+        enough = "then it fits" if after["total_bytes"] <= machine.memory_bytes else "still does not fit"
+        lines.append(f"  {enough}; {_limits(after, run['ring'])}")
+    for setting, saved in found["rounding_saves"].items() if not found["fits"] else ():
+        lines.append(f"  not taken, for it changes the arithmetic: {setting}, which alone saves {_gib(saved)} GiB")
+    return lines
+
+
+def _limits(found: dict[str, Any], ring: int) -> str:
+    """The longest sequence and the smallest ring."""
+    smallest = f"{found['smallest_ring']:,}" if found["smallest_ring"] else "none fits it"
+    return f"longest sequence on a ring of {ring:,}: {found['longest_tokens']:,} tokens; smallest ring: {smallest}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f}"

@@ -1,0 +1,1 @@
+"""What is wrong: of a machine, and of a run that failed."""

@@ -1,0 +1,119 @@
+"""`ringattn calibrate`: measures the constants of the machine at hand into a file that predictions can be made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ringattn.errors import InputError
+from ringattn.launch.config import load
+from ringattn.launch.measure.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
+from ringattn.launch.measure.constants import Fit, constants_of
+from ringattn.launch.options import help_text, option
+from ringattn.launch.outputs import writing
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.planner.cluster import UNITS, Cluster
+
+JOB_TIMEOUT_S = 900.0
+PURPOSE = """\
+Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
+Run it while nothing else runs; it takes about a minute. Then: ringattn explain cluster=calibrated.json"""
+
+
+@dataclass
+class CalibrateConfig:
+    """What is measured."""
+
+    nproc: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
+    out: str = option("calibrated.json", "file to write (JSON)", writes="file")
+    transport: str = option("auto", "what carries messages", choices=("auto", "gloo", "nccl"))
+    dtype: str | None = option(None, "of the inputs; float32 with gloo, bfloat16 with nccl if not set")
+    rounds: int = option(30, "how often everything is measured", least=1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Raises `InputError` for bad options, `RanksError` if a rank fails."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text("calibrate", PURPOSE, CalibrateConfig))
+        return 0
+    config = load(argv, CalibrateConfig)
+    gpus = torch.cuda.device_count()
+    nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
+    if nccl and config.nproc > gpus:
+        raise InputError(f"nproc={config.nproc}: there are {gpus} GPUs; take fewer ranks, or transport=gloo")
+    dtype = config.dtype or ("bfloat16" if nccl else "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise InputError(f"dtype={dtype}: choose one of float32, bfloat16, float16")
+    out = Path(config.out)
+    spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else "gloo"}
+    by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.nproc, JOB_TIMEOUT_S, 1)
+    described = description(by_rank, spec)
+    with writing("out", out):
+        out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    _show(described)
+    processors = len(os.sched_getaffinity(0))
+    if not nccl and described["constants"]["cores"] < processors:
+        print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
+              "nothing else runs, unless that is a limit of this machine")  # fmt: skip
+    print(f"written to {out}; use it as cluster={out}")
+    return 0
+
+
+def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds: constants with their units, where and when they were measured, how well they fit."""
+    scale = GPU_SCALE if spec["transport"] == "nccl" else 1
+    seconds = finalized(by_rank)
+    constants, kernel, link = constants_of(seconds, spec["dtype"], scale, by_rank[0]["jobs"])
+    date, hardware = datetime.now(UTC).date().isoformat(), _hardware()
+    cluster = Cluster(
+        name=f"{hardware}, {by_rank[0]['transport']}, {spec['dtype']} (calibrated {date})",
+        source=f"ringattn calibrate, {len(by_rank)} ranks of one thread, engine {by_rank[0]['engine']}, {date}",
+        calibrated=True,
+        **constants,
+    )
+    return {
+        "constants": asdict(cluster), "units": UNITS, "date": date, "hardware": hardware, "torch": torch.__version__,
+        "ranks": len(by_rank), "transport": by_rank[0]["transport"], "engine": by_rank[0]["engine"],
+        "dtype": spec["dtype"], "fit": {"kernel": _told(kernel), "messages": _told(link)}, "shapes": SHAPES,
+        "message_bytes": MESSAGE_BYTES, "seconds": seconds,
+    }  # fmt: skip
+
+
+def _told(fit: Fit) -> dict[str, Any]:
+    """How far measured times are from what the constants say, as shares."""
+    return {"median_error": fit.median_error, "greatest_error": max(map(abs, fit.errors)), "errors": fit.errors}
+
+
+def _show(described: dict[str, Any]) -> None:
+    """The constants as a table, and how well they fit."""
+    table = Table(title=described["constants"]["name"])
+    for column in ("constant", "value", "unit"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for key, unit in UNITS.items():
+        if (value := described["constants"][key]) is not None:
+            table.add_row(key, f"{value:.4g}", unit)
+    Console().print(table)
+    for name, fit in described["fit"].items():
+        print(f"{name}: measured and fitted differ by {fit['median_error']:.1%}, at most {fit['greatest_error']:.1%}")
+
+
+def _hardware() -> str:
+    """The class of the machine, without its name."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux: the architecture must do
+        lines = []
+    family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{len(os.sched_getaffinity(0))} cores, {family or platform.machine()}"

@@ -1,0 +1,183 @@
+"""Measures on the ranks of this machine what prediction needs: the attention kernel, copies, messages, empty passes.
+
+All ranks do the same at once, as in a pass. Each round measures everything, so that a change of the machine's speed
+meets all of it; other programs only ever add time, so a figure is the median of the faster half of its rounds. On the
+CPU, kernel and copies are measured in seconds of the rank's processor, which others cannot take.
+Not covered: what is made of the figures (`ringattn.launch.measure.constants`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import ringattn
+from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
+from ringattn.transport.base import Message
+
+TIMEOUT_S = 120.0
+GPU_SCALE = 8
+"""A GPU needs longer shards before its kernels are more than their launch."""
+COPY_BYTES = 8 << 20
+ON_PROCESSOR = ("forward", "backward", "copy")
+"""What a rank does without waiting for anybody."""
+MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+class Shape(NamedTuple):
+    """One engine call: `tiles` of so many query rows and keys each, one below the other."""
+
+    rows: int
+    keys: int
+    heads: int = 4
+    kv_heads: int = 4
+    dim: int = 64
+    causal: bool = False
+    tiles: int = 1
+
+    def problem(self, dtype: str) -> Problem:
+        """What the planner knows of it."""
+        rows, keys = self.rows * self.tiles, self.keys * self.tiles
+        layouts = make_layout("contiguous", rows, 1), make_layout("contiguous", keys, 1)
+        mask = Banded().mask(rows, keys, None, None, self.heads, self.kv_heads)
+        return Problem(*layouts, mask, 1, self.heads, self.kv_heads, self.dim, self.dim, dtype)
+
+    def table(self) -> TileTable:
+        """Its tiles."""
+        band, heads = CAUSAL if self.causal else FULL, Run(0, self.heads)
+        q, k = ([Run(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
+        return TileTable.of([Tile(Strip(a, a), Strip(b, b), band, heads) for a, b in zip(q, k, strict=True)])
+
+
+SHAPES = (
+    Shape(64, 64), Shape(64, 64, tiles=16), Shape(256, 256), Shape(512, 512), Shape(1024, 1024), Shape(2048, 512),
+    Shape(512, 512, causal=True), Shape(1024, 1024, causal=True), Shape(2048, 2048, causal=True),
+    Shape(1024, 1024, heads=8, kv_heads=2), Shape(512, 512, dim=32), Shape(1024, 1024, dim=32),
+    Shape(512, 512, dim=128), Shape(1024, 1024, dim=128, causal=True),
+)  # fmt: skip
+
+
+def worker(spec: dict[str, Any]) -> dict[str, Any]:
+    """One process: seconds of each thing on this rank, by round."""
+    torch.set_num_threads(1)
+    with ringattn.Ring(timeout_s=TIMEOUT_S, transport=spec["transport"]) as ring:
+        works, found = _works(ring, spec["dtype"]), dict[str, list[float]]()
+        for work in works.values():
+            work()  # compiles, allocates, connects
+        for _ in _rounds(spec["rounds"], ring.rank == 0):
+            for name, work in works.items():
+                ring.barrier()
+                start, cpu = time.perf_counter(), time.process_time()
+                work()
+                ring.synchronize()
+                wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+                alone = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
+                found.setdefault(name, []).append(cpu_s if alone else wall_s)
+                found.setdefault(f"processor {name}", []).append(cpu_s)
+        return {"seconds": found, "transport": ring.transport.name, "engine": _engine(ring, spec["dtype"]).name,
+                "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
+
+
+def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each thing: the mean of the ranks, of that the median of the faster half of the rounds."""
+    found = {}
+    for name in by_rank[0]["seconds"]:
+        rounds = sorted(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
+        found[name] = median(rounds[: (len(rounds) + 1) // 2])
+    return found
+
+
+def _works(ring: ringattn.Ring, dtype: str) -> dict[str, Callable[[], Any]]:
+    """What is measured, by its name."""
+    found: dict[str, Callable[[], Any]] = {}
+    engine, scale = _engine(ring, dtype), GPU_SCALE if ring.device.type == "cuda" else 1
+    for number, shape in enumerate(SHAPES):
+        larger = shape._replace(rows=shape.rows * scale, keys=shape.keys * scale)
+        found[f"forward {number}"], found[f"backward {number}"] = _passes(engine, larger, ring.device, dtype)
+    one = torch.zeros(COPY_BYTES // 4, device=ring.device)
+    other = torch.zeros_like(one)
+    found["copy"] = lambda: other.copy_(one)
+    for nbytes in MESSAGE_BYTES:
+        found[f"message {nbytes}"] = _exchange(ring, nbytes)
+    found["pass"] = _empty_pass(ring, dtype)
+    if ring.device.type == "cpu":
+        crowd = [_passes(engine, Shape(512, 512), ring.device, dtype)[0] for _ in range(_jobs(ring))]
+        pool = ThreadPoolExecutor(len(crowd))
+        found["alone"], found["crowd"] = crowd[0], lambda: list(pool.map(lambda work: work(), crowd))
+    return found
+
+
+def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
+    return ring.engine_for(ring.device, getattr(torch, dtype), 64, 64, None)
+
+
+def _jobs(ring: ringattn.Ring) -> int:
+    """Threads of this rank that together with the others' want twice the processors there are."""
+    return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
+
+
+def _passes(
+    engine: Engine, shape: Shape, device: torch.device, dtype: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One call of the engine forward, and one backward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(rows: int, heads: int) -> torch.Tensor:
+        values = torch.randn(rows, 1, heads, shape.dim, generator=generator)
+        return values.to(device, getattr(torch, dtype))
+
+    rows, keys = shape.rows * shape.tiles, shape.keys * shape.tiles
+    q, dout = made(rows, shape.heads), made(rows, shape.heads)
+    kv = KV(made(keys, shape.kv_heads), made(keys, shape.kv_heads))
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (kv.k, kv.v))
+    softmax = Softmax(shape.dim**-0.5, shape.heads // shape.kv_heads)
+    # More steps than one, so that the engine carries accumulators, as it does in a ring.
+    works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads)
+    carry, dq = engine.begin(works, q, shape.dim, None), engine.begin_grad(works, q, shape.dim)
+    engine.attend(q, kv, carry, works[0])
+    out, lse = carry.out.finalized(q.dtype), carry.lse
+    seed = BackwardInputs(dout, out, lse, None, engine.delta(dout, out, None))
+    return (
+        lambda: engine.attend(q, kv, carry, works[0]),
+        lambda: engine.attend_grad(q, kv, seed, dq, KV(dk, dv), works[0]),
+    )
+
+
+def _exchange(ring: ringattn.Ring, nbytes: int) -> Callable[[], None]:
+    """To the next rank, from the one before."""
+    sent, came = (ring.transport.allocate(nbytes) for _ in range(2))
+    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+    sends, recvs = [Message(after, sent, "calibration")], [Message(before, came, "calibration")]
+    return lambda: ring.transport.exchange(sends, recvs).wait()
+
+
+def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], Any]:
+    """Forward of one token a rank that meets itself alone: what a pass costs beside its steps."""
+    seq = ring.sequence(ring.world_size, layout="contiguous")
+    x = torch.zeros(1, 1, 1, 64, dtype=getattr(torch, dtype), device=ring.device)
+    return lambda: ring.attention(x, x, x, seq, window=(0, 0))
+
+
+def _rounds(rounds: int, shown: bool) -> Iterator[int]:
+    """Counts, and shows how far it is: a bar on a terminal, about ten lines elsewhere."""
+    console = Console()
+    if shown and console.is_terminal:
+        yield from track(range(rounds), "calibrate", console=console)
+        return
+    for number in range(rounds):
+        if shown and (number % max(1, rounds // 10) == 0 or number == rounds - 1):
+            print(f"calibrate: round {number + 1} of {rounds}", flush=True)
+        yield number

@@ -1,0 +1,225 @@
+"""Points of a sweep as Hydra jobs: one after another here, or through submitit, here or by Slurm.
+
+A job leaves its record as a file among the sweep's, whoever waits for it; so a sweep that was killed while Slurm worked
+finds what was measured meanwhile.
+Guarantees: a point that fails is a record, and the jobs after it run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_module
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ringattn.errors import InputError, RingError
+from ringattn.launch.config import registered
+from ringattn.launch.failures import RanksError
+from ringattn.launch.measure.environment import code_version
+from ringattn.launch.measure.points import make_record
+from ringattn.launch.measure.run import run_here
+from ringattn.launch.measure.run_config import RunConfig, resolved, words_of
+from ringattn.launch.options import CONF, option
+
+LAUNCHERS = {"local": "basic", "submitit_local": "submitit_local", "slurm": "submitit_slurm"}
+"""Ours to Hydra's."""
+ARRIVALS = "jobs"
+"""Folder of records that nobody has taken yet."""
+OOM_KINDS = ("OutOfMemoryError", "MemoryError")
+START_MIN = 5
+"""Minutes a job gets beside the point's own timeout, for imports and for starting ranks."""
+SIGNAL_S = 60
+"""Seconds between Slurm's warning and the end of a job."""
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Below the ports that Linux hands out by itself (net.ipv4.ip_local_port_range starts at 32768)."""
+
+
+@dataclass
+class SlurmConfig:
+    """What Slurm is asked for; nodes, processes and time follow from the points."""
+
+    partition: str | None = option(None, "of Slurm; its default if not set")
+    account: str | None = option(None, "of Slurm, that pays")
+    gpus_per_node: int | None = option(None, "GPUs of each node, for as many processes", least=1)
+    cpus_per_task: int | None = option(None, "cores of each node, for all its processes", least=1)
+    mem_gb: int | None = option(None, "host memory of each node in GB", least=1)
+    array_parallelism: int = option(1, "points that may run at the same time", least=1)
+    setup: list[str] | None = option(None, "shell lines before a job, as setup=['module load cuda']")
+
+
+def point_record(config: RunConfig) -> dict[str, Any] | None:
+    """Run one point on processes of its own; its record, whatever happens. None on other nodes than the first."""
+    started, begin, facts = datetime.now(UTC), time.perf_counter(), {}
+    status, message = "ok", ""
+    try:
+        facts = run_here(config, None, quiet=True)
+    except RanksError as error:
+        status = "oom" if error.kind in OOM_KINDS else "timeout" if error.kind == "timeout" else "error"
+        message = str(error)
+    except RingError as error:
+        status, message = "error", str(error)
+    if config.node_rank:
+        return None
+    wall_s = time.perf_counter() - begin
+    return make_record(config, status, message, facts, started, wall_s, code_version(), _again(config))
+
+
+def _again(config: RunConfig) -> str:
+    """The command that repeats a point; on several nodes it lacks where they meet."""
+    return shlex.join(["ringattn", "run", *words_of(replace(config, node_rank=0, rdzv_endpoint=""))])
+
+
+def run_job(composed: DictConfig) -> None:
+    """Hydra's task: one point, whose record it leaves in the sweep's folder."""
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, RunConfig)
+    if config.nnodes > 1:
+        node_rank, endpoint = _meeting()
+        config = replace(config, node_rank=node_rank, rdzv_endpoint=endpoint)
+    config = resolved(config)
+    record = point_record(config)
+    if record is not None:
+        leave(Path(HydraConfig.get().sweep.dir), record)
+
+
+def _meeting() -> tuple[int, str]:
+    """Which of its job's nodes this is, and where they meet; submitit starts one task a node."""
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    host = "127.0.0.1" if job.name() == "local" else job.hostnames[0]
+    port = FIRST_PORT + int("".join(filter(str.isdecimal, job.job_id))) % PORTS
+    return job.global_rank, f"{host}:{port}"
+
+
+def leave(folder: Path, record: dict[str, Any]) -> None:
+    """Put a record where `arrived` finds it, all of it or nothing."""
+    (folder / ARRIVALS).mkdir(exist_ok=True)
+    partial = folder / ARRIVALS / f"{record['hash']}.partial"
+    partial.write_text(json.dumps(record), encoding="utf-8")
+    partial.rename(partial.with_suffix(".json"))
+
+
+def arrived(folder: Path) -> Iterator[dict[str, Any]]:
+    """The records that jobs have left, in the order in which they ended; each file goes once its record was used."""
+    for file in sorted((folder / ARRIVALS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
+        yield json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+
+
+class Jobs:
+    """Starts jobs in a sweep's folder; made by `opened_jobs`."""
+
+    def __init__(self, folder: Path, launcher: str, slurm: SlurmConfig) -> None:
+        self.folder, self.launcher, self.slurm = folder, launcher, slurm
+
+    def run(self, points: Sequence[tuple[RunConfig, Sequence[str]]]) -> None:
+        """Run all points, each with the words that make it; return when every job has ended.
+
+        Raises `RingError` if a job itself failed, which leaves no record of its point.
+        """
+        for number, batch in enumerate(self._batches(points)):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            overrides = self._overrides([config for config, _ in batch])
+            composed = hydra.compose_config("run", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks()),
+                task_function=run_job,
+                config=composed,
+            )
+            self._launch(launcher, batch, number)
+
+    def parameters(self, configs: Sequence[RunConfig]) -> dict[str, Any]:
+        """What submitit is asked for, by its own names: enough for the largest of these points."""
+        nodes = configs[0].nnodes
+        minutes = START_MIN + math.ceil(max(config.timeout_s for config in configs) / 60)
+        asked: dict[str, Any] = {"name": "ringattn", "timeout_min": minutes}
+        if self.launcher == "submitit_local":
+            return {**asked, "tasks_per_node": nodes}
+        asked["signal_delay_s"] = SIGNAL_S
+        given = {key: value for key, value in asdict(self.slurm).items() if value is not None}
+        return {**asked, "nodes": nodes, "tasks_per_node": 1, **given}
+
+    def script(self, configs: Sequence[RunConfig]) -> str:
+        """What sbatch would get for these points, but for the job's own folder."""
+        from submitit.slurm.slurm import SlurmExecutor, _convert_mem, _make_sbatch_string
+
+        names = {key: str(name) for key, name in (SlurmExecutor._equivalence_dict() or {}).items()}
+        asked = {names.get(key, key): value for key, value in self.parameters(configs).items()}
+        if "mem" in asked:
+            asked["mem"] = _convert_mem(asked["mem"])
+        command = "python -u -m submitit.core._submit JOB_FOLDER"
+        return str(_make_sbatch_string(command, self.folder / ".submitit", map_count=len(configs), **asked))
+
+    def _batches(
+        self, points: Sequence[tuple[RunConfig, Sequence[str]]]
+    ) -> Iterator[list[tuple[RunConfig, Sequence[str]]]]:
+        """What is started at once: here one point, so that none disturbs another; by Slurm one array a node count."""
+        if self.launcher != "slurm":
+            yield from ([point] for point in points)
+            return
+        for nodes in sorted({config.nnodes for config, _ in points}):
+            yield [point for point in points if point[0].nnodes == nodes]
+
+    def _overrides(self, configs: Sequence[RunConfig]) -> list[str]:
+        """Hydra's own options for jobs in this folder."""
+        given: dict[str, Any] = {"sweep.dir": str(self.folder), "sweep.subdir": ARRIVALS, "output_subdir": None}
+        if self.launcher != "local":
+            given |= {f"launcher.{key}": value for key, value in self.parameters(configs).items()}
+        return [
+            *(f"hydra/launcher={LAUNCHERS[self.launcher]}", "hydra/hydra_logging=none", "hydra/job_logging=none"),
+            *(f"hydra.{key}={_in_hydra(value)}" for key, value in given.items()),
+        ]
+
+    def _launch(self, launcher: Launcher, batch: Sequence[tuple[RunConfig, Sequence[str]]], number: int) -> None:
+        try:
+            for done in launcher.launch([list(words) for _, words in batch], initial_job_idx=number):
+                _ = done.return_value  # raises what the job raised
+        except (RingError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if len(batch) > 1:
+                raise RingError(
+                    f"a job of Slurm failed ({error}); others may still run, and what they leave is kept: give the "
+                    f"same command again to take it in and to repeat what is missing. Logs: {self.folder}/.submitit"
+                ) from error
+            message = f"the job ended without an answer: {error}; logs: {self.folder}/.submitit"
+            config = batch[0][0]
+            record = make_record(config, "error", message, {}, datetime.now(UTC), 0.0, code_version(), _again(config))
+            leave(self.folder, record)
+
+
+def _in_hydra(value: Any) -> str:
+    """A value in Hydra's grammar of overrides, text in quotes whatever it holds."""
+    if isinstance(value, str):
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{quoted}'"
+    if isinstance(value, list):
+        return f"[{','.join(map(_in_hydra, value))}]"
+    return "null" if value is None else str(value)
+
+
+@contextmanager
+def opened_jobs(folder: Path, launcher: str, slurm: SlurmConfig) -> Iterator[Jobs]:
+    """Jobs in `folder`, an absolute path. Raises `InputError` if the launcher is not installed."""
+    if launcher != "local" and find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise InputError(f"launcher={launcher}: needs submitit; pip install 'ringattn[slurm]'")
+    with registered(RunConfig), initialize_config_module(CONF, version_base="1.3"):
+        yield Jobs(folder, launcher, slurm)

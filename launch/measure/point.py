@@ -1,0 +1,233 @@
+"""Measures one attention call on all ranks: the exactness gate, warm-up, timed passes, what they sent and held.
+
+Guarantees: nothing is timed before the same call, smaller, was exact on the same ranks; a time is of the slowest rank,
+from a barrier on; every rank returns the same facts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.errors import OutOfMemoryError, RingError
+from ringattn.explain import Explanation
+from ringattn.launch.measure.environment import environment
+from ringattn.launch.measure.exactness import (
+    DTYPES,
+    absolute_error,
+    attended,
+    drawn,
+    error_of,
+    reference_and_bounds,
+    sequence_of,
+)
+from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
+from ringattn.launch.memory import PeakMemory
+from ringattn.observe.shortage import is_shortage
+from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.simulate import simulate
+from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
+from ringattn.ring import Ring
+from ringattn.sequence import Sequence
+
+GATE_TOKENS = 251
+"""Length of the gate's problem: prime, so that the ranks' counts differ; small enough for a dense float64 reference."""
+GATE_TOKENS_PER_RANK = 4
+"""At least so many, where there are many ranks."""
+
+Say = Callable[[str], None]
+
+
+class GateError(RingError):
+    """The call is not exact at a small size, so it must not be measured."""
+
+
+def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """One process of the job: `spec` holds `config` (see `run_config.spec_of`) and `quiet`."""
+    config = from_spec(spec["config"])
+    transport, engine = config.transport, config.engine.name
+    try:
+        with Ring(transport=transport.name, engine=engine, timeout_s=transport.timeout_s) as ring:
+            silent = spec["quiet"] or ring.rank > 0
+            say: Say = (lambda line: None) if silent else (lambda line: print(line, flush=True))
+            return measure(ring, config, say)
+    except Exception as error:
+        if is_shortage(error):
+            size = f"{config.tokens} tokens on {config.world_size} ranks"
+            raise OutOfMemoryError(f"no memory for {size}: {error}; use fewer tokens or more ranks") from error
+        raise
+
+
+def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
+    """All that is known of a point after it ran, by the keys of its record. A collective call.
+
+    Raises `GateError` on every rank if the call is not exact at a small size.
+    """
+    errors = _gate(ring, config)
+    say("gate: exact at a small size; " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    call = call_of(config)
+    seq = sequence_of(ring, call, call.tokens)
+    memory = PeakMemory(ring.device)
+    leaves, dout = _inputs(ring, config, seq)
+    attend: Any = ring.dilated_attention if call.dilated else ring.attention
+
+    def forward() -> Tensor:
+        out: Tensor = attend(*leaves, seq, schedule=call.schedule, **call.options(call.tokens))
+        return out
+
+    def backward(out: Tensor) -> Any:
+        return torch.autograd.grad(out, leaves, dout)
+
+    times: list[list[float]] = []
+    for number in range(config.warmup + config.repeats):
+        if number == config.warmup:
+            ring.reset_counters()
+        times.append(_timed_pass(ring, forward, backward if config.backward else None))
+        say(f"pass {number + 1} of {config.warmup + config.repeats}: {sum(times[-1]) * 1e3:.3g} ms on this rank")
+    counted = ring.counters()
+    mine = {
+        "times_s": times[config.warmup :],
+        "bytes_sent": counted["bytes_sent"] // config.repeats,
+        "messages": counted["messages"] // config.repeats,
+        "peak_bytes": memory.growth_bytes(),
+        "pool_bytes": counted["pool_high_water_bytes"],
+        "exposed": _exposed(ring, forward, backward if config.backward else None),
+        "planned": _planned(ring, config, seq) if ring.rank == 0 else None,
+        "environment": environment() if ring.rank == 0 else None,
+    }
+    by_rank = [json.loads(told) for told in ring.told_by_all(json.dumps(mine))]
+    return {"error": errors, **_facts(config, by_rank)}
+
+
+def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
+    """The greatest absolute error of out, dq, dk, dv of the same call at a small size."""
+    call, shape = call_of(config), config.shape
+    length = min(call.tokens, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
+    heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.head_dim)
+    inputs = tuple(x.to(ring.device) for x in drawn(1, length, heads, dims, DTYPES[config.dtype], config.seed))
+    got = attended(ring, call, inputs, sequence_of(ring, call, length), call.schedule)
+    verdict: dict[str, Any] = {}
+    if ring.rank == 0:
+        reference, bounds = reference_and_bounds(call, inputs, config.engine.name)
+        for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, reference, bounds, strict=True):
+            verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
+    verdict = json.loads(ring.told_by_all(json.dumps(verdict))[0])
+    if wrong := [f"{name} by {error:.1e}" for name, (error, right) in verdict.items() if not right]:
+        raise GateError(f"not exact at {length} tokens, off are {', '.join(wrong)}; nothing is measured")
+    return {name: error for name, (error, _) in verdict.items()}
+
+
+def _inputs(ring: Ring, config: RunConfig, seq: Sequence) -> tuple[list[Tensor], Tensor]:
+    """This rank's shards of q, k, v, and of the gradient of the output; every rank draws its own."""
+    generator = torch.Generator(ring.device).manual_seed(config.seed + ring.rank)
+    shape, tokens = config.shape, seq.counts[ring.rank]
+
+    def one(heads: int) -> Tensor:
+        sizes = config.batch, tokens, heads, shape.head_dim
+        return torch.randn(sizes, generator=generator, device=ring.device).to(DTYPES[config.dtype])
+
+    leaves = [one(heads).requires_grad_(config.backward) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    return leaves, one(shape.heads)
+
+
+def _timed_pass(ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None) -> list[float]:
+    """Seconds of this rank's forward, and of its backward if there is one, each from a barrier on."""
+    start = _start(ring)
+    out = forward()
+    found = [_stop(ring) - start]
+    if backward is not None:
+        start = _start(ring)
+        backward(out)
+        found.append(_stop(ring) - start)
+    return found
+
+
+def _start(ring: Ring) -> float:
+    ring.barrier()
+    return time.perf_counter()
+
+
+def _stop(ring: Ring) -> float:
+    ring.synchronize()
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)
+    return time.perf_counter()
+
+
+def _exposed(
+    ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None
+) -> dict[str, float | None]:
+    """Of one more pass: milliseconds that this rank stood still for messages, and the least overlap."""
+    with ring.recording() as first:
+        out = forward()
+    if backward is None:
+        return {"forward": first.exposed_us / 1e3, "backward": None, "overlap": first.overlap}
+    with ring.recording() as second:
+        backward(out)
+    overlap = min(first.overlap, second.overlap)
+    return {"forward": first.exposed_us / 1e3, "backward": second.exposed_us / 1e3, "overlap": overlap}
+
+
+def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
+    """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted."""
+    options = call_of(config).options(seq.length)
+    explained = ring.explain(
+        seq, batch=config.batch, q_heads=config.shape.heads, kv_heads=config.shape.kv_heads,
+        head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
+        schedule=config.schedule.name, **options,
+    )  # fmt: skip
+    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained, cluster_named(config.cluster))}
+
+
+def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
+    forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
+    return {
+        "cluster": cluster.name,
+        "calibrated": cluster.calibrated,
+        "forward_ms": forward.total_us / 1e3,
+        "backward_ms": backward[0].total_us / 1e3 if backward else None,
+        "exposed_ms": {
+            "forward": _ms(forward.exposed_us),
+            "backward": _ms(backward[0].exposed_us) if backward else None,
+        },
+        "pool_bytes": [max(plan.arena_bytes for plan in plans) for plans in zip(*explained.plans, strict=True)],
+    }
+
+
+def _ms(times_us: Iterable[float]) -> list[float]:
+    return [time_us / 1e3 for time_us in times_us]
+
+
+def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record's measured keys, from what each rank found."""
+    seconds = np.max([one["times_s"] for one in by_rank], axis=0)  # (repeats, passes), of the slowest rank
+    both_s = float(np.median(seconds.sum(1)))
+    planned, exposed = by_rank[0]["planned"], [one["exposed"] for one in by_rank]
+    forward_flops = planned["pairs"] * config.batch * config.shape.head_dim * FORWARD_FLOPS_PER_DIM
+    flops = forward_flops * (1 + BACKWARD_OVER_FORWARD * config.backward)
+    return {
+        "forward_ms": _spread(seconds[:, 0]),
+        "backward_ms": _spread(seconds[:, 1]) if config.backward else None,
+        "tokens_per_s": config.batch * (config.tokens or 0) / both_s,
+        "tflops": flops / both_s / 1e12,
+        **{key: [one[key] for one in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
+        "exposed_ms": {
+            "forward": [one["forward"] for one in exposed],
+            "backward": [one["backward"] for one in exposed] if config.backward else None,
+        },
+        "overlap": min(one["overlap"] for one in exposed),
+        "predicted": planned["predicted"],
+        "environment": by_rank[0]["environment"],
+    }
+
+
+def _spread(seconds: np.ndarray) -> dict[str, float | int]:
+    """Median, 10th and 90th percentile in milliseconds, and how many samples they are of."""
+    p10, median, p90 = (float(one) * 1e3 for one in np.percentile(seconds, (10, 50, 90)))
+    return {"median": median, "p10": p10, "p90": p90, "samples": len(seconds)}

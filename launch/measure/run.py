@@ -1,0 +1,127 @@
+"""`ringattn run`: one attention call, measured on ranks that it starts, or on those that torchrun has started.
+
+Guarantees: exit code 0 for a measured point, 1 for ranks that failed, 2 for bad options or a call that was refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringattn.errors import InputError, RingError
+from ringattn.launch.config import swept
+from ringattn.launch.failures import RanksError
+from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of, words_of
+from ringattn.launch.options import help_text
+from ringattn.launch.ranks import (
+    Nodes,
+    Place,
+    agent_command,
+    agreed_ranks,
+    place_in_torchrun,
+    run_ranks_in_processes,
+    threads_for,
+)
+
+PURPOSE = """\
+Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
+Starts the ranks as processes of this machine; under torchrun it takes part in place. --dry-run prints the command.
+Example: ringattn run nproc=4 tokens=16384 schedule=ring mask=window mask.window_tokens=512
+Nodes:   ringattn run nproc=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)"""
+
+ENTRY = "ringattn.launch.measure.point:on_rank"
+DRY_RUN = "--dry-run"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the overrides `argv` (key=value) say, or print the command with --dry-run."""
+    words = [word for word in argv if word != DRY_RUN]
+    if any(word in ("-h", "--help") for word in words):
+        print(help_text("run", PURPOSE, RunConfig))
+        return 0
+    place = place_in_torchrun()
+    leads = place is None or place.rank == 0
+    try:
+        config = load_here(words, place)
+        if len(words) < len(argv):
+            print(command_of(config))
+            return 0
+        facts = run_here(config, place)
+    except RingError as error:
+        if leads or not isinstance(error, InputError):  # what every rank refuses is said once
+            print(f"ringattn run: {error}", file=sys.stderr)
+        refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
+        return 2 if refused else 1
+    if leads and config.node_rank == 0:
+        print(table(config, facts))
+    return 0
+
+
+def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
+    """The run that `words` describe; under torchrun with the number of ranks that it started."""
+    if keys := swept(words):
+        how = "run `ringattn sweep` instead" + (", without torchrun, for it starts its own ranks" if place else "")
+        raise InputError(f"{keys[0]}: one value at a time; {how}")
+    config = load_run(words)
+    if place is None:
+        if config.nnodes > 1 and not config.rdzv_endpoint:
+            raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
+        return config
+    named = any(word.startswith(("nproc=", "nnodes=")) for word in words)
+    ranks = agreed_ranks(config.world_size if named else None, "nproc")
+    return load_run([*words, f"nproc={ranks}", "nnodes=1", "node_rank=0"])
+
+
+def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
+    """The facts of a point, see `point.measure`: in place under torchrun, else on processes that end with this call."""
+    spec = {"config": spec_of(config), "quiet": quiet}
+    if place is not None:
+        from ringattn.launch.measure.point import on_rank  # which needs torch's kernels, and a parent does not
+
+        return on_rank(spec)
+    assert config.nproc is not None
+    return run_ranks_in_processes(
+        ENTRY, spec, config.nproc, config.timeout_s, config.threads_per_rank, nodes_of(config)
+    )[0]
+
+
+def nodes_of(config: RunConfig) -> Nodes:
+    """Where the nodes of a run meet."""
+    return Nodes(config.nnodes, config.node_rank, config.rdzv_endpoint, config.transport.timeout_s)
+
+
+def command_of(config: RunConfig) -> str:
+    """The line that starts this run's ranks on this node by torchrun, for a shell."""
+    assert config.nproc is not None
+    words = [*agent_command(config.nproc, nodes_of(config)), "-m", "ringattn.launch.measure.run", *words_of(config)]
+    return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.nproc)} {shlex.join(words)}"
+
+
+def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
+    """What a point came to, a line for each figure."""
+    rows = [("ranks", f"{config.world_size}"), ("tokens", f"{config.tokens}")]
+    for name in ("forward", "backward"):
+        if spread := facts[f"{name}_ms"]:
+            rows.append((name, f"{spread['median']:.3f} ms, p10 {spread['p10']:.3f}, p90 {spread['p90']:.3f}"))
+            predicted = facts["predicted"]
+            rows.append(("  predicted", f"{predicted[f'{name}_ms']:.3g} ms on {predicted['cluster']}"))
+    rows += [
+        ("tokens/s", f"{facts['tokens_per_s']:,.0f}"),
+        ("TFLOP/s", f"{facts['tflops']:.4g} of all ranks, of the pairs that the mask keeps"),
+        ("sent", f"{_mib(facts['bytes_sent'])} MiB by rank, in {facts['messages']} messages"),
+        ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank, of which slots {_mib(facts['pool_bytes'])}"),
+        ("error", ", ".join(f"{name} {error:.1e}" for name, error in facts["error"].items()) + " at a small size"),
+    ]
+    exposed = [f"{name} {max(by_rank):.3g} ms" for name, by_rank in facts["exposed_ms"].items() if by_rank]
+    rows.append(("exposed", f"{', '.join(exposed)} on a rank at most; at least {facts['overlap']:.0%} is hidden"))
+    return "\n".join(f"{name:<12}  {figure}" for name, figure in rows)
+
+
+def _mib(sizes_bytes: Sequence[int]) -> str:
+    return " ".join(f"{size / 2**20:.1f}" for size in sizes_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

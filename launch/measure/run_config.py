@@ -1,0 +1,189 @@
+"""What one measured attention call can be told: `ringattn run`, and every point of `ringattn sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_type_hints
+
+from ringattn.core.layout import LAYOUTS
+from ringattn.core.presets import geometric
+from ringattn.engine.select import ENGINES
+from ringattn.errors import InputError
+from ringattn.launch.config import load
+from ringattn.launch.measure.exactness import DTYPES
+from ringattn.launch.options import MOST_SEED, group, groups, leaves, option
+from ringattn.planner.cluster import CLUSTERS, cluster_named
+from ringattn.schedule.routes import ROUTES
+from ringattn.transport.rendezvous import TRANSPORTS
+
+DEFAULT_TOKENS = 4096
+TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # which joins threads, and ranks are processes
+
+
+@dataclass
+class ShapeConfig:
+    """Heads and their dimension."""
+
+    heads: int = option(8, "query heads", least=1)
+    kv_heads: int = option(2, "key and value heads", least=1)
+    head_dim: int = option(64, "of queries, keys and values", least=1)
+
+
+@dataclass
+class MaskConfig:
+    """Which pairs meet. All but `full` are causal."""
+
+    kind: str = option("causal", "which pairs meet", choices=("full", "causal", "window", "documents", "dilated"))
+    window_tokens: int = option(1024, "window: keys that a query sees, its own included", least=1)
+    documents: int = option(8, "documents: how many, of equal length", least=1)
+    branches: int = option(3, "dilated: how many, each longer and sparser than the one before", least=1)
+    segment_tokens: int = option(2048, "dilated: tokens of a segment of the first branch", least=1)
+    ratio: int = option(4, "dilated: of lengths, and of dilation rates, of neighboring branches", least=2)
+
+
+@dataclass
+class ScheduleConfig:
+    """How keys and values travel."""
+
+    name: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+
+
+@dataclass
+class TransportConfig:
+    """What carries the messages."""
+
+    name: str = option("auto", "what carries the messages", choices=TRANSPORT_NAMES)
+    timeout_s: float = option(120.0, "deadline of every wait", above=0.0)
+
+
+@dataclass
+class EngineConfig:
+    """Which kernels attend."""
+
+    name: str = option("auto", "which kernels attend", choices=ENGINES)
+
+
+def _named(schema: Any, names: Sequence[str]) -> Any:
+    return group(schema, {name: schema(name) for name in names})
+
+
+@dataclass
+class RunConfig:
+    """One attention call, measured. Sizes count the whole sequence, not one rank's share of it."""
+
+    nproc: int | None = option(None, "processes to start on this node; torchrun's, else 1", least=1)
+    nnodes: int = option(1, "nodes, each with nproc processes", least=1)
+    node_rank: int = option(0, "which of the nodes this is", least=0)
+    rdzv_endpoint: str = option("", "host:port of node 0, where the nodes meet")
+    tokens: int | None = option(None, f"of the sequence, over all ranks; {DEFAULT_TOKENS} if not set", least=1)
+    tokens_per_rank: int | None = option(None, "instead of tokens: that many for each rank", least=1)
+    batch: int = option(1, "sequences", least=1)
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
+    dtype: str = option("fp32", "of queries, keys and values", choices=tuple(DTYPES))
+    backward: bool = option(True, "also measure the backward pass")
+    warmup: int = option(2, "passes before those that are timed", least=1)
+    repeats: int = option(10, "timed passes", least=1)
+    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
+    threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / nproc if not set", least=1)
+    timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
+    cluster: str = option("reference", f"to predict for: a file of ringattn calibrate, or {', '.join(CLUSTERS)}")
+    shape: ShapeConfig = group(ShapeConfig, {})
+    mask: MaskConfig = _named(MaskConfig, ("full", "causal", "window", "documents", "dilated"))
+    schedule: ScheduleConfig = _named(ScheduleConfig, ("auto", *ROUTES))
+    transport: TransportConfig = _named(TransportConfig, TRANSPORT_NAMES)
+    engine: EngineConfig = _named(EngineConfig, ENGINES)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return (self.nproc or 1) * self.nnodes
+
+
+@dataclass(frozen=True)
+class Call:
+    """The attention call of a run, at its own length or at a smaller one, where the mask is as much smaller."""
+
+    mask: MaskConfig
+    layout: str
+    schedule: str
+    tokens: int
+
+    @property
+    def dilated(self) -> bool:
+        """Whether it is `Ring.dilated_attention`."""
+        return self.mask.kind == "dilated"
+
+    def options(self, length: int) -> dict[str, Any]:
+        """Keyword arguments of the call for `length` tokens."""
+        if self.dilated:
+            base = self._scaled(self.mask.segment_tokens, length)
+            return {"causal": True, **geometric(base, self.mask.ratio, branches=self.mask.branches)._asdict()}
+        if self.mask.kind == "window":
+            return {"causal": True, "window": (self._scaled(self.mask.window_tokens, length) - 1, 0)}
+        return {"causal": self.mask.kind != "full"}
+
+    def documents(self, length: int) -> list[int] | None:
+        """cu_seqlens, or None for one sequence."""
+        if self.mask.kind != "documents":
+            return None
+        return [number * length // self.mask.documents for number in range(self.mask.documents + 1)]
+
+    def _scaled(self, size_tokens: int, length: int) -> int:
+        return max(1, size_tokens * length // self.tokens)
+
+
+def call_of(config: RunConfig) -> Call:
+    """The attention call of a resolved configuration."""
+    assert config.tokens is not None
+    return Call(config.mask, config.layout, config.schedule.name, config.tokens)
+
+
+def load_run(overrides: Sequence[str]) -> RunConfig:
+    """The run that `overrides` describe, with every size resolved. Raises `InputError`, with the key first."""
+    return resolved(load(overrides, RunConfig, "run"))
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The same run with `nproc` and `tokens` as numbers. Raises `InputError` where two sizes contradict each other."""
+    if config.tokens is not None and config.tokens_per_rank is not None:
+        raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
+    cluster_named(config.cluster)
+    config = replace(config, nproc=config.nproc or 1)
+    per_rank = config.tokens_per_rank
+    tokens = per_rank * config.world_size if per_rank else config.tokens or DEFAULT_TOKENS
+    if config.world_size > tokens:
+        raise InputError(f"nproc={config.nproc}: {config.world_size} ranks are more than tokens={tokens}")
+    if config.shape.heads % config.shape.kv_heads:
+        raise InputError(
+            f"shape.kv_heads={config.shape.kv_heads}: does not divide shape.heads={config.shape.heads}; use a divisor"
+        )
+    if config.layout == "per_document" and config.mask.kind != "documents":
+        raise InputError("layout=per_document: needs documents; use mask=documents, or another layout")
+    if config.node_rank >= config.nnodes:
+        raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    if config.rdzv_endpoint and not (host and port.isdecimal()):
+        raise InputError(f"rdzv_endpoint={config.rdzv_endpoint}: write host:port, as node0:29400")
+    return replace(config, tokens=tokens)
+
+
+def words_of(config: RunConfig) -> list[str]:
+    """The `key=value` words that give this configuration again; what is as by default is left out."""
+    usual = {key: value for key, value, _ in leaves(RunConfig())}
+    words = []
+    for key, value, _ in leaves(config):
+        if value != usual[key] and not (key == "tokens" and config.tokens_per_rank):
+            words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+    return words
+
+
+def from_spec(spec: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `dataclasses.asdict` turned into `spec`."""
+    hints = get_type_hints(RunConfig)
+    return RunConfig(**{**spec, **{name: hints[name](**spec[name]) for name in groups(RunConfig)}})
+
+
+def spec_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested dicts, for JSON."""
+    return asdict(config)

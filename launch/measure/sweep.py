@@ -1,0 +1,222 @@
+"""`ringattn sweep`: many points, one after another or by Slurm, into one folder that can be resumed and reported.
+
+Guarantees: every point is a line of `points.jsonl`, the failed ones too; a point that is there and ok is not run again;
+exit code 0 if all are ok, 1 if some failed, 2 for bad options.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from omegaconf import OmegaConf
+
+from ringattn.errors import InputError, RingError
+from ringattn.launch.config import load, no_such_key, parse, swept
+from ringattn.launch.measure.environment import code_version
+from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
+from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
+from ringattn.launch.measure.run import DRY_RUN, command_of
+from ringattn.launch.measure.run_config import RunConfig, load_run
+from ringattn.launch.measure.sweep_progress import SweepProgress
+from ringattn.launch.options import CONF, group, groups, help_text, leaves, option, presets_of
+from ringattn.launch.ranks import place_in_torchrun, threads_for
+
+PURPOSE = """\
+Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again
+with the same options it goes on where it stopped. --dry-run prints what would be run.
+Example: ringattn sweep out=DIR nproc=1,2,4 schedule=ring,all_gather,direct tokens=4096,8192
+Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other words change them.
+Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 nproc=8 nnodes=1,2,4 ..."""
+
+SCALING = "scaling"
+"""Folder of the presets; not `preset`, which Hydra would take for a group and hide that plain key of every command."""
+LOOK_S = 0.2
+"""Seconds between two looks for records that have arrived."""
+
+
+@dataclass
+class SweepConfig:
+    """What concerns the whole sweep, and no point."""
+
+    out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
+    launcher: str = option("local", "what starts the points", choices=tuple(LAUNCHERS))
+    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(RunConfig, SCALING)))
+    slurm: SlurmConfig = group(SlurmConfig, {})
+
+
+class Point(NamedTuple):
+    """One point: its configuration, the words that make it, and those of them that vary over the sweep."""
+
+    config: RunConfig
+    words: list[str]
+    label: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run or resume the sweep that `argv` describes."""
+    words = [word for word in argv if word != DRY_RUN]
+    if any(word in ("-h", "--help") for word in words):
+        print(help_text("sweep", PURPOSE, SweepConfig), help_text("run", "", RunConfig).split("\n", 4)[4], sep="\n")
+        return 0
+    try:
+        if place_in_torchrun() is not None:
+            raise InputError("started by torchrun, so every rank would run the whole sweep; run it without torchrun")
+        options, points = described(words)
+        if len(words) < len(argv):
+            _print_plan(options, points)
+            return 0
+        return _run(options, points, words)
+    except RingError as error:
+        print(f"ringattn sweep: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
+    """The sweep's own options, and its points in order, each once. Raises `InputError`, with the key first."""
+    own = [leaf for leaf, _, _ in leaves(SweepConfig())]
+    known = [*own, *groups(RunConfig), *(leaf for leaf, _, _ in leaves(RunConfig()))]
+    mine: list[str] = []
+    theirs: list[str] = []
+    for one in parse(words):
+        if one.key_or_group not in known:
+            raise no_such_key(one.key_or_group, known)
+        assert one.input_line is not None
+        (mine if one.key_or_group in own else theirs).append(one.input_line)
+    options = load(mine, SweepConfig)
+    theirs = [*_preset_words(options.preset, theirs), *theirs]
+    varying = set(swept(theirs))
+    found = []
+    for combination in BasicSweeper.split_arguments(parse(theirs), None)[0]:
+        label = " ".join(word for word in combination if word.partition("=")[0] in varying)
+        try:
+            found.append(Point(load_run(combination), combination, label))
+        except InputError as error:
+            raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
+    if options.launcher != "slurm":
+        found = _equal_threads(found)
+    points: dict[str, Point] = {}
+    for point in found:
+        points.setdefault(hash_of(point.config), point)
+    if options.launcher == "local" and (far := [point for point in points.values() if point.config.nnodes > 1]):
+        raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local knows this machine alone; use launcher=slurm")
+    return options, list(points.values())
+
+
+def _equal_threads(points: Sequence[Point]) -> list[Point]:
+    """The same points, where a rank has as many threads in each: a share of the cores that all leave to a rank.
+
+    Else one rank alone would have all cores, and more ranks could not be faster.
+    """
+    threads = threads_for(max(point.config.nproc or 1 for point in points))
+    return [
+        point if point.config.threads_per_rank else point._replace(
+            config=replace(point.config, threads_per_rank=threads), words=[*point.words, f"threads_per_rank={threads}"]
+        )
+        for point in points
+    ]  # fmt: skip
+
+
+def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
+    """The words of a preset, but for tokens where the user says how many there are in the other way."""
+    if preset is None:
+        return []
+    text = (resources.files(CONF) / SCALING / f"{preset}.yaml").read_text(encoding="utf-8")
+    sizes = [word.partition("=")[0] for word in given if word.startswith(("tokens=", "tokens_per_rank="))]
+    values = {str(key): value for key, value in OmegaConf.create(text).items()}
+    return [f"{key}={value}" for key, value in values.items() if not (sizes and key.startswith("tokens"))]
+
+
+def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
+    for point in points:
+        config = point.config
+        if config.nnodes > 1:  # where they meet is known when Slurm has given the nodes
+            config = replace(config, rdzv_endpoint="NODE0:PORT")
+        print(f"# {hash_of(config)}  {point.label}\n{command_of(config)}")
+    if options.launcher == "slurm":
+        with opened_jobs(Path(options.out).resolve(), options.launcher, options.slurm) as jobs:
+            for nodes in sorted({point.config.nnodes for point in points}):
+                configs = [point.config for point in points if point.config.nnodes == nodes]
+                print(f"\n# sbatch, {len(configs)} points on {nodes} nodes\n{jobs.script(configs)}")
+
+
+def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) -> int:
+    path, code = Path(options.out).resolve(), code_version()
+    with opened(path) as folder, opened_jobs(path, options.launcher, options.slurm) as jobs:
+        folder.claim(words, [hash_of(point.config) for point in points], code)
+        for record in arrived(path):
+            folder.append(record)
+        ended = read_points(path)
+        todo = [point for point in points if ended.get(hash_of(point.config), {}).get("status") != "ok"]
+        print(f"{len(points)} points, {len(points) - len(todo)} of them there already, into {path}", flush=True)
+        try:
+            _measure(jobs, folder, todo)
+        finally:
+            records = read_points(path)
+            print(table(points, records))
+    failed = [point for point in points if records.get(hash_of(point.config), {}).get("status") != "ok"]
+    print(f"{len(points) - len(failed)} of {len(points)} points are ok, in {path}")
+    if failed:
+        print("the others run again when the same command is given again")
+    return 1 if failed else 0
+
+
+def _measure(jobs: Jobs, folder: Folder, todo: Sequence[Point]) -> None:
+    """Run the points; their records are kept as they come, whoever runs them."""
+    labels = {hash_of(point.config): point.label for point in todo}
+    over = threading.Event()
+    with SweepProgress(len(todo)) as progress:
+
+        def take() -> None:
+            for record in arrived(folder.path):
+                folder.append(record)
+                line = f"{record['status']:<8}{labels.get(record['hash'], record['hash'])}  {_figure(record)}"
+                progress.done(line, record["wall_s"])
+
+        def watch() -> None:
+            while not over.wait(LOOK_S):
+                take()
+            take()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            jobs.run([(point.config, point.words) for point in todo])
+        finally:
+            over.set()
+            watcher.join()
+
+
+def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line a point: what varies, how it ended, times, speed, what it held."""
+    rows = [("point", "status", "forward ms", "backward ms", "tokens/s", "peak MiB")]
+    for point in points:
+        record = records.get(hash_of(point.config))
+        if record is None or record["status"] != "ok":
+            rows.append((point.label, record["status"] if record else "missing", "", "", "", ""))
+            continue
+        backward = record["backward_ms"]
+        rows.append(
+            (
+                point.label,
+                "ok",
+                f"{record['forward_ms']['median']:.3f}",
+                f"{backward['median']:.3f}" if backward else "",
+                f"{record['tokens_per_s']:,.0f}",
+                f"{max(record['peak_bytes']) / 2**20:.1f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _figure(record: Mapping[str, Any]) -> str:
+    if record["status"] != "ok":
+        return str(record["message"]).splitlines()[0]
+    return f"forward {record['forward_ms']['median']:.3f} ms"

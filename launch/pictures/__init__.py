@@ -1,0 +1,1 @@
+"""Schedules and recorded passes, printed and drawn."""

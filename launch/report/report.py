@@ -1,0 +1,138 @@
+"""`ringattn report`: what a sweep found, as Markdown, as one page of HTML, and as a table on the terminal.
+
+Guarantees: an unfinished sweep and one of failures alone are reported as well; a report reads its folder and writes two
+files there, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from ringattn.errors import InputError
+from ringattn.launch.outputs import writing
+from ringattn.launch.report.page import facts_of, page_of
+from ringattn.launch.report.points import Sweep, differing, read_sweep
+from ringattn.launch.report.series import series_of
+from ringattn.launch.report.tables import Table, commands, environments_of, tables_of
+
+HELP = """usage: ringattn report DIR
+
+Show what a sweep found: a table here, DIR/report.md, and DIR/report.html with charts, which opens in any browser.
+
+  DIR  folder of a sweep, finished or not
+
+Returns 0, or 2 if there is nothing to report."""
+WIDTH = 200
+"""Columns of a table where the output has no width of its own."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Raises `InputError` for bad options, and for a folder without points."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
+    if len(argv) != 1:
+        raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")
+    sweep = read_sweep(Path(argv[0]))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(summary_of(sweep), highlight=False, markup=False)
+    for table in tables_of(sweep, series_of(sweep), brief=True):
+        console.print(terminal_table(table))
+    with _drawing(console) as say:
+        page = page_of(sweep, title_of(sweep), summary_of(sweep), say)
+    for name, text in (("report.md", markdown_of(sweep)), ("report.html", page)):
+        with writing("report", sweep.folder / name):
+            (sweep.folder / name).write_text(text, encoding="utf-8")
+        print(f"written: {sweep.folder / name}")
+    return 0
+
+
+@contextmanager
+def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows what is drawn: one line that changes on a terminal, plain lines elsewhere."""
+    if not console.is_terminal:
+        yield lambda line: print(f"drawing: {line}", flush=True)
+        return
+    with console.status("drawing") as status:
+        yield lambda line: status.update(f"drawing: {line}")
+
+
+def title_of(sweep: Sweep) -> str:
+    """The heading of a report."""
+    return f"Sweep {sweep.folder.resolve().name}"
+
+
+def summary_of(sweep: Sweep) -> str:
+    """How many points, how they ended, when and with which code they ran."""
+    counts = [f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"]
+    counts += [f"{len(sweep.failed)} without" for _ in sweep.failed[:1]]
+    words = ", ".join(counts)
+    if sweep.repeated:
+        words += f"; {sweep.repeated} run more than once, the last time counts"
+    if sweep.unreadable:
+        words += f"; {sweep.unreadable} lines could not be read"
+    days = sorted({_day(point.record["started"]) for point in sweep.points if point.record.get("started")})
+    if days:
+        words += f". Run {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+    if commits := sorted({_commit(point.record["commit"]) for point in sweep.points if point.record.get("commit")}):
+        words += f", commit {', '.join(commits)}"
+    if different := differing(sweep.environments.values()):
+        words += f", in {len(sweep.environments)} environments that differ in {', '.join(different)}"
+    return words + "."
+
+
+def _commit(name: str) -> str:
+    """A commit's first digits, with what follows them, as -dirty."""
+    digits, dash, rest = name.partition("-")
+    return f"{digits[:12]}{dash}{rest}"
+
+
+def _day(started: str) -> str:
+    try:
+        return datetime.fromisoformat(started).date().isoformat()
+    except ValueError:
+        return started
+
+
+def markdown_of(sweep: Sweep) -> str:
+    """The report as Markdown: the head, the tables, the environments."""
+    parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` beside this file."]
+    for heading, rows in facts_of(sweep):
+        parts += [f"## {heading}", _list(rows)]
+    for table in tables_of(sweep, series_of(sweep)):
+        parts += [f"## {table.title}", _markdown_table(table), table.note]
+    for name, rows in environments_of(sweep):
+        parts += [f"## Environment {name}", _list(rows)]
+    if found := commands(sweep):
+        parts += ["## To repeat a point", "\n".join(["```sh", *found, "```"])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _list(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {key}: {value}" for key, value in rows)
+
+
+def _markdown_table(table: Table) -> str:
+    rule = [":--" if n < table.texts else "--:" for n in range(len(table.columns))]
+    cells = [table.columns, rule, *([cell.replace("|", "\\|") for cell in row] for row in table.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def terminal_table(table: Table) -> RichTable:
+    """The table for a terminal; the best of each group is bold."""
+    shown = RichTable(title=table.title, caption=table.note, box=box.SIMPLE_HEAD, title_justify="left")
+    for number, column in enumerate(table.columns):
+        shown.add_column(column, justify="left" if number < table.texts else "right", overflow="fold")
+    for number, row in enumerate(table.rows):
+        shown.add_row(*map(escape, row), style="bold" if number in table.marked else "")
+    return shown

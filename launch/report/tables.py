@@ -1,0 +1,188 @@
+"""The tables of a report, as text: results with the best of each group, scaling, failures, options, environments.
+
+Guarantees: a column that no point has a value for is left out; an unknown value is a dash; what is predicted says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ringattn.launch.report.metrics import predicted_ms, prediction_words
+from ringattn.launch.report.points import AXES, BESIDE, CHOICES, Point, Sweep, differing, flat
+from ringattn.launch.report.series import Series, by_size, groups_of, scaling
+
+BEST, UNKNOWN = "★", "–"
+MIB = 2**20
+ALWAYS_SHOWN = ("mask.kind", "schedule", "layout", "dtype", "transport", "engine", "heads", "kv_heads", "head_dim")
+"""Options that head the list of what all points share, in this order; the others follow by name."""
+
+
+class Table(NamedTuple):
+    """Rows of text. `marked`: the rows that are the best of their group; `note`: a sentence below; `texts`: how many
+    columns from the left are words, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    marked: frozenset[int] = frozenset()
+    note: str = ""
+    texts: int = 1
+
+
+def tables_of(sweep: Sweep, found: Sequence[Series], brief: bool = False) -> list[Table]:
+    """All tables that have rows: results, scaling, failures. `brief`: as wide as a terminal."""
+    tables = [results(sweep, brief), scalings(sweep, found), failures(sweep)]
+    return [table for table in tables if table.rows]
+
+
+def results(sweep: Sweep, brief: bool = False) -> Table:
+    """A row for each point with results; points of one workload on as many ranks together, the fastest first."""
+    columns = [
+        (name, show)
+        for name, show in (_brief_columns(sweep) if brief else _columns(sweep))
+        if any(show(point) != UNKNOWN for point in sweep.ok)
+    ]
+    rows: list[tuple[str, ...]] = []
+    marked: set[int] = set()
+    for group in groups_of(sweep):
+        ok = [point for point in group if point.ok]
+        if len(ok) > 1:
+            marked.add(len(rows))
+        rows += [(*_options(sweep, point), *(show(point) for _, show in columns)) for point in ok]
+    spread = "" if brief else ", with p10 to p90"
+    note = f"Times are medians of the slowest rank{spread}; bytes are of the rank that has most."
+    if marked:
+        choices = ", ".join(key for key in CHOICES if key in sweep.varying)
+        rows = [(BEST if n in marked else "", *row) for n, row in enumerate(rows)]
+        note += f" {BEST}: the fastest among points that differ only in {choices}."
+    head = (*(("best",) if marked else ()), *sweep.varying, "tokens", "ranks")
+    names = tuple(name for name, _ in columns)
+    return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_words(sweep)}".strip(),
+                 texts=len(head) - 2)  # fmt: skip
+
+
+def _columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
+    """Heading and text of each column of results."""
+
+    def timed(key: str) -> Callable[[Point], str]:
+        def show(point: Point) -> str:
+            median, spread = point.median(key), point.spread(key)
+            if median is None or spread is None:
+                return UNKNOWN
+            return f"{figure(median)} ({figure(spread[0])}–{figure(spread[1])})"
+
+        return show
+
+    def predicted(name: str) -> Callable[[Point], str]:
+        return lambda point: figure(point.predicted(f"{name}_ms"))
+
+    def most(key: str) -> Callable[[Point], str]:
+        return lambda point: _mib(point.most(key))
+
+    return [
+        ("forward ms", timed("forward_ms")),
+        ("predicted forward ms", predicted("forward")),
+        ("backward ms", timed("backward_ms")),
+        ("predicted backward ms", predicted("backward")),
+        ("tokens/s", lambda point: figure(point.number("tokens_per_s"))),
+        ("TFLOP/s", lambda point: figure(point.number("tflops"))),
+        ("exposed ms", lambda point: figure(point.exposed_ms(sweep.passes))),
+        ("overlap", lambda point: figure(point.number("overlap"))),
+        ("peak MiB", most("peak_bytes")),
+        ("pool MiB", most("pool_bytes")),
+        ("sent MiB", most("bytes_sent")),
+        ("messages", lambda point: figure(point.most("messages"))),
+        ("greatest error", _error),
+    ]
+
+
+def _brief_columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
+    """The columns that a reader looks for first."""
+    by_name = dict(_columns(sweep))
+    kept = ("tokens/s", "exposed ms", "peak MiB", "greatest error")
+    return [
+        ("forward ms", lambda point: figure(point.median("forward_ms"))),
+        ("backward ms", lambda point: figure(point.median("backward_ms"))),
+        ("predicted ms", lambda point: figure(predicted_ms(sweep, point))),
+        *((name, by_name[name]) for name in kept),
+    ]
+
+
+def _error(point: Point) -> str:
+    errors = [value for value in (point.record.get("error") or {}).values() if value is not None]
+    return f"{max(errors):.1e}" if errors else UNKNOWN
+
+
+def _options(sweep: Sweep, point: Point) -> tuple[str, ...]:
+    return (*(point.options.get(key) or UNKNOWN for key in sweep.varying), f"{point.tokens:,}", str(point.world_size))
+
+
+def scalings(sweep: Sweep, found: Sequence[Series]) -> Table:
+    """Speed-up and efficiency of every point of a series over ranks."""
+    rows = []
+    for series in found:
+        if series.view.ratio:
+            for point, one in zip(series.points, scaling(sweep, series), strict=True):
+                figures = (UNKNOWN, UNKNOWN) if one is None else (f"{one.speed_up:.2f}", f"{one.efficiency:.0%}")
+                sizes = (str(point.world_size), f"{point.tokens:,}", figure(sweep.pass_ms(point)))
+                rows.append((series.view.name, series.label, *sizes, *figures))
+    note = (
+        "Against the fewest ranks of the same series, which count as perfect. Strong: the tokens are the same, and "
+        "speed-up is that of time. Weak: the tokens of each rank are the same, and speed-up is that of the rate of "
+        "work, for the pairs that a rank attends to grow with the sequence."
+    )
+    columns = ("scaling", "series", "ranks", "tokens", f"{' + '.join(sweep.passes)} ms", "speed-up", "efficiency")
+    return Table("Scaling", columns, rows, note=note, texts=2)
+
+
+def failures(sweep: Sweep) -> Table:
+    """A row for each point without results."""
+    rows = []
+    for point in sweep.failed:
+        message = " ".join(str(point.record.get("message") or UNKNOWN).split())
+        rows.append((*_options(sweep, point), str(point.record["status"]), message))
+    note = "Out of memory, errors and timeouts are results: these configurations do not run as they are."
+    return Table("Points without results", (*sweep.varying, "tokens", "ranks", "status", "message"), rows, note=note,
+                 texts=len(sweep.varying) + 4)  # fmt: skip
+
+
+def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
+    """The options that all points have in common, with their values; without those that have none."""
+    options = sweep.points[0].options
+    keys = [key for key in options if key not in (*sweep.varying, *AXES, *BESIDE) and options[key]]
+    order = {key: place for place, key in enumerate(ALWAYS_SHOWN)}
+    return [(key, options[key]) for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key))]
+
+
+def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
+    """What was swept: each option that differs, with its values in order."""
+    sizes = {"ranks": {p.world_size for p in sweep.points}, "tokens": {p.tokens for p in sweep.points}}
+    numbers = [(key, ", ".join(f"{value:,}" for value in sorted(values))) for key, values in sizes.items()]
+    words = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
+    return numbers + [(key, ", ".join(sorted(values, key=by_size))) for key, values in words]
+
+
+def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each environment with its facts, without what is empty; after the first one only those that differ."""
+    different = differing(sweep.environments.values())
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for name, facts in sweep.environments.items():
+        found.append((name, [(key, value) for key, value in flat(facts) if value and (not found or key in different)]))
+    return found
+
+
+def commands(sweep: Sweep) -> list[str]:
+    """Commands that repeat the points, those with results first."""
+    return list(dict.fromkeys(p.record["command"] for p in (*sweep.ok, *sweep.failed) if p.record.get("command")))
+
+
+def figure(value: float | None) -> str:
+    """A number with three significant digits, or all of a greater one's whole part; a dash for None."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _mib(nbytes: float | None) -> str:
+    return UNKNOWN if nbytes is None else figure(nbytes / MIB)

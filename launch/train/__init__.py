@@ -1,0 +1,1 @@
+"""Training a byte-level language model whose sequences are split over ranks."""

@@ -1,0 +1,177 @@
+"""`make demo`: the same training run in several processes and in one, and the proof that they are the same.
+
+Prints both loss curves, the memory of each process and the check of every schedule, and writes pictures and a
+summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ringattn import Ring
+from ringattn.errors import InputError, RingError
+from ringattn.explain import Explanation
+from ringattn.launch.folders import write_json
+from ringattn.launch.options import help_text
+from ringattn.launch.pictures.curves import Agreement, Bars, draw_losses, draw_memory
+from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.model import head_dim
+from ringattn.testing import run_ranks
+
+BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
+"""Largest relative difference of two losses of the same step.
+
+The runs are the same function, summed in another order. float64 leaves no room: a mean of the ranks' means, the usual
+mistake, is off by 1e-5 here, far above 1e-9, and rounding is far below it. In float32 rounding starts at 1e-7, and
+training amplifies it by as much as it is unstable: with the demo's learning rate float32 losses stay within a few 1e-6
+of each other, with three times that rate even float64 ones part by 1e-8. So this bound also says that the demo's
+training is a stable one.
+"""
+FP64_STEPS = 8
+SHOWN_STEPS = 8
+PURPOSE = """\
+Trains the same model on the same text with several processes and with one, compares the losses, then checks every
+schedule against a dense reference. Writes pictures and summary.json. Defaults below are those of `ringattn train`;
+the demo's own values are in launch/conf/demo.yaml.
+Example: python -m ringattn.launch.train.demo steps=20 layout=striped"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo with the overrides `argv`. Returns 0, 1 if something differs or fails, 2 for bad options."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_text("demo", PURPOSE, TrainConfig))
+        return 0
+    console, started = Console(), time.monotonic()
+    try:
+        config = load_train(argv, "demo")
+        if place_in_torchrun() is not None:
+            raise InputError("the demo starts its own processes: run it without torchrun")
+        runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]
+        agreements = [_agreement(*pair) for pair in zip(*runs, strict=True)]
+        console.print(_loss_table(runs[0][0], runs[1][0]), _memory_table([run[0] for run in runs]))
+        verdicts = [_say_agreement(agreement, runs[0][0]["ranks"], console) for agreement in agreements]
+        verdicts.append(_check(console))
+        explanation = explain(config, runs[0][0]["ranks"])
+        _write(Path(config.out_dir), runs, agreements, explanation, all(verdicts))
+    except RingError as error:
+        print(f"ringattn demo: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    console.print(f"pictures and summary in {config.out_dir}/ ({time.monotonic() - started:.0f} s)", soft_wrap=True)
+    return 0 if all(verdicts) else 1
+
+
+def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, Any]]:
+    """Train in `ranks` new processes: the run that is shown, then a few float64 steps in the same processes."""
+    console.rule(f"training with {ranks} process{'es' if ranks > 1 else ''}")
+    shown = replace(config, ranks=ranks)
+    exact = replace(shown, dtype="fp64", steps=min(FP64_STEPS, config.steps))
+    answers = run_ranks_in_processes(
+        "ringattn.launch.train.loop:train_rank", {"runs": [asdict(shown), asdict(exact)]}, ranks, config.timeout_s,
+        config.threads_per_rank,
+    )  # fmt: skip
+    return list(answers[0]["runs"])
+
+
+def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> Agreement:
+    dtype = shared["config"]["dtype"]
+    pairs = zip(shared["losses"], alone["losses"], strict=True)
+    return Agreement(dtype, [abs(a - b) / abs(b) for a, b in pairs], BOUNDS.get(dtype, BOUNDS["fp32"]))
+
+
+def _say_agreement(agreement: Agreement, ranks: int, console: Console) -> bool:
+    largest = max(agreement.differences)
+    # Not `largest > bound`: a loss that is not a number must fail.
+    good = largest <= agreement.bound
+    console.print(
+        f"{agreement.dtype}: over {len(agreement.differences)} steps the losses of {ranks} processes and of one differ "
+        f"by at most {largest:.1e} of the loss; bound {agreement.bound:.0e}: {'equal' if good else 'DIFFERENT'}",
+        soft_wrap=True,
+    )
+    return good
+
+
+def _loss_table(shared: dict[str, Any], alone: dict[str, Any]) -> Table:
+    table = Table("step", f"loss, {shared['ranks']} processes", "loss, 1 process", "difference", title="Loss")
+    steps = len(shared["losses"])
+    for step in sorted({round(shown * (steps - 1) / (SHOWN_STEPS - 1)) for shown in range(SHOWN_STEPS)}):
+        a, b = shared["losses"][step], alone["losses"][step]
+        table.add_row(str(step + 1), f"{a:.7f}", f"{b:.7f}", f"{a - b:+.1e}")
+    return table
+
+
+def _memory_table(runs: Sequence[dict[str, Any]]) -> Table:
+    table = Table("processes", "tokens of each", "peak memory of each, MiB", "tokens/s", title="Memory and speed")
+    for run in runs:
+        memory = " ".join(f"{size / 2**20:.1f}" for size in run["memory_growth_bytes"])
+        tokens = " ".join(str(count) for count in run["tokens_of_rank"])
+        table.add_row(str(run["ranks"]), tokens, memory, f"{run['tokens_per_s']:,.0f}")
+    table.caption = f"memory: {runs[0]['memory_method']}"
+    return table
+
+
+def _check(console: Console) -> bool:
+    """Run `ringattn check`; true if it found everything exact."""
+    from ringattn.launch.measure.check import main as check
+
+    console.rule("ringattn check")
+    return check([]) == 0
+
+
+def explain(config: TrainConfig, ranks: int) -> Explanation:
+    """What one attention call of the configured run does; planned by threads, nothing is computed."""
+
+    def of_rank(ring: Ring) -> Explanation | None:
+        if ring.rank:
+            return None
+        seq = ring.sequence(config.length_tokens, layout=config.layout)
+        return ring.explain(
+            seq,
+            batch=config.batch,
+            q_heads=config.model.heads,
+            kv_heads=config.model.kv_heads,
+            head_dim=head_dim(config.model),
+            dtype={"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}[config.dtype],
+            causal=True,
+            schedule=config.schedule,
+        )
+
+    explanation = run_ranks(ranks, of_rank)[0]
+    assert explanation is not None
+    return explanation
+
+
+def _write(
+    folder: Path,
+    runs: Sequence[Sequence[dict[str, Any]]],
+    agreements: Sequence[Agreement],
+    explanation: Explanation,
+    good: bool,
+) -> None:
+    from ringattn.launch.pictures.schedule import draw_schedule
+
+    shared, alone = runs[0][0], runs[1][0]
+    titles = {id(run): f"{run['ranks']} process{'es' if run['ranks'] > 1 else ''}" for run in (shared, alone)}
+    summary = {
+        "equal": good,
+        "agreements": [{**agreement._asdict(), "largest": max(agreement.differences)} for agreement in agreements],
+        "runs": [result for run in runs for result in run],
+        "schedule": str(explanation).splitlines(),
+    }
+    write_json(folder / "summary.json", summary)
+    draw_losses(folder / "loss.png", {titles[id(run)]: run["losses"] for run in (alone, shared)}, agreements)
+    bars = [Bars(titles[id(run)], run["replicated_bytes"], run["memory_growth_bytes"]) for run in (alone, shared)]
+    draw_memory(folder / "memory.png", bars, shared["memory_method"])
+    draw_schedule(explanation, folder / "schedule.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""`ringattn train`: train a small language model on sequences that are shared by several ranks.
+
+Starts the ranks as processes, or takes part in place if torchrun has started them, and writes one result.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ringattn.errors import InputError, RingError
+from ringattn.launch.failures import RanksError
+from ringattn.launch.options import help_text
+from ringattn.launch.parent import end_with_parent
+from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.train.alike import locked_folder
+from ringattn.launch.train.batches import load
+from ringattn.launch.train.checkpoint_files import latest
+from ringattn.launch.train.config import TrainConfig, check_sizes, load_train, unreached
+from ringattn.launch.train.memory_switches import check_switches
+from ringattn.launch.train.mesh import agreed_ranks_of_ring, device_type
+
+PURPOSE = """\
+Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
+of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
+With checkpoint_every_steps it goes on where the last run in out_dir stopped, on as many ranks as there are now.
+Example: ringattn train ranks=4 length_tokens=2048 steps=60 layout=zigzag model.layers=2"""
+ENTRY = "ringattn.launch.train.loop:train_rank"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the overrides `argv` (key=value) say. Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_text("train", PURPOSE, TrainConfig))
+        return 0
+    place = place_in_torchrun()
+    try:
+        config = load_train(argv)
+        config = replace(config, ranks=agreed_ranks_of_ring(config.ranks, config.replicas))
+        check_sizes(config)
+        if place is not None and config.restarts:
+            raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
+        if place is None:  # before any rank starts; torchrun's tell each other what one of them alone cannot do
+            check_switches(config, device_type(config.transport))
+            load(config)
+    except RingError as error:
+        print(f"ringattn train: {error}", file=sys.stderr)
+        return 2
+    for warning in unreached(config) if place is None or place.rank == 0 else ():
+        print(f"ringattn train: {warning}", file=sys.stderr)
+    try:
+        result = _run(config)
+    except RingError as error:
+        print(f"ringattn train: {error}", file=sys.stderr)
+        refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
+        return 2 if refused else 1
+    if place is None or place.rank == 0:
+        print(summary(result))
+        print(f"wrote {Path(config.out_dir) / 'result.json'}")
+    return 0
+
+
+def _run(config: TrainConfig) -> dict[str, Any]:
+    assert config.ranks is not None
+    processes = config.ranks * config.replicas
+    if place_in_torchrun() is None:
+        with locked_folder(config.out_dir):  # before any rank starts; then rank 0 has it
+            pass
+    if place_in_torchrun() is not None:
+        end_with_parent(os.getppid())
+    if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
+        # Alone, importing the model's room here costs less than a new process.
+        from ringattn.launch.train.loop import train_rank
+
+        return dict(train_rank({"runs": [asdict(config)], "keeps_result": True})["runs"][0])
+    return _restarted(config, processes)
+
+
+def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
+    """Rank 0's result; where ranks fail, all are started again from the last checkpoint, `restarts` times at most."""
+    for left in range(config.restarts, -1, -1):
+        spec = {"runs": [asdict(config)], "keeps_result": True}
+        try:
+            answers = run_ranks_in_processes(ENTRY, spec, processes, config.timeout_s, config.threads_per_rank)
+            break
+        except RanksError as error:
+            if error.refused or not left:
+                raise
+            saved = latest(Path(config.out_dir))
+            print(f"ringattn train: {error}", file=sys.stderr)
+            print(f"ringattn train: starting again from {saved or 'the first step'}", file=sys.stderr)
+            # What it began from comes before its own checkpoints.
+            config = replace(config, resume="auto") if saved else config
+    return dict(answers[0]["runs"][0])
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What a run came to, in three lines."""
+    memory = " ".join(f"{size / 2**20:.1f}" for size in result["memory_growth_bytes"])
+    losses = [loss for loss in result["losses"] if loss is not None]
+    skipped = len(result["skipped_steps"])
+    return "\n".join(
+        [
+            f"{result['replicas']} x {result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses) + skipped} steps"
+            + (f", {result['first_step']} of them before" if result["first_step"] else "")
+            + (f", {skipped} skipped, which were not finite" if skipped else ""),
+            f"{result['tokens_per_s']:,.0f} tokens/s (median step)",
+            f"memory by rank, MiB: {memory} ({result['memory_method']})",
+        ]
+    )

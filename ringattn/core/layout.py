@@ -1,0 +1,103 @@
+"""Who owns which tokens.
+
+A layout gives every rank a tuple of position runs, its *shard*; the rank keeps the tokens in that order, so the k-th
+row of a shard is the k-th position of its runs. Every position has exactly one owner; counts may be uneven.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ringattn.core.geometry import MOST_TOKENS, Run
+from ringattn.errors import InputError
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
+PURPOSES = ("causal", "full", "window", "dilated")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How `length` tokens lie over `world_size` ranks.
+
+    `cuts` are the document boundaries (0, ..., length) that `per_document` follows, and (0, length) otherwise.
+    Equal fields mean equal shards, so hashing and comparing stay cheap however many runs there are.
+    """
+
+    name: str
+    length: int
+    world_size: int
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def shards(self) -> tuple[tuple[Run, ...], ...]:
+        """The position runs of each rank, in row order; empty runs are left out."""
+        shards: list[list[Run]] = [[] for _ in range(self.world_size)]
+        dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
+        for start, stop in pairwise(self.cuts):
+            if self.name == "striped":
+                runs = [
+                    Run(start + r, len(range(start + r, stop, self.world_size)), self.world_size)
+                    for r in range(self.world_size)
+                ]
+            else:
+                chunks = self.world_size * (1 if self.name == "contiguous" else 2)
+                size, extra = divmod(stop - start, chunks)
+                counts = [size + ((c - dealt) % chunks < extra) for c in range(chunks)]
+                dealt += extra
+                runs = [Run(s, c) for s, c in zip(accumulate(counts, initial=start), counts, strict=False)]
+            for chunk, run in enumerate(runs):
+                if run.count:
+                    mirrored = 2 * self.world_size - 1 - chunk
+                    shards[chunk if chunk < self.world_size else mirrored].append(run)
+        return tuple(map(tuple, shards))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(run.count for run in shard) for shard in self.shards)
+
+    def positions(self, rank: int) -> np.ndarray:
+        """The positions of `rank`'s rows: int64, (counts[rank],)."""
+        runs = [np.arange(run.start, run.stop, run.stride) for run in self.shards[rank]]
+        return np.concatenate(runs) if runs else np.empty(0, np.int64)
+
+    def order(self) -> np.ndarray:
+        """All shards one after another: row i of the concatenation holds position order()[i]. int64, (length,)."""
+        return np.concatenate([self.positions(rank) for rank in range(self.world_size)])
+
+
+def make_layout(
+    name: str,
+    length: int,
+    world_size: int,
+    cu_seqlens: tuple[int, ...] | None = None,
+    purpose: str = "causal",
+) -> Layout:
+    """The layout called `name`, or for "auto" the one that suits `purpose` (one of causal, full, window, dilated).
+
+    `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise.
+    Raises `InputError` for an unknown name or purpose, for per_document without documents, and for more than
+    `MOST_TOKENS`.
+    """
+    if length > MOST_TOKENS:
+        raise InputError(f"{length} tokens: a sequence has at most {MOST_TOKENS} (2^50)")
+    if purpose not in PURPOSES:
+        raise InputError(f"for_={purpose!r} is not known; choose one of {', '.join(PURPOSES)}")
+    if name == "auto":
+        name = (
+            "contiguous"
+            if purpose in ("window", "dilated")
+            else "per_document"
+            if cu_seqlens
+            else ("zigzag" if purpose == "causal" else "contiguous")
+        )
+    if name not in LAYOUTS:
+        raise InputError(f"layout={name!r} is not known; choose auto or one of {', '.join(LAYOUTS)}")
+    if name == "per_document" and cu_seqlens is None:
+        raise InputError("layout='per_document' needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
+    cuts = cu_seqlens if name == "per_document" and cu_seqlens else (0, length)
+    return Layout(name, length, world_size, cuts)

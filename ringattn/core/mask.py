@@ -1,0 +1,128 @@
+"""What pairs meet: a mask is a sum of branches, each a band inside aligned segments.
+
+Full, causal, windows and documents are single branches; branches with different heads sit side by side. A pair that
+two branches allow for the same head counts twice (that is what mixing dilated branches means), so plain masks hold
+disjoint branches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ringattn.core.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, Run
+from ringattn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The pairs (q, k) of equal segment whose distance lies in `band`, for the query heads in `heads` (None: all).
+
+    Part i holds the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
+    one segment or, with `segment`, is cut from its start into segments of so many positions, the last one shorter. Of
+    each segment the positions start + offset, start + offset + dilation, ... take part, as queries and as keys.
+    Distances are counted from the starts of the two segments, which coincide unless K/V is another sequence.
+    """
+
+    bounds: tuple[int, ...]
+    kv_bounds: tuple[int, ...]
+    band: Band = FULL
+    heads: Run | None = None
+    segment: int | None = None
+    dilation: int = 1
+    offset: int = 0
+
+
+class HeadPart(NamedTuple):
+    """K/V heads that always travel together, and the query heads that read them."""
+
+    kv_heads: Run
+    q_heads: Run
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tuple of branches."""
+
+    branches: tuple[Branch, ...]
+
+    def parts(self, q_heads: int, kv_heads: int) -> tuple[HeadPart, ...]:
+        """The K/V heads cut where some branch starts or ends, so that every branch needs a part whole or not at all."""
+        group = q_heads // kv_heads
+        edges = {0, kv_heads}
+        for branch in self.branches:
+            if branch.heads is not None and branch.heads.count:
+                edges |= {branch.heads.start // group, -(-branch.heads.stop // group)}
+        cuts = sorted(edges)
+        return tuple(HeadPart(Run(a, b - a), Run(a * group, (b - a) * group)) for a, b in pairwise(cuts))
+
+
+@dataclass(frozen=True)
+class Banded:
+    """Which pairs meet in ordinary attention; see `make_mask`."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+
+    def mask(
+        self,
+        length: int,
+        kv_length: int,
+        documents: tuple[int, ...] | None,
+        kv_documents: tuple[int, ...] | None,
+        q_heads: int,
+        kv_heads: int,
+    ) -> Mask:
+        """The mask over these sequences, for all heads alike."""
+        return make_mask(
+            length, kv_length, causal=self.causal, window=self.window, documents=documents, kv_documents=kv_documents
+        )
+
+
+def make_mask(
+    length: int,
+    kv_length: int,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: tuple[int, ...] | None = None,
+    kv_documents: tuple[int, ...] | None = None,
+) -> Mask:
+    """The mask of one call. `window` = (left, right) tokens besides the query itself; None or -1 is unbounded.
+
+    Raises `InputError` for a `causal` that is no bool, a window of wrong sign, a right window beside causal, and
+    documents that do not pair.
+    """
+    check_causal(causal)
+    if (documents is None) != (kv_documents is None):
+        raise InputError("either both sequences have documents or neither has")
+    if documents is not None and kv_documents is not None and len(documents) != len(kv_documents):
+        raise InputError(
+            f"documents pair by index: q has {len(documents) - 1} documents and k/v has {len(kv_documents) - 1}"
+        )
+    left, right = _window(window)
+    if causal and right not in (0, UNBOUNDED):
+        raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
+    band = Band(0 if causal else -right, left)
+    return Mask((Branch(documents or (0, length), kv_documents or (0, kv_length), band),))
+
+
+def check_causal(causal: object) -> None:
+    """Raise `InputError` for what is not True or False, such as "no" and a tensor, whose truth is not what is meant."""
+    if not isinstance(causal, bool):
+        raise InputError(f"causal must be True or False, got {causal!r} ({type(causal).__name__})")
+
+
+def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right) with UNBOUNDED for None, -1 and what is longer than any sequence."""
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InputError(f"window={window!r}: expected (left, right) in tokens, with None or -1 for unbounded")
+    sides = []
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
+            raise InputError(f"window {name} side is {side!r}: expected a number of tokens >= 0, or None or -1")
+        sides.append(UNBOUNDED if side is None or side == -1 or side >= MOST_TOKENS else side)
+    return sides[0], sides[1]

@@ -1,0 +1,98 @@
+"""The facts of one attention call, as one hashable value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+from ringattn.core.geometry import UNBOUNDED
+from ringattn.core.layout import Layout
+from ringattn.core.mask import HeadPart, Mask
+from ringattn.errors import InputError, UnsupportedError
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+EIGHT_BIT = ("int8", "float8_e4m3fn")
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call on all ranks.
+
+    `wire_dtype` is what dK and dV travel in; None: the accumulator dtype. `kv_wire_dtype` is what K and V travel in,
+    one of `EIGHT_BIT`; None: their own dtype. `out_wire_dtype` is what partial outputs travel in; None: the accumulator
+    dtype.
+    """
+
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    wire_dtype: str | None = None
+    kv_wire_dtype: str | None = None
+    out_wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` where the facts contradict each other."""
+        if self.dtype not in FLOATS:
+            raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(FLOATS)}")
+        for name, wire in (("dkv_wire_dtype", self.wire_dtype), ("out_wire_dtype", self.out_wire_dtype)):
+            if wire is not None and wire not in FLOATS:
+                raise InputError(f"{name} {wire} is not supported; use one of {', '.join(FLOATS)}")
+        if self.kv_wire_dtype is not None and self.kv_wire_dtype not in EIGHT_BIT:
+            raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
+        if self.kv_wire_dtype is not None and self.dtype == "float64":
+            raise InputError(f"float64 K and V do not travel as {self.kv_wire_dtype}; use kv_wire_dtype=None")
+        for name, size in (("query heads", self.q_heads), ("K/V heads", self.kv_heads), ("head_dim", self.head_dim)):
+            if size < 1:
+                raise InputError(f"{name}: {size}, where attention needs at least 1")
+        if self.q_heads % self.kv_heads:
+            raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
+        if self.q_layout != self.kv_layout and any(
+            branch.band.lo > -UNBOUNDED and branch.band.hi < UNBOUNDED for branch in self.mask.branches
+        ):
+            raise UnsupportedError("a window between two different sequences (kv_seq=) is not supported")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the ring."""
+        return self.q_layout.world_size
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def accumulator_dtype(self) -> str:
+        """The dtype of partials and gradient accumulators."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype that K and V travel in."""
+        return self.kv_wire_dtype or self.dtype
+
+    @cached_property
+    def parts(self) -> tuple[HeadPart, ...]:
+        """K/V heads that travel together (see `Mask.parts`)."""
+        return self.mask.parts(self.q_heads, self.kv_heads)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that differ where any fact differs."""
+        return sha256(repr(self).encode()).digest()
+
+
+def wire_name(option: str, dtype: object, known: tuple[str, ...]) -> str | None:
+    """The name of the dtype (torch's, or its name) that something travels in. Raises `InputError` for one not known."""
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in known:
+        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
+    return name

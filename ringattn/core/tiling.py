@@ -1,0 +1,295 @@
+"""Masks on layouts to tiles: a sorted sweep over segments, for all ranks at once.
+
+Runs are cut at segment borders into *pieces*; pieces of equal segment meet; each meeting is clipped by the band to the
+rows that have a partner. Everything is integer arithmetic on arrays, so that 64 ranks and 64 documents take
+milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.core.geometry import UNBOUNDED, Band, Run, Strip, Tile
+from ringattn.core.layout import Layout
+from ringattn.core.mask import Branch
+from ringattn.core.problem import Problem
+
+Ints = np.ndarray
+"""An int64 array."""
+
+
+class TileTable:
+    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, 14).
+
+    Columns: start, stride, count, first row, row stride of q; the same of k; band lo, hi; first head, heads.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Ints) -> None:
+        """Takes ownership of `columns`."""
+        columns.setflags(write=False)
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Tile]:
+        for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn in self.columns.tolist():
+            q_strip, k_strip = Strip(Run(q, qn, qs), Run(qr, qn, qrs)), Strip(Run(k, kn, ks), Run(kr, kn, krs))
+            yield Tile(q_strip, k_strip, Band(lo, hi), Run(h, hn))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TileTable) and np.array_equal(self.columns, other.columns)
+
+    def __hash__(self) -> int:
+        return hash(self.columns.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TileTable({len(self)} tiles, {self.area()} pairs)"
+
+    @property
+    def k_rows(self) -> Ints:
+        """The first K/V row of each tile."""
+        return self.columns[:, 8]
+
+    def k_runs(self) -> list[Run]:
+        """The K/V rows of each tile."""
+        return [Run(row, count, stride) for count, row, stride in self.columns[:, 7:10].tolist()]
+
+    def area(self) -> int:
+        """Allowed pairs times query heads, summed over the tiles."""
+        return sum(tile.area() for tile in self)
+
+    def with_k_rows(self, rows: Ints, strides: Ints | None = None) -> TileTable:
+        """The same tiles reading K/V from other rows, as far apart as before or `strides`."""
+        columns = self.columns.copy()
+        columns[:, 8] = rows
+        if strides is not None:
+            columns[:, 9] = strides
+        return TileTable(columns)
+
+    def take(self, at: Ints | list[int]) -> TileTable:
+        """The tiles at `at`, indices or booleans."""
+        return TileTable(self.columns[at])
+
+    @staticmethod
+    def together(tables: Iterable[TileTable]) -> TileTable:
+        """The tiles of all tables, in order."""
+        return TileTable(np.concatenate([table.columns for table in tables]))
+
+    def q_runs(self) -> list[Run]:
+        """The query rows of each tile."""
+        return [Run(row, count, stride) for count, row, stride in self.columns[:, 2:5].tolist()]
+
+    def with_single_heads(self) -> TileTable:
+        """The same pairs, with a tile for every query head."""
+        counts = self.columns[:, 13]
+        columns = self.columns.repeat(counts, axis=0)
+        columns[:, 12] += np.arange(len(columns)) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns[:, 13] = 1
+        return TileTable(columns)
+
+    def with_joined_heads(self) -> TileTable:
+        """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
+        columns = self.columns
+        columns = columns[np.lexsort(columns[:, [12, *range(11, -1, -1)]].T)]
+        heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
+        alike = (columns[1:, :12] == columns[:-1, :12]).all(1) & (heads[1:] == end[:-1])
+        first = np.flatnonzero(np.r_[True, ~alike][: len(columns)])
+        found = columns[first]
+        found[:, 13] = end[np.r_[first[1:], len(columns)] - 1] - found[:, 12] if len(first) else 0
+        return TileTable(found)
+
+    @staticmethod
+    def of(tiles: list[Tile]) -> TileTable:
+        """A table of the given tiles."""
+        rows = [
+            (t.q.positions.start, t.q.positions.stride, t.q.positions.count, t.q.rows.start, t.q.rows.stride,
+             t.k.positions.start, t.k.positions.stride, t.k.positions.count, t.k.rows.start, t.k.rows.stride,
+             t.band.lo, t.band.hi, t.heads.start, t.heads.count)
+            for t in tiles
+        ]  # fmt: skip
+        return TileTable(np.array(rows, np.int64).reshape(-1, 14))
+
+
+class Pieces(NamedTuple):
+    """Runs of positions that lie in one segment each: equal-length arrays, ordered by rank and first row."""
+
+    rank: Ints
+    segment: Ints
+    start: Ints
+    stride: Ints
+    size: Ints
+    row: Ints
+    row_stride: Ints
+
+    def take(self, index: Ints) -> Pieces:
+        """The pieces at `index`."""
+        return Pieces(*(column[index] for column in self))
+
+    @property
+    def last(self) -> Ints:
+        """The greatest position of each piece."""
+        return self.start + (self.size - 1) * self.stride
+
+
+@lru_cache(maxsize=256)
+def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
+    """The first positions of the segments, and the length: `bounds`, each part cut again every `segment` positions."""
+    if segment is None:
+        return np.array(bounds, np.int64)
+    starts = [np.arange(start, stop, segment, dtype=np.int64) for start, stop in pairwise(bounds)]
+    return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
+
+
+def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int:
+    """How many pieces `cut` makes before dilation thins them out, found without making them."""
+    runs = np.array([run for shard in layout.shards for run in shard], np.int64).reshape(-1, 3)
+    edges: Ints = np.array(bounds, np.int64)
+    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    step = lengths if segment is None else np.full_like(lengths, segment)
+    segments = np.ones_like(lengths) if segment is None else -(-lengths // segment)
+    before = np.cumsum(segments) - segments
+
+    def segment_at(positions: Ints) -> Ints:
+        part = np.searchsorted(starts, positions, side="right") - 1
+        return before[part] + (positions - starts[part]) // step[part]
+
+    start, count, stride = runs.T
+    return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
+
+
+@lru_cache(maxsize=1024)
+def cut(
+    layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
+) -> Pieces:
+    """What of all shards of `layout` takes part in a branch (see `Branch`), cut at its segments' borders."""
+    runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
+    rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
+    row = np.cumsum(count) - count
+    row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
+    edges = edges_of(bounds, segment)
+    first = np.searchsorted(edges, start, side="right") - 1
+    spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
+    of = np.repeat(np.arange(len(rank)), spans)
+    at = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
+    rank, start, count, stride, row = rank[of], start[of], count[of], stride[of], row[of]
+    begin = np.maximum(0, -((start - edges[at]) // stride))
+    end = np.minimum(count, -((start - edges[at + 1]) // stride))
+    step = np.ones_like(stride)
+    if dilation > 1:
+        begin, step = _kept(edges[at] + offset - start, stride, dilation, begin, end)
+    size = -((begin - end) // step)
+    found = Pieces(rank, at, start + begin * stride, stride * step, size, row + begin, step)
+    return found.take(np.flatnonzero(size > 0))
+
+
+def _kept(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """The indices from `begin` on with index * stride = target modulo dilation: (the first, or `end`, their step)."""
+    common = np.gcd(stride, dilation)
+    step = dilation // common
+    strides = stride.tolist()
+    inverse = {one: pow(one // gcd(one, dilation), -1, dilation // gcd(one, dilation)) for one in set(strides)}
+    turn = np.array([inverse[one] for one in strides], np.int64)
+    residue = target // common % step * turn % step
+    first = begin + (residue - begin) % step
+    return np.where(target % common == 0, np.minimum(first, end), end), step
+
+
+def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
+    """What of a layout takes part in a branch as queries, or as `keys`."""
+    bounds = branch.kv_bounds if keys else branch.bounds
+    return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
+
+
+def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
+    """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
+
+    Ordered by owner, then part. Owners that have nothing for this rank are left out.
+    """
+    found: dict[tuple[int, int], list[TileTable]] = {}
+    for branch in problem.mask.branches:
+        for (owner, part, _), table in branch_tiles(problem, branch, rank, by_segment=False).items():
+            found.setdefault((owner, part), []).append(table)
+    return {key: TileTable.together(found[key]) for key in sorted(found)}
+
+
+def branch_tiles(
+    problem: Problem, branch: Branch, rank: int, by_segment: bool
+) -> dict[tuple[int, int, int], TileTable]:
+    """The tiles of one branch by (owner of the keys, head part, segment); the segment is 0 unless asked for."""
+    owners, segments, columns = _meetings(problem.q_layout, problem.kv_layout, branch, rank)
+    if not len(owners):
+        return {}
+    keys = np.stack([owners, segments * by_segment], axis=1)
+    order = np.lexsort(keys.T[::-1])
+    keys, columns = keys[order], columns[order]
+    edges = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
+    groups = list(zip(keys[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True))
+    found = {}
+    for index, part in enumerate(problem.parts):
+        heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
+        for (owner, segment), block in groups if heads.count else ():
+            block = block.copy()
+            block[:, 12], block[:, 13] = heads.start, heads.count
+            found[owner, index, segment] = TileTable(block)
+    return found
+
+
+def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
+    """Where `rank`'s query pieces meet key pieces: (owners (n,), segments (n,), tile columns (n, 14)), by owner."""
+    q, k = pieces_of(q_layout, branch, keys=False), pieces_of(kv_layout, branch, keys=True)
+    q = q.take(np.flatnonzero(q.rank == rank))
+    q = q.take(np.argsort(q.segment, kind="stable"))
+    first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
+    meets = (first[1:] - first[:-1])[k.segment]
+    ki = np.repeat(np.arange(len(k.rank)), meets)
+    qi = np.arange(len(ki)) - np.repeat(np.cumsum(meets) - meets - first[k.segment], meets)
+    q, k = q.take(qi), k.take(ki)
+    lo, hi = band_of(branch, k.segment)
+
+    k_first, k_end = partners(k, q.start, q.last, lo, hi)
+    k_start, k_last = k.start + k_first * k.stride, k.start + (k_end - 1) * k.stride
+    q_first = np.maximum(0, -((q.start - k_start - lo) // q.stride))
+    q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
+    one = np.ones_like(lo)
+    columns = np.stack(
+        [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
+         k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one],
+        axis=1)  # fmt: skip
+    keep = k_end > k_first
+    return k.rank[keep], k.segment[keep], columns[keep]
+
+
+def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
+    """The bounds (lo, hi) of q - k for pieces of the given segments, in positions."""
+    starts, kv_starts = (edges_of(bounds, branch.segment)[:-1] for bounds in (branch.bounds, branch.kv_bounds))
+    shift = (starts - kv_starts)[segment]
+    return shift + branch.band.lo, shift + branch.band.hi
+
+
+def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """The keys that some query needs: indices (first, end) into each key piece; nothing where end <= first.
+
+    Queries run from `q_start` to `q_last` with the key piece's own stride (any stride where the band is one-sided).
+    All arrays broadcast against each other.
+    """
+    uniform = k.stride.size > 0 and bool((k.stride == k.stride.flat[0]).all())
+    stride = int(k.stride.flat[0]) if uniform else k.stride  # dividing by one number is several times faster
+    shape = np.broadcast_shapes(k.start.shape, q_start.shape)
+    first = np.zeros(shape, np.int64)
+    if (hi < UNBOUNDED // 2).any():
+        first = np.maximum(0, -((k.start + hi - q_start) // stride))
+    end = np.minimum(k.size, (q_last - (k.start + lo)) // stride + 1)
+    if (hi - lo + 1 < k.stride).any():
+        # A band narrower than the stride may pass between two positions.
+        offset = (q_start - k.start) % stride
+        end = np.where(-((offset - lo) // stride) <= (hi - offset) // stride, end, first)
+    return first, end

@@ -1,0 +1,1 @@
+"""Attention as `torch.nn` modules, and the projections and rotations inside them."""

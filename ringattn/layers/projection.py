@@ -1,0 +1,302 @@
+"""Projects tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
+
+Keys and values can be made first and straight into a message, so that an exchange runs while the queries are made.
+Guarantees: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
+*global* positions, so any layout is right; every backend is differentiable, once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from math import log2
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.errors import InputError
+from ringattn.layers.rotary import Rope, Rotation, rotate
+
+Backend = Literal["auto", "plain", "epilogue", "fused"]
+BACKENDS = ("auto", "plain", "epilogue", "fused")
+
+TABLE = "measured_projections.json"
+
+
+class MeasuredProjection(NamedTuple):
+    """One backend making q, k and v of `tokens` tokens, with norms and rotation, on one GPU.
+
+    `device`: the name that the driver gives it. `dtype`: of the inputs, such as bfloat16. `model`: elements of a token;
+    `columns`: of q, k and v together. `commit`: of this project.
+    """
+
+    device: str
+    dtype: str
+    model: int
+    columns: int
+    tokens: int
+    backend: Backend
+    forward_us: float
+    backward_us: float
+    commit: str
+
+
+@cache
+def measured_projections() -> tuple[MeasuredProjection, ...]:
+    """What a benchmark measured. Raises TypeError where a row does not have exactly the fields of a measurement."""
+    rows = json.loads(files("ringattn").joinpath(TABLE).read_text(encoding="utf-8"))
+    return tuple(MeasuredProjection(**row) for row in rows)
+
+
+def project_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rope: Rope | None = None,
+    positions: Tensor | None = None,
+    length: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) of x (batch, tokens, model).
+
+    `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, queries first, then keys, then values;
+    `bias`: its rows, or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of each head, before the
+    rotation. `positions`: (tokens,) global positions, with `rope`; with XPos also the `length` of the whole sequence in
+    tokens. Raises `InputError` for sizes that do not fit, and like `Rope.turns`.
+    """
+    if (rope is None) != (positions is None):
+        raise InputError("rope and positions come together: give both, or neither")
+    q_turn, k_turn = None, None
+    if rope is not None and positions is not None:
+        q_turn, k_turn = rope.turns(positions, head_dim, stored_dtype(x), length)
+    spec = _Spec(head_dim, heads, kv_heads, norm_eps, q_turn, k_turn)
+    q, k, v = _project(x, weight, bias, q_norm, k_norm, spec, backend)
+    return q, k, v
+
+
+def project_q(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head_dim: int,
+    *,
+    norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    turn: Rotation | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The queries' part of `project_qkv`: `weight` (heads * head_dim, model)."""
+    spec = _Spec(head_dim, weight.shape[0] // head_dim, 0, norm_eps, turn, turn)
+    return _project(x, weight, bias, norm, None, spec, backend)[0]
+
+
+def project_kv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head_dim: int,
+    *,
+    norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    turn: Rotation | None = None,
+    rows: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The keys' and values' part of `project_qkv`: `weight` (2 * kv_heads * head_dim, model), keys first.
+
+    `rows`: (kept,) int64, the tokens of x to project; `turn` is then of these. `into`: where K and V are written, two
+    row-first views (rows, batch, kv_heads, head_dim) of x's dtype, of any strides but the last, which is 1. The
+    returned tensors are then views of them, (batch, rows, kv_heads, head_dim); who writes there again before the
+    backward pass spoils nothing of this function.
+    """
+    spec = _Spec(head_dim, 0, weight.shape[0] // head_dim // 2, norm_eps, turn, turn, rows, into)
+    k, v = _project(x, weight, bias, None, norm, spec, backend)
+    return k, v
+
+
+def stored_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of what is projected from x: its own, or that of autocast."""
+    return torch.get_autocast_dtype(x.device.type) if _is_cast(x) else x.dtype
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast casts x: float64 stays, as in torch's own layers."""
+    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
+    """What "auto" means for x (batch, tokens, model) and a projection to so many columns.
+
+    The faster of the backends measured at the nearest sizes (by their ratios) that two of them share, for this device
+    and dtype; "epilogue" where none were.
+    """
+    if x.device.type != "cuda" or x.dtype == torch.float64 or head_dim % 2 or find_spec("triton") is None:
+        return "plain"
+    here = torch.cuda.get_device_name(x.device), str(x.dtype).removeprefix("torch.")
+    contests: dict[tuple[int, int, int], list[MeasuredProjection]] = {}
+    for row in measured_projections():
+        if (row.device, row.dtype) == here:
+            contests.setdefault((row.model, row.columns, row.tokens), []).append(row)
+    sizes = x.shape[2], columns, max(1, x.shape[0] * x.shape[1])
+
+    def distance(at: tuple[int, int, int]) -> float:
+        return sum(abs(log2(measured / size)) for measured, size in zip(at, sizes, strict=True))
+
+    nearest = min((at for at, rows in contests.items() if len(rows) > 1), key=distance, default=None)
+    if nearest is None:
+        return "epilogue"
+    return min(contests[nearest], key=lambda row: row.forward_us + row.backward_us).backend
+
+
+class _Spec(NamedTuple):
+    """What is not differentiated of a projection. 0 `heads` leaves the queries out, 0 `kv_heads` keys and values."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    eps: float
+    q_turn: Rotation | None
+    k_turn: Rotation | None
+    rows: Tensor | None = None
+    into: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def tokens(self, x: Tensor) -> int:
+        """How many tokens of x to project."""
+        return x.shape[1] if self.rows is None else len(self.rows)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The tokens of x to project."""
+        return x if self.rows is None else x.index_select(1, self.rows)
+
+    def places(self) -> tuple[Tensor, ...]:
+        """The memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
+        # No views: these share a version with their whole message, and autograd refuses what was changed beside them.
+        views = [view.transpose(0, 1) for view in self.into or ()]
+        return tuple(
+            view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+            for view in views
+        )
+
+
+def _project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    spec: _Spec,
+    backend: Backend,
+) -> tuple[Tensor, ...]:
+    """q, k and v, or those of them that `spec` wants."""
+    check_projection(x, weight, bias, (q_norm, k_norm), spec.columns, spec.head_dim, backend)
+    if _is_cast(x):
+        dtype = stored_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check_places(x, spec)
+    if backend == "auto":
+        backend = backend_for(x, spec.columns, spec.head_dim)
+    if backend == "plain":
+        return _plain(x, weight, bias, q_norm, k_norm, spec)
+    from ringattn.layers.projection_kernels import KernelProjection
+
+    return KernelProjection.apply(x, weight, bias, q_norm, k_norm, spec, backend)
+
+
+def check_projection(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norms: Sequence[Tensor | None],
+    columns: int,
+    head_dim: int,
+    backend: str,
+) -> None:
+    """Raise `InputError` unless x can be projected to so many columns. Dtypes need not be alike under autocast."""
+    if x.dim() != 3 or weight.shape != (columns, x.shape[2]):
+        raise InputError(
+            f"x must be (batch, tokens, model), got {tuple(x.shape)}; {columns // head_dim} heads of {head_dim}, "
+            f"keys' and values' counted each, need a weight ({columns}, model), got {tuple(weight.shape)}"
+        )
+    alike = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    if not alike and not _is_cast(x):
+        raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; they and the bias must be alike")
+    if bias is not None and bias.shape != (columns,):
+        raise InputError(f"bias must have the weight's {columns} rows, got {tuple(bias.shape)}")
+    for norm in norms:
+        if norm is not None and norm.shape != (head_dim,):
+            raise InputError(f"a norm's weight must have shape ({head_dim},), got {tuple(norm.shape)}")
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if backend in ("epilogue", "fused") and (x.dtype == torch.float64 or head_dim % 2):
+        raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
+
+
+def _check_places(x: Tensor, spec: _Spec) -> None:
+    """Raise `InputError` unless the rotation and the places fit the tokens of x."""
+    turn = spec.k_turn
+    if turn is not None and turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
+        raise InputError(
+            f"{spec.tokens(x)} tokens with heads of {spec.head_dim} need a rotation of shape "
+            f"({spec.tokens(x)}, {spec.head_dim // 2}), got {tuple(turn.cos.shape)}"
+        )
+    place = (spec.tokens(x), x.shape[0], spec.kv_heads, spec.head_dim)
+    for view in spec.into or ():
+        if view.shape != place or view.dtype != x.dtype or view.stride(3) != 1:
+            raise InputError(
+                f"into must be two {place} views of {x.dtype} with a contiguous last dimension, "
+                f"got {tuple(view.shape)}, {view.dtype}, strides {view.stride()}"
+            )
+
+
+def _plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
+) -> tuple[Tensor, ...]:
+    """The reference, in plain torch."""
+    raw = F.linear(spec.kept(x), weight, bias).unflatten(-1, (-1, spec.head_dim))
+    q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
+    q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)
+    if spec.into is not None:
+        k, v = (_Put.apply(heads, place) for heads, place in zip((k, v), spec.places(), strict=True))
+    return (q, k, v)[0 if spec.heads else 1 : 3 if spec.kv_heads else 1]
+
+
+def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | None) -> Tensor:
+    """Heads (batch, tokens, heads, head_dim), normalized and rotated."""
+    wide = heads.to(accumulator_dtype(heads.dtype))
+    if norm is not None:
+        wide = F.rms_norm(wide, heads.shape[3:], norm.to(wide.dtype), eps)
+    if turn is not None:
+        wide = rotate(wide, *turn)
+    return wide.to(heads.dtype)
+
+
+class _Put(torch.autograd.Function):
+    """Copy heads to their place and hand it out as if it were they."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, place: Tensor) -> Tensor:
+        ctx.mark_dirty(place)
+        return place.copy_(heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,102 @@
+"""Rotary positions: the angles of tokens at global positions, their decay (XPos), and the rotation itself.
+
+Guarantees: angles are exact to the rounding of their dtype at any position; scores then depend on distances only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.errors import InputError
+
+XPOS_GAMMA = 0.4
+"""The paper's; it keeps the fastest fading element pair from vanishing at once."""
+
+
+class Rope(NamedTuple):
+    """Rotary positions (RoFormer, arXiv:2104.09864), with XPos (arXiv:2212.10554) where there is an `xpos_scale`.
+
+    `style`: "neox" rotates the halves of a head against each other, "interleaved" its even and odd elements.
+    `xpos_scale`: tokens. Scores of element pair j fade by zeta_j ** (distance / xpos_scale), zeta_j = (2j / head_dim +
+    0.4) / 1.4; for causal attention, because they grow towards later keys. The paper's is 512.
+    """
+
+    style: str = "neox"
+    base: float = 10_000.0
+    xpos_scale: float | None = None
+
+    def check(self, head_dim: int) -> None:
+        """Raise `InputError` unless style and scale are known and heads of `head_dim` elements can rotate."""
+        if self.style not in ("neox", "interleaved"):
+            raise InputError(f"rope style {self.style!r} is not known; use neox or interleaved")
+        if head_dim % 2:
+            raise InputError(f"rotary positions need an even head_dim, got {head_dim}")
+        scale = self.xpos_scale
+        if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+            raise InputError(f"xpos_scale must be a positive number of tokens or None, got {scale!r}")
+
+    def turns(
+        self, positions: Tensor, head_dim: int, dtype: torch.dtype, length: int | None = None
+    ) -> tuple[Rotation, Rotation]:
+        """The rotations of queries and of keys at global `positions`, (tokens,) integers.
+
+        `dtype`: what queries and keys are stored in; the rotations are in its accumulator dtype. The two are one where
+        there is no XPos. With it a query's holds the factors zeta_j ** ((position - center) / xpos_scale) and a key's
+        their inverses; the center is that of the `length` tokens of the whole sequence, and cancels in scores.
+        Raises `InputError` like `check`, where XPos is not given a length, and where its factors would overflow.
+        """
+        self.check(head_dim)
+        wide, interleaved = accumulator_dtype(dtype), self.style == "interleaved"
+        if self.xpos_scale is None:
+            turn = rotation(positions, head_dim, self.base, wide, interleaved)
+            return turn, turn
+        if length is None:
+            raise InputError("XPos is centered in the whole sequence: give its length in tokens")
+        center = (length - 1) / 2
+        bits = 10 if dtype == torch.float16 else 60  # float16 overflows at 2**16, and queries and keys are not all 1
+        needed = center * math.log2((1 + XPOS_GAMMA) / XPOS_GAMMA) / bits
+        if self.xpos_scale < needed:
+            raise InputError(
+                f"xpos_scale={self.xpos_scale:g} lets factors of {length} tokens leave 2**-{bits} .. 2**{bits}, the "
+                f"range for {dtype}; use an xpos_scale of at least {math.ceil(needed)}"
+            )
+        cos, sin, _ = rotation(positions, head_dim, self.base, torch.float64, interleaved)
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+        zeta = (pairs + XPOS_GAMMA) / (1 + XPOS_GAMMA)
+        fade = zeta ** ((positions.to(torch.float64)[:, None] - center) / self.xpos_scale)
+
+        def scaled(factor: Tensor) -> Rotation:
+            return Rotation((cos * factor).to(wide), (sin * factor).to(wide), interleaved)
+
+        return scaled(fade), scaled(1 / fade)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary angles, times any factors, each (tokens, head_dim / 2), and their style."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+def rotation(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, interleaved: bool = False) -> Rotation:
+    """The rotation of tokens at global `positions`, (tokens,) integers, in `dtype`.
+
+    Angles are taken in float64: at a million tokens a float32 angle is off by 0.03.
+    """
+    inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    angles = positions.to(torch.float64)[:, None] * inverse
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate each head of x (batch, tokens, heads, head_dim), in the dtype of `cos`; returns x's dtype."""
+    wide, cos, sin = x.to(cos.dtype), cos[:, None], sin[:, None]
+    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    return (torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Runs plans: the executor, its buffers and messages, and what a rank keeps between calls."""

@@ -1,0 +1,105 @@
+"""The arithmetic of a pass: what the executor asks for, on one call's tensors by its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Sizes
+from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.runtime.records import LocalTensors, PackedBuffer, Rows
+from ringattn.schedule.ops import Kind
+
+
+class ForwardArithmetic:
+    """Own queries into `state`. Tensors are row-first, (rows, batch, heads, dim)."""
+
+    def __init__(
+        self, engine: Engine, works: Sequence[Any], q: Tensor, local: LocalTensors, sinks: Tensor | None
+    ) -> None:
+        """`local`: the own K and V."""
+        self.engine, self.q = engine, q
+        self.value_dim = local.values[1].x.shape[3]
+        self.state = engine.begin(works, q, self.value_dim, sinks)
+        self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
+        if self.state.out.carried is not None:
+            self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
+
+    def attend(self, kv: KV, _: KV | None, work: Any) -> None:
+        """Into the state."""
+        self.engine.attend(self.q, kv, self.state, work)
+
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
+        """As `attend`, into a state of its own, which is handed out."""
+        q, out = _only(received[Kind.Q]).x, _only(received[Kind.OUT])
+        state = self.engine.begin([work], q, self.value_dim, None)
+        self.engine.attend(q, _keys(received[Kind.KV]), state, work)
+        assert state.out.carried is not None
+        out.x.copy_(state.out.carried)
+        out.scalars[0].copy_(_row_first(state.lse))
+
+
+class BackwardArithmetic:
+    """Gradients of own queries into `dq`, of own keys and values into the local DKV."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        works: Sequence[Any],
+        q: Tensor,
+        local: LocalTensors,
+        seed: BackwardInputs,
+        grads: LocalTensors,
+    ) -> None:
+        """`local`: the own K and V; `grads`: the accumulators of their gradients."""
+        self.engine, self.q, self.seed = engine, q, seed
+        self.value_dim = seed.dout.shape[3]
+        self.dq: Output = engine.begin_grad(works, q, self.value_dim)
+        scalars = _row_first(seed.lse), _row_first(seed.delta)
+        grad_out = LocalTensors(seed.dout, scalars=scalars)
+        self.local = {Kind.Q: LocalTensors(q), Kind.KV: local, Kind.GRAD_OUT: grad_out, Kind.DKV: grads}
+        if self.dq.carried is not None:
+            self.local[Kind.DQ] = LocalTensors(self.dq.carried)
+
+    def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
+        """Into dq and dkv."""
+        assert dkv is not None
+        self.engine.attend_grad(self.q, kv, self.seed, self.dq, dkv, work)
+
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
+        """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""
+        q, came, dq = (_only(received[kind]) for kind in (Kind.Q, Kind.GRAD_OUT, Kind.DQ))
+        dout, (lse, delta) = came.x.contiguous(), (one.permute(1, 2, 0).contiguous() for one in came.scalars)
+        seed = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
+        into = self.engine.begin_grad([work], q.x, self.value_dim)
+        self.engine.attend_grad(q.x, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), work)
+        assert into.carried is not None
+        dq.x.copy_(into.carried)
+
+
+def serving_bytes(sizes: Sizes, backward: bool) -> int:
+    """What `attend_received` holds beside the engine's call: a state; backward its inputs' copies, zeros and dQ."""
+    rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
+    if not backward:
+        return rows * (sizes.value_dim + 1) * item
+    return rows * (2 * sizes.value_dim * sizes.dtype.itemsize + (sizes.head_dim + 3) * item)
+
+
+def _row_first(x: Tensor) -> Tensor:
+    """(batch, heads, rows) as (rows, batch, heads)."""
+    return x.permute(2, 0, 1)
+
+
+def _only(records: PackedBuffer) -> Rows:
+    """The only value of records with one head."""
+    ((value,),) = records.parts.values()
+    return value
+
+
+def _keys(records: PackedBuffer) -> KV:
+    """K and V of records with one head."""
+    ((k, v),) = records.parts.values()
+    return KV(k.x, v.x)

@@ -1,0 +1,310 @@
+"""Runs a plan, forward and backward alike: wait, pack, exchange, compute, and nothing else.
+
+A step's messages travel while its work runs; the next step begins when they have arrived. All memory is bound before
+the pass, so a pass allocates nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.core.geometry import Run
+from ringattn.engine.base import KV, Engine, Sizes, Softmax
+from ringattn.observe.shortage import is_shortage, told
+from ringattn.planner.plan import (
+    LOCAL,
+    Add,
+    AttendOp,
+    AttendReceivedOp,
+    Plan,
+    PlanStep,
+    record_elements,
+    record_layout_of,
+)
+from ringattn.runtime.arithmetic import serving_bytes
+from ringattn.runtime.pass_profiler import PROJECT, PassProfiler
+from ringattn.runtime.pool import Pool
+from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, add, from_row, pack
+from ringattn.schedule.content import Part, size
+from ringattn.schedule.ops import Kind
+from ringattn.transport.base import Hop, Message, Ticket, Transport
+
+
+@dataclass
+class Counters:
+    """What has been sent since the last reset: payload of copies, no control traffic."""
+
+    passes: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+
+
+class Arithmetic(Protocol):
+    """What is computed in a pass, on the rank's own tensors; `work` is what the engine has prepared."""
+
+    @property
+    def local(self) -> Mapping[Kind, LocalTensors]:
+        """By kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others add to them."""
+        ...
+
+    def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
+        """The own queries with some keys and values; backward adds to their gradients `dkv`."""
+        ...
+
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
+        """The queries that came with the keys that came, all with one head; fills OUT, or DQ and adds to DKV."""
+        ...
+
+
+class _Bound(NamedTuple):
+    """What a pass needs besides its tensors."""
+
+    pool_bytes: int
+    buffers: list[PackedBuffer]
+    hops: list[Hop | None]
+
+
+class Executor:
+    """A plan with its tiles prepared for an engine. Reusable; one pass at a time."""
+
+    def __init__(self, plan: Plan, engine: Engine, softmax: Softmax) -> None:
+        """Prepares the tiles of every attention update once."""
+        self.plan, self.engine = plan, engine
+        items = [item for step in plan.steps for item in step.work]
+        updates = [item for item in items if isinstance(item, AttendOp)]
+        rows = plan.problem.q_layout.counts[plan.rank]
+        merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
+        steps = [tuple(attend.tiles) for attend in updates]
+        self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged)
+        self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
+        for item in items:
+            if isinstance(item, AttendReceivedOp):
+                rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
+                (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
+        self._bound: _Bound | None = None
+        self._begun = False
+        self.step: int | None = None
+        """The plan step that is running."""
+        self._ticket: Ticket | None = None
+        self._watch: PassProfiler | None = None
+
+    def workspace_bytes(self) -> int:
+        """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
+        problem, plan, most = self.plan.problem, self.plan, 0
+        dims = problem.head_dim, problem.value_dim, TORCH_DTYPE[problem.dtype]
+        own = Sizes(problem.q_layout.counts[plan.rank], problem.batch, problem.q_heads, *dims)
+        for item in (item for step in plan.steps for item in step.work):
+            if isinstance(item, Add):
+                continue
+            sizes, held, received = own, 0, isinstance(item, AttendReceivedOp)
+            if isinstance(item, AttendReceivedOp):
+                sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
+                held = serving_bytes(sizes, plan.backward)
+            # The delta of received rows arrives as a gradient of its lse, see `arithmetic`.
+            dlse = plan.backward and received
+            called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
+            most = max(most, held + called)
+        return most
+
+    @property
+    def begins_with_keys(self) -> bool:
+        """Whether there is a first step that sends only K and V, so that a pass can begin before there are queries."""
+        if not self.plan.steps:
+            return False
+        packs = self.plan.steps[0].packs
+        return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
+
+    def begin(
+        self,
+        transport: Transport,
+        pool: Pool,
+        make: Callable[[KV | None], LocalTensors],
+        watch: PassProfiler | None = None,
+    ) -> LocalTensors:
+        """Begin a pass early: its first messages leave with the own K and V that `make` gives, and `run` goes on.
+
+        `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
+        in it as they are; there it must write them. Else it gets None, and they are copied. Only for a plan that
+        `begins_with_keys`.
+        """
+        pool.begin_pass(self.plan.arena_bytes)
+        self._watch = watch
+        try:
+            if watch is not None:
+                watch.begin(PROJECT)
+            message = self._own_message()
+            buffers = self._buffers(transport, pool)
+            local = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
+            self._depart(0, {Kind.KV: local}, filled=message)
+            if watch is not None:
+                watch.project()
+        except BaseException:
+            self._end_pass(pool)
+            raise
+        self._begun = True
+        return local
+
+    def run(
+        self,
+        transport: Transport,
+        pool: Pool,
+        counters: Counters,
+        arithmetic: Arithmetic,
+        kept: Tensor | None = None,
+        keep: bool = False,
+        watch: PassProfiler | None = None,
+    ) -> Tensor | None:
+        """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind.
+
+        `watch` is told what the pass does now; a pass that has begun goes on with the watch it began with.
+        """
+        begun, self._begun = self._begun, False
+        if not begun:
+            pool.begin_pass(self.plan.arena_bytes)
+            self._watch = watch
+        watch = self._watch
+        try:
+            if watch is not None:
+                (watch.resume if begun else watch.begin)()
+            local, buffers = arithmetic.local, self._buffers(transport, pool)
+            held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
+            if kept is not None:
+                for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
+                    flat.copy_(part)
+
+            def place(buffer: int, kind: Kind) -> BufferRef:
+                return local[kind] if buffer == LOCAL else buffers[buffer]
+
+            for number, step in enumerate(self.plan.steps):
+                if number or not begun:
+                    self._depart(number, local)
+                for buffer in step.zeros:
+                    buffers[buffer].flat.zero_()
+                for restore in step.restores:
+                    pack(buffers[restore.source], buffers[restore.into])
+                for item in step.work:
+                    if isinstance(item, Add):
+                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
+                    elif isinstance(item, AttendReceivedOp):
+                        served = (item.q, item.kv, item.result, item.seed, item.dkv)
+                        received = {self.plan.buffers[one].kind: buffers[one] for one in served if one != LOCAL}
+                        arithmetic.attend_received(received, self._work_of[id(item)])
+                    else:
+                        kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
+                        if self.plan.backward:
+                            dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
+                        arithmetic.attend(kv, dkv, self._work_of[id(item)])
+            self._arrive()
+            kept = torch.cat(held) if keep and held else None
+            if watch is not None:
+                watch.done()
+        finally:
+            self._end_pass(pool)
+        counters.passes += 1
+        counters.messages += self.plan.messages
+        counters.bytes_sent += self.plan.bytes_sent
+        return kept
+
+    @contextmanager
+    def accounted(self, pool: Pool) -> Iterator[None]:
+        """Where memory runs out inside, raises `OutOfMemoryError` with what the pass held and what to change."""
+        self.step = None
+        try:
+            yield
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            raise told(error, self.plan, self.step, self.workspace_bytes(), pool.nbytes) from error
+
+    def unbind(self) -> None:
+        """Let go of the pool's memory; the next pass binds anew."""
+        self._bound = None
+
+    def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
+        """Keys and values that an attention update reads; in a fused buffer every row is there for all heads."""
+        kv = from_row(place.part(item.heads), row, step)
+        if item.owner is not None:
+            return kv
+        heads = self.plan.problem.kv_heads
+        return KV(kv.k.expand(-1, -1, heads, -1), kv.v.expand(-1, -1, heads, -1))
+
+    def _depart(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
+        """Wait for what travels, pack the step's messages but the `filled` one, and let them go."""
+        self.step = number
+        self._arrive()
+        assert self._bound is not None
+        buffers = self._bound.buffers
+        for gather in self.plan.steps[number].packs:
+            if gather.into != filled:
+                own = gather.source == LOCAL
+                source = local[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
+                pack(source, buffers[gather.into])
+        hop = self._bound.hops[number]
+        if self._watch is not None:
+            self._ticket = self._watch.depart(number, hop)
+        else:
+            self._ticket = hop.start() if hop is not None else None
+
+    def _arrive(self) -> None:
+        """Wait for what travels."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            ticket.wait()
+
+    def _end_pass(self, pool: Pool) -> None:
+        pool.end_pass()
+        if self._watch is not None:
+            self._watch.leave()
+            self._watch = None
+
+    def _own_message(self) -> int | None:
+        """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""
+        problem = self.plan.problem
+        rows = Run(0, problem.kv_layout.counts[self.plan.rank])
+        whole = (Part(Run(0, problem.kv_heads), (rows,)),)
+        for gather in self.plan.steps[0].packs:
+            into = self.plan.buffers[gather.into]
+            is_own_kv = gather.source == LOCAL and into.kind is Kind.KV
+            if is_own_kv and into.content == whole and into.dtype == problem.dtype:
+                return gather.into
+        return None
+
+    def _buffers(self, transport: Transport, pool: Pool) -> list[PackedBuffer]:
+        """The plan's buffers, bound to the pool's memory."""
+        if self._bound is None or self._bound.pool_bytes != pool.nbytes:
+            with torch.inference_mode(False):  # these views attend_received training steps too
+                self._bound = self._bind(transport, pool)
+        return self._bound.buffers
+
+    def _bind(self, transport: Transport, pool: Pool) -> _Bound:
+        """The plan's buffers as views of the pool, and its hops over them; made again only when the pool has grown."""
+        problem, buffers = self.plan.problem, list[PackedBuffer]()
+        for buffer in self.plan.buffers:
+            form, dtype = record_layout_of(problem, buffer.kind, buffer.dtype), TORCH_DTYPE[buffer.dtype]
+            record = record_elements(problem, buffer.dtype, buffer.kind)
+            count = size(buffer.content) * record
+            if buffer.inside is None:
+                flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if form.scalars else dtype)
+            else:
+                first = buffer.inside.row * record
+                flat = buffers[buffer.inside.buffer].flat[first : first + count]
+            buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
+        hops = [
+            transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
+            for step in self.plan.steps
+        ]
+        return _Bound(pool.nbytes, buffers, hops)
+
+    def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
+        where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
+        sends = [
+            Message(send.peer, buffers[send.buffer].flat[send.first : send.first + send.elements], where + send.label)
+            for send in step.sends
+        ]
+        return sends, [Message(recv.peer, buffers[recv.buffer].flat, where + recv.label) for recv in step.recvs]

@@ -1,0 +1,206 @@
+"""Packed records: how a content lies in a flat buffer, and the copies into and out of it.
+
+Wire order has head part after part, in each rows outermost, then batches, heads, and the values beside each other, as
+K and V; padding and scalars follow, as the scales of eight bits or the lse of an output (see `plan.RecordLayout`).
+Every view is row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and
+restoring without a kernel, and merging.
+Guarantees: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every
+reader of a block restores the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.core.geometry import Run
+from ringattn.core.problem import EIGHT_BIT, FLOATS
+from ringattn.engine.base import KV
+from ringattn.engine.softmax_state import merge_
+from ringattn.planner.plan import RecordLayout
+from ringattn.runtime import packing
+from ringattn.schedule.content import Content, Part, Spot
+
+TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: division is defined for zeros and accurate for tiny values."""
+
+
+class Rows(NamedTuple):
+    """One of a record's values for some rows: x (rows, batch, heads, dim), with its scalars, (rows, batch, heads) each.
+
+    In eight bits x are codes, and their only scalar is the scale.
+    """
+
+    x: Tensor
+    scalars: tuple[Tensor, ...] = ()
+
+    def take(self, at: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.x[at], tuple(one[at] for one in self.scalars))
+
+    @property
+    def coded(self) -> bool:
+        """Whether x are codes of eight bits."""
+        return self.x.dtype in LARGEST
+
+
+class PackedBuffer:
+    """A buffer's flat tensor with views of the values of each head part of its content."""
+
+    def __init__(self, flat: Tensor, content: Content, batch: int, form: RecordLayout, dtype: torch.dtype) -> None:
+        """`flat`: contiguous, as many elements as the content has records; bytes where they have scalars."""
+        self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
+        self.lists: dict[Any, Tensor] = {}
+        """Kept by `ringattn.runtime.packing`."""
+        self.parts: dict[Run, tuple[Rows, ...]] = {}
+        records = sum(part.row_count * part.heads.count for part in content) * batch
+        width = flat.numel() // records if records else 0
+        at = 0
+        for part in content:
+            count = part.row_count * batch * part.heads.count * width
+            block = flat[at : at + count].view(part.row_count, batch, part.heads.count, width)
+            self.parts[part.heads] = _values(block, form, dtype)
+            at += count
+
+    def part(self, heads: Run) -> KV:
+        """K and V of one head part."""
+        k, v = self.parts[heads]
+        return KV(k.x, v.x, heads.start)
+
+    def flattened(self) -> tuple[Rows, ...]:
+        """All values as rows of one head, (rows times heads, batch, 1, dim). Only where every part has one head."""
+        rows = sum(part.row_count for part in self.content)
+        return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
+
+    def spots(self, part: Part) -> Iterator[list[Spot]]:
+        """Where the rows of a part lie here, run by run."""
+        return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
+
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+        """The values of some packed rows of one head part."""
+        return tuple(one.take(slice(packed.start, packed.stop, packed.stride)) for one in self.parts[heads])
+
+
+def _values(block: Tensor, form: RecordLayout, dtype: torch.dtype) -> tuple[Rows, ...]:
+    """The values in records (rows, batch, heads, width), with their scalars."""
+    values = block if not form.scalars else block[..., : sum(form.dims) * dtype.itemsize].view(dtype)
+    xs = values.split(form.dims, -1)
+    if not form.scalars:
+        return tuple(map(Rows, xs))
+    scalars = block.view(TORCH_DTYPE[form.scalar_dtype])[..., -len(xs) * form.scalars :].unbind(-1)
+    return tuple(Rows(x, scalars[n * form.scalars : (n + 1) * form.scalars]) for n, x in enumerate(xs))
+
+
+class LocalTensors:
+    """The rank's own tensors of one kind, row-first views of the caller's, addressed like `PackedBuffer`."""
+
+    def __init__(self, *values: Tensor, scalars: Sequence[Tensor] = ()) -> None:
+        """`values`: (rows, batch, heads, dim) each, as K and V; `scalars`: (rows, batch, heads) each, of one value."""
+        self.values = tuple(Rows(x, tuple(scalars)) for x in values)
+
+    def part(self, heads: Run) -> KV:
+        """All rows of K and V of some heads."""
+        k, v = (one.x[:, :, heads.start : heads.stop] for one in self.values)
+        return KV(k, v, heads.start)
+
+    def spots(self, part: Part) -> Iterator[list[Spot]]:
+        """Where the rows of a part lie here, run by run: where they say."""
+        return ([Spot(Run(0, run.count), run)] for run in part.rows)
+
+    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+        """The values of some rows and heads."""
+        rows, some = slice(packed.start, packed.stop, packed.stride), slice(heads.start, heads.stop)
+        return tuple(
+            Rows(one.x[rows, :, some], tuple(each[rows, :, some] for each in one.scalars)) for one in self.values
+        )
+
+
+BufferRef = PackedBuffer | LocalTensors
+
+
+def pack(source: BufferRef, into: PackedBuffer) -> None:
+    """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
+    if isinstance(source, LocalTensors) and not into.form.scalars and packing.is_faster(into, into.flat.device):
+        packing.gather(source, into)
+        return
+    for have, want in _pairs(source, into, into.content):
+        if have.coded and not want.coded:
+            restore(have.x, have.scalars[0], want.x)
+        elif want.coded and not have.coded:
+            quantize(have.x, want.x, want.scalars[0])
+        else:
+            want.x.copy_(have.x)
+            for mine, theirs in zip(have.scalars, want.scalars, strict=True):
+                theirs.copy_(mine)
+
+
+def add(part: PackedBuffer, into: BufferRef) -> None:
+    """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse."""
+    if isinstance(into, LocalTensors) and not part.form.scalars and packing.is_faster(part, part.flat.device):
+        packing.scatter_add(part, into)
+        return
+    for have, want in _pairs(part, into, part.content):
+        if have.scalars:
+            lse, part_lse = (one.scalars[0].permute(1, 2, 0) for one in (want, have))
+            merge_(want.x, lse, have.x, part_lse)
+        else:
+            want.x.add_(have.x)
+
+
+def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tuple[Rows, Rows]]:
+    """The same rows of both, where they are evenly spaced in both; one of them holds `content` and nothing else."""
+    for part in content:
+        for ours, theirs in zip(source.spots(part), into.spots(part), strict=True):
+            for one in ours:
+                for other in theirs:
+                    if both := one.meeting(other):
+                        yield from zip(source.rows(part.heads, both[0]), into.rows(part.heads, both[1]), strict=True)
+
+
+def from_row(kv: KV, row: int, step: int = 1) -> KV:
+    """The same block from `row` on, every `step`-th row."""
+    return KV(kv.k[row::step], kv.v[row::step], kv.first_head) if row or step > 1 else kv
+
+
+def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
+    """x (rows, batch, heads, dim) as `values`, alike in int8 or float8_e4m3fn, times `scales` (rows, batch, heads).
+
+    What `ringattn.kernels.quantize` does and promises about errors: by its kernel on CUDA, elsewhere in plain torch
+    with the same bits.
+    """
+    if _kernel_serves(x.device, values.dtype):
+        from ringattn.kernels.quantize import quantize_call
+
+        quantize_call(x, values, scales).run()
+        return
+    full = x.float()
+    scale = (full.abs().amax(-1) / LARGEST[values.dtype]).clamp_min(SMALLEST_SCALE)
+    scale += (full * 0.0).sum(-1)  # NaN where a value is not finite
+    steps = full / scale[..., None]
+    values.copy_(torch.floor(steps + 0.5) if values.dtype == torch.int8 else steps)
+    scales.copy_(scale)
+
+
+def restore(values: Tensor, scales: Tensor, x: Tensor) -> None:
+    """The inverse of `quantize`: x gets values * scales, rounded to its own dtype."""
+    if _kernel_serves(x.device, values.dtype):
+        from ringattn.kernels.quantize import restore_call
+
+        restore_call(values, scales, x).run()
+        return
+    x.copy_(values.float() * scales[..., None])
+
+
+@lru_cache
+def _kernel_serves(device: torch.device, code: torch.dtype) -> bool:
+    """Triton is optional, and its float8_e4m3fn needs sm_89."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return code == torch.int8 or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,191 @@
+"""What attention runs on: one rank's transport, memory pool, plans that are ready to run, counters and recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ringattn.core.problem import Problem
+from ringattn.engine.base import KV, Engine, Softmax
+from ringattn.engine.select import Choice, choose
+from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.observe.marks import new_recording
+from ringattn.observe.spans import Recording
+from ringattn.planner.account import placements
+from ringattn.planner.choose import plan_of
+from ringattn.runtime.activation import activate
+from ringattn.runtime.executor import Arithmetic, Counters, Executor
+from ringattn.runtime.pass_profiler import profiler_of
+from ringattn.runtime.pool import Pool
+from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.records import LocalTensors
+from ringattn.runtime.selective import unseen
+from ringattn.schedule.routes import Route
+from ringattn.transport.base import Transport
+
+_open: WeakSet[Runtime] = WeakSet()
+KEPT_PLANS = 256
+"""Plans that are kept ready, those used last; with other documents in each step there is no end to them."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Everything about a call but its tensors."""
+
+    problem: Problem
+    route: Route
+    softmax: Softmax
+    engine: Engine
+    number: int = field(default=0, compare=False)
+    """Which call of the ring it is, once all ranks agreed on it: its backward pass names it."""
+
+    def summary(self, *extra: object) -> str:
+        """What all ranks must have in common, readable."""
+        p, s = self.problem, self.softmax
+        bounds = p.mask.branches[0].bounds
+        documents = f"{len(bounds) - 1} documents ending {bounds[-4:]}"
+        branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
+        kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
+        facts = (
+            f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
+            f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
+            f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
+            f"scale {s.scale!r}, softcap {s.softcap!r}, K/V travel as {p.kv_dtype}, "
+            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
+        )
+        return f"{facts} {extra} [{p.digest.hex()[:16]}]"
+
+
+class Runtime(RankGroup):
+    """One rank's end of a group of ranks that attend together. `Ring` is its public face and says what options mean.
+
+    One thread at a time uses it, and all ranks make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        engine: str | Engine,
+        dkv_wire_dtype: str | None,
+        kv_wire_dtype: str | None,
+        out_wire_dtype: str | None,
+        poison: bool,
+    ) -> None:
+        """Owns the transport, which closes with it. Dtypes are names, checked."""
+        super().__init__(transport)
+        self.engine = engine
+        self.dkv_wire_dtype, self.kv_wire_dtype, self.out_wire_dtype = dkv_wire_dtype, kv_wire_dtype, out_wire_dtype
+        self.pool = Pool(self.transport.allocate, poison=poison)
+        self._counters = Counters()
+        self._executors: dict[tuple[Any, ...], Executor] = {}
+        self._captured: list[Executor] = []
+        self._recording: Recording | None = None
+        _open.add(self)
+
+    def counters(self) -> dict[str, int]:
+        """Payload sent since the last reset (`bytes_sent`, `messages`, `passes`) and `pool_high_water_bytes`."""
+        return {**asdict(self._counters), "pool_high_water_bytes": self.pool.high_water_bytes}
+
+    def reset_counters(self) -> None:
+        """Set all counters to zero."""
+        self._counters = Counters()
+        self.pool.reset_high_water()
+
+    @contextmanager
+    def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
+        """Record what the passes inside do on this rank, see `ringattn.observe.spans`; local, backward included.
+
+        `nvtx`: also name them for NVIDIA's tools. Raises `InputError` inside another recording of this ring. On a GPU
+        it waits for the device once, before the first pass; passes are refused while they are captured into a graph.
+        """
+        self.check_open()
+        if self._recording is not None:
+            raise InputError("this ring is being recorded already; recordings do not nest")
+        self._recording = new_recording(self.rank, self.world_size, self.device, self.transport.stream, nvtx)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def memory_info(self) -> dict[str, int]:
+        """The ring's own memory, which all layers share: see `Pool.report` and `planner.account.placements`."""
+        plans = [executor.plan for executor in self._executors.values()]
+        return {"world_size": self.world_size, **placements(plans), **self.pool.report()}
+
+    def close(self) -> None:
+        """Leave in good order. Idempotent; any later call raises `ClosedError`."""
+        self._executors.clear()
+        self._captured.clear()
+        self.pool.release_arena()  # before the transport ends, which gives the memory back
+        super().close()
+
+    def choice(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+    ) -> Choice:
+        """The engine of a call with such inputs, and why it is taken."""
+        if not isinstance(self.engine, str):
+            return Choice(self.engine, f"{self.engine.name}: given as an object")
+        spare = self.transport.spare if device.type == "cuda" else 0
+        return choose(self.engine, device, dtype, head_dim, value_dim, softcap, spare)
+
+    def engine_for(self, *facts: Any) -> Engine:
+        """The engine of `choice`."""
+        return self.choice(*facts).engine
+
+    def executor_of(self, call: AttentionCall, backward: bool) -> Executor:
+        """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use."""
+        self.check_open()
+        key = call.problem, call.route, call.softmax, call.engine, backward
+        executor = self._executors.pop(key, None)
+        if executor is None:
+            with self.guarded(), torch.inference_mode(False):  # what it keeps serves training steps too
+                executor = Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
+        self._executors[key] = executor  # the last one now
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured.append(executor)  # a graph has the addresses of its row lists
+        if len(self._executors) > KEPT_PLANS:
+            del self._executors[next(iter(self._executors))]
+        return executor
+
+    def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
+        """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
+        watch = profiler_of(executor.plan, self._recording)
+        with self.guarded(), self.accounted(executor), unseen():
+            self._make_room(executor)
+            return executor.begin(self.transport, self.pool, make, watch)
+
+    def run(
+        self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
+    ) -> Tensor | None:
+        """One pass; see `Executor.run`. Inside `accounted`."""
+        watch = profiler_of(executor.plan, self._recording)
+        with self.guarded():
+            self._make_room(executor)
+            return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep, watch)
+
+    @contextmanager
+    def accounted(self, executor: Executor) -> Iterator[None]:
+        """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`."""
+        try:
+            with executor.accounted(self.pool), activate(None):  # the engine's kernels attend to blocks, as they should
+                yield
+        except OutOfMemoryError as error:
+            self.end(error)
+            raise
+
+    def _make_room(self, executor: Executor) -> None:
+        if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is free only when nobody views it
+            for bound in self._executors.values():
+                bound.unbind()
+
+
+def shared_ring_is_open() -> bool:
+    """Whether this process has a ring of several ranks that can still attend."""
+    return any(ring.world_size > 1 and ring.is_open for ring in tuple(_open))

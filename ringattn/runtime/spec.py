@@ -1,0 +1,101 @@
+"""What an attention call computes, as one value that passes from the public entries to the engine.
+
+A new softmax option is a field of `AttentionSpec` and of `SoftmaxOptions`, and no signature in between: it goes into
+`Softmax` here, which the engines read. (`adapters/torch_ops` alone repeats it: an operator's schema has numbers only.)
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
+
+from torch import Tensor
+
+from ringattn.core.dilation import Dilated
+from ringattn.core.mask import Banded
+from ringattn.core.presets import check
+from ringattn.engine.base import Softmax
+from ringattn.errors import InputError
+from ringattn.sequence import Sequence
+
+Window = tuple[int | None, int | None] | None
+MaskSpec = Banded | Dilated
+"""Which pairs meet, before it is known over which sequences."""
+
+
+class SoftmaxOptions(TypedDict, total=False):
+    """The options that every attention takes by these names; see `AttentionSpec` for their meaning."""
+
+    scale: float | None
+    softcap: float | None
+    schedule: str
+
+
+class AttentionOptions(SoftmaxOptions, total=False):
+    """The options of `Ring.attention` but `return_lse`."""
+
+    causal: bool
+    window: Window
+    sinks: Tensor | None
+    kv_seq: Sequence | None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything about an attention call but q, k, v and their sequences.
+
+    `scale`: any finite number, None for 1/sqrt(head_dim). `softcap`: scores become softcap * tanh(score / softcap).
+    `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: auto, ring,
+    all_gather, direct, sub_rings or all_to_all.
+    """
+
+    mask: MaskSpec = field(default_factory=Banded)
+    scale: float | None = None
+    softcap: float | None = None
+    schedule: str = "auto"
+    sinks: Tensor | None = field(default=None, compare=False)
+
+    @classmethod
+    def banded(
+        cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> AttentionSpec:  # fmt: skip
+        """Of ordinary attention: full, causal or in a window."""
+        return cls(Banded(causal, window), sinks=sinks, **softmax)
+
+    @classmethod
+    def dilated(
+        cls, segment_lengths: Many[int], dilation_rates: Many[int], causal: bool = False, offset: str = "mod",
+        layer: int | None = None, *, sinks: Tensor | None = None, **softmax: Unpack[SoftmaxOptions],
+    ) -> AttentionSpec:  # fmt: skip
+        """Of dilated attention. Raises `InputError` for branches, an offset or a layer that make no sense."""
+        mask = Dilated(*check(segment_lengths, dilation_rates), causal, offset, layer)
+        return cls(mask, sinks=sinks, **softmax)
+
+    def softmax(self, head_dim: int, group: int) -> Softmax:
+        """How scores become weights, with `group` query heads per K/V head. Raises `InputError` for no number."""
+        return Softmax(_scale(self.scale, head_dim), group, _softcap(self.softcap))
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not _is_finite(scale):
+        raise InputError(f"scale must be a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not _is_finite(softcap) or softcap <= 0:
+        raise InputError(f"softcap must be positive and finite, or None, got {softcap!r}")
+    return float(softcap)
+
+
+def _is_finite(x: object) -> bool:
+    """Whether it is a number that a float can hold; True is none, and nan compares with nothing."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max

@@ -1,0 +1,65 @@
+"""A model of transformers over two ranks (threads) against one process: every parameter's gradient, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.testing import run_ranks
+from tests.adapters.ranks import InDouble, gradients
+
+Score = Callable[[Any], Tensor]
+"""A model's output -> one number a token, (rows, tokens) or with more dimensions."""
+
+
+def logits(out: Any) -> Tensor:
+    """The first output that is there."""
+    found: Tensor = out[0]
+    return found
+
+
+def far_off(
+    make: Callable[[], Any], whole: Mapping[str, Tensor], *, alone: Mapping[str, Any] | None = None,
+    score: Score = logits, layout: str = "zigzag", told: bool = True, call: Callable[..., Any] | None = None,
+) -> float:  # fmt: skip
+    """The greatest difference of a gradient from one process, relative to that parameter's own greatest.
+
+    `whole`: the batch; `alone`: what one process is given besides. `told`: whether `shard_batch` gets the model.
+    `call`: how the model is called, (model, inputs) -> output.
+    """
+    called = call or (lambda model, given: model(**given))
+    tokens = next(iter(whole.values())).shape[1]
+    mask = whole.get("attention_mask")
+
+    def weights(seq_shard: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
+        """As many random numbers as there are in `of`, the same for a token wherever it lies; 0 for padding."""
+        rest = of.shape[2:]
+        noise = torch.randn(of.shape[0], tokens, *rest, generator=torch.Generator().manual_seed(3), dtype=of.dtype)
+        real = torch.ones(of.shape[0], tokens) if mask is None else mask.expand(of.shape[0], -1)
+        return seq_shard(noise * real.to(of.dtype).reshape(*real.shape, *(1 for _ in rest)))
+
+    with InDouble():
+        model = make()
+        found = score(called(model, {**whole, **(alone or {})}))
+        true = gradients(model, (found * weights(lambda x: x, found)).sum())
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        with InDouble():
+            ours = prepare(make())
+            seq, mine = shard_batch(ring, whole, layout=layout, **({"model": ours} if told else {}))
+            with ring.activate(seq):
+                states = score(called(ours, mine))
+            grads = gradients(ours, (states * weights(seq.shard, states)).sum())
+        ring.all_reduce(list(grads.values()))
+        return grads
+
+    grads = run_ranks(2, body, timeout_s=20.0)[0]
+    assert any(bool(grad.any()) for grad in true.values())
+    floor = 1e-3 * max(grad.abs().max().item() for grad in true.values())
+    return max((grads[k] - true[k]).abs().max().item() / max(true[k].abs().max().item(), floor) for k in true)

@@ -1,0 +1,240 @@
+"""diffusers over a ring: a Flux transformer and a block with cross attention, against one process in float64."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import InputError, Ring
+from ringattn.testing import run_ranks
+
+pytest.importorskip("diffusers", reason="needs diffusers")
+
+from diffusers import FluxTransformer2DModel
+from diffusers.models.attention import BasicTransformerBlock
+
+from ringattn.adapters.diffusers import JointSequence, RingAttnProcessor, RingFluxAttnProcessor
+
+DIM = 16
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """In float64, with weights that are alike on every rank."""
+    generator = torch.Generator().manual_seed(4)
+    module.double()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.2)
+    return module
+
+
+def flux() -> nn.Module:
+    return filled(
+        FluxTransformer2DModel(
+            in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=DIM, pooled_projection_dim=8, guidance_embeds=False, axes_dims_rope=(2, 2, 4),
+        )
+    )  # fmt: skip
+
+
+def block() -> nn.Module:
+    return filled(BasicTransformerBlock(DIM, 2, 8, cross_attention_dim=12))
+
+
+def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    found = torch.autograd.grad(out.square().sum(), weights, allow_unused=True)
+    return [torch.zeros_like(weight) if grad is None else grad for weight, grad in zip(weights, found, strict=True)]
+
+
+def check(ring: Ring, model: nn.Module, out: Tensor, expected: list[Tensor]) -> None:
+    """Gradients of the ranks' parts sum to those of one process."""
+    found = gradients(model, out)
+    ring.all_reduce(found)
+    for grad, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-10)
+
+
+# --- text and image attend jointly -----------------------------------------------------------------------------------
+
+TEXT, IMAGE = 5, 7
+
+
+def flux_inputs(of_text: Callable[..., Tensor], of_image: Callable[..., Tensor]) -> dict[str, Any]:
+    return {
+        "hidden_states": of_image(randn(2, IMAGE, 4), 1),
+        "encoder_hidden_states": of_text(randn(2, TEXT, DIM, seed=1), 1),
+        "pooled_projections": randn(2, 8, seed=2),
+        "timestep": torch.tensor([0.3, 0.8], dtype=torch.float64),
+        "img_ids": of_image(torch.arange(3 * IMAGE, dtype=torch.float64).view(IMAGE, 3), 0),
+        "txt_ids": of_text(torch.zeros(TEXT, 3, dtype=torch.float64), 0),
+        "return_dict": False,
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_flux_transformer_equals_one_process(ranks: int) -> None:
+    alone = flux()
+    (truth,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
+    expected = gradients(alone, truth)
+
+    def body(ring: Ring) -> None:
+        model = flux()
+        model.set_attn_processor(RingFluxAttnProcessor())
+        joint = JointSequence(ring, TEXT, IMAGE)
+        with ring.activate(joint):
+            (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
+        torch.testing.assert_close(joint.gather_image(out), truth, rtol=1e-10, atol=1e-10)
+        check(ring, model, out, expected)
+
+    run_ranks(ranks, body)
+
+
+def test_a_joint_sequence_deals_out_both_streams() -> None:
+    def body(ring: Ring) -> tuple[list[int], list[int]]:
+        joint = JointSequence(ring, 5, 6)
+        text, image = torch.arange(5), torch.arange(6.0).view(1, 6).requires_grad_()
+        mine = joint.shard_image(image)
+        assert joint.counts[ring.rank] == len(joint.shard_text(text, 0)) + mine.shape[1]
+        whole = joint.gather_image(mine)
+        whole.sum().backward()
+        assert torch.equal(whole, image) and image.grad is not None
+        assert image.grad[0].nonzero()[:, 0].tolist() == mine[0].long().tolist()
+        with pytest.raises(InputError, match=r"\(1, 6\) has not the 5 tokens of its stream in dimension 1"):
+            joint.shard_text(image)
+        return joint.shard_text(text, 0).tolist(), mine[0].long().tolist()
+
+    texts, images = zip(*run_ranks(3, body), strict=True)
+    assert sorted(map(len, texts)) == [1, 2, 2] and [*map(len, images)] == [2, 2, 2]
+    assert [*chain(*texts)] == [0, 1, 2, 3, 4] and [*chain(*images)] == [0, 1, 2, 3, 4, 5]
+
+
+# --- image attends to itself, then to text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["sharded", "whole"])
+def test_a_block_with_cross_attention_equals_one_process(text: str) -> None:
+    image, words = randn(2, 11, DIM), randn(2, 6, 12, seed=1)
+    alone = block()
+    truth = alone(image, encoder_hidden_states=words)
+    expected = gradients(alone, truth)
+
+    def body(ring: Ring) -> None:
+        model, seq, text_seq = block(), ring.sequence(11, layout="contiguous"), ring.sequence(6)
+        for attention in (model.attn1, model.attn2):
+            attention.set_processor(RingAttnProcessor())
+        mine, kv_seq = (text_seq.shard(words), text_seq) if text == "sharded" else (words, "whole")
+        with ring.activate(seq):
+            out = model(seq.shard(image), encoder_hidden_states=mine, cross_attention_kwargs={"kv_seq": kv_seq})
+        torch.testing.assert_close(seq.gather(out), truth, rtol=1e-10, atol=1e-10)
+        check(ring, model, out, expected)
+
+    run_ranks(2, body)
+
+
+def test_without_a_ring_a_block_is_that_of_diffusers() -> None:
+    image, words, mask = randn(2, 11, DIM), randn(2, 6, 12, seed=1), torch.zeros(2, 1, 6, dtype=torch.float64)
+    mask[0, :, 4:] = -1e9
+    model = block()
+    truth = model(image, encoder_hidden_states=words, encoder_attention_mask=mask)
+    assert not torch.allclose(truth, model(image, encoder_hidden_states=words), atol=1e-3)
+    for attention in (model.attn1, model.attn2):
+        attention.set_processor(RingAttnProcessor())
+    assert torch.equal(model(image, encoder_hidden_states=words, encoder_attention_mask=mask), truth)
+
+
+def test_what_is_refused() -> None:
+    x, words = randn(1, 4, DIM), randn(1, 6, 12)
+    model, image = block(), flux()
+    for attention in (model.attn1, model.attn2):
+        attention.set_processor(RingAttnProcessor())
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(8)
+        with pytest.raises(InputError, match="no sequence is active"):
+            model(x, encoder_hidden_states=words)
+        with ring.activate(seq):
+            with pytest.raises(InputError, match=r"kv_seq.*its Sequence or .whole."):
+                model.attn2(x, encoder_hidden_states=words)
+            with pytest.raises(InputError, match="attention_mask: attention over a ring takes no mask"):
+                model.attn1(x, attention_mask=torch.zeros(1, 1, 4))
+            with pytest.raises(InputError, match="attention_mask: joint attention takes no mask here"):
+                RingFluxAttnProcessor()(None, x, attention_mask=torch.ones(1))
+
+    run_ranks(2, body)
+    with Ring() as ring, ring.activate(ring.sequence(4)):
+        model.attn1.group_norm = nn.GroupNorm(2, DIM)
+        with pytest.raises(InputError, match="group_norm and spatial_norm go over all tokens"):
+            model.attn1(x)
+        image.set_attn_processor(RingFluxAttnProcessor())
+        attention = image.transformer_blocks[0].attn
+        attention.fused_projections = True
+        with pytest.raises(InputError, match="unfuse_qkv_projections"):
+            attention(x)
+
+
+@pytest.mark.parametrize("name", ["ip_hidden_states", "ip_adapter_masks"])
+def test_an_ip_adapter_is_refused(name: str) -> None:
+    """Through the model, whose blocks drop keywords that a processor does not name."""
+    added = {"joint_attention_kwargs": {name: [randn(2, 4, DIM)]}}
+
+    def body(ring: Ring) -> None:
+        model, joint = flux(), JointSequence(ring, TEXT, IMAGE)
+        model.set_attn_processor(RingFluxAttnProcessor())
+        inputs = flux_inputs(joint.shard_text, joint.shard_image)
+        with ring.activate(joint), pytest.raises(InputError, match="an IP adapter is not known here"):
+            model(**inputs, **(added if ring.rank else {}))
+        with ring.activate(None), pytest.raises(InputError, match="an IP adapter is not known here"):
+            model(**inputs, **added)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+    x, mask = randn(1, 4, DIM), torch.zeros(1, 1, 4)
+
+    def body(ring: Ring) -> None:
+        model, image, wrong = block(), flux(), mask if ring.rank else None
+        model.attn1.set_processor(RingAttnProcessor())
+        image.set_attn_processor(RingFluxAttnProcessor())
+        joint, attention = JointSequence(ring, 4, 4), image.single_transformer_blocks[0].attn
+        with ring.activate(ring.sequence(8)), pytest.raises(InputError, match="attention_mask"):
+            model.attn1(x, attention_mask=wrong)
+        with ring.activate(joint), pytest.raises(InputError, match="attention_mask"):
+            attention(x, attention_mask=wrong)
+        with pytest.raises(InputError, match="tokens"):
+            joint.gather_image(torch.zeros(1, 2 + ring.rank, 4))
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_a_norm_over_tokens_is_refused_beside_whole_text() -> None:
+    x, words = randn(1, 4, DIM), randn(1, 6, 12)
+
+    def body(ring: Ring) -> None:
+        model = block()
+        model.attn2.set_processor(RingAttnProcessor())
+        model.attn2.group_norm = nn.GroupNorm(2, DIM)
+        with ring.activate(ring.sequence(8)), pytest.raises(InputError, match="group_norm and spatial_norm go over"):
+            model.attn2(x, encoder_hidden_states=words, kv_seq="whole")
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-diffusers.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -1,0 +1,199 @@
+"""Lightning over a ring: training on two processes goes the way of one that sees every batch whole."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ringattn import InputError, Ring
+from ringattn.errors import ClosedError
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.testing import run_ranks
+
+pytest.importorskip("lightning", reason="needs lightning")
+
+from lightning.pytorch import LightningModule, Trainer
+
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import sequence_of
+from ringattn.adapters.lightning import RingMixin
+
+DIM, VOCABULARY, TOKENS = 16, 30, 13
+
+
+class Net(nn.Module):
+    """Tokens and their positions to logits, by one attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(TOKENS, DIM)
+        self.qkv, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, VOCABULARY)
+        generator = torch.Generator().manual_seed(6)
+        self.double()
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.3)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.places(positions)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, DIM // 2)).unbind(2)
+        return self.head(x + attend(sequence_of(q, 1, self), q, k, v, causal=True).flatten(2))
+
+
+class Model(RingMixin, LightningModule):
+    def __init__(self, ring_size: int | None, sampler: str) -> None:
+        super().__init__()
+        self.net, self.ring_size, self.sampler = Net(), ring_size, sampler
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = dataset()
+        if self.sampler == "ring":
+            return DataLoader(data, 2, sampler=self.ring_sampler(data, shuffle=False))
+        return DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        seq, tokens, labels = self.ring_shard(batch[0])
+        with self.ring.activate(seq):
+            logits = self.net(tokens, seq.positions())
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = self.ring_mean(total, (labels != -100).sum())
+        self.log("loss", loss.detach(), sync_dist=True)
+        return loss
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.randint(VOCABULARY, (8, TOKENS), generator=torch.Generator().manual_seed(8)))
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, **options,
+    )  # fmt: skip
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
+    """One of two ranks: for each size of the rings, weights after an epoch and the last logged loss; and a refusal."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    def fit(ring_size: int | None, sampler: str) -> dict[str, Any]:
+        model, run = Model(ring_size, sampler), trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+        run.fit(model)
+        weights = [weight.tolist() for weight in model.parameters()]
+        return {"weights": weights, "loss": float(run.callback_metrics["loss"]), "open": model.ring.is_open}
+
+    answers: dict[str, Any] = {"one ring": fit(None, "ring"), "two rings": fit(1, "ring")}
+
+    class Bad(Model):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            raise RuntimeError("planted")
+
+    answers["after a fault"] = []
+    for bad in (Bad(None, "ring"), Bad(None, "ring")):  # and after a second one, with nothing of the first in its way
+        with suppress(RuntimeError):
+            trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo")).fit(bad)
+        answers["after a fault"].append(bad.ring.is_open)
+    answers["again"] = fit(None, "ring")
+    Net()(torch.zeros(1, 4, dtype=torch.long), torch.arange(4))  # alone: no ring is open that would forbid it
+    try:
+        fit(None, "other")
+    except InputError as error:
+        answers["refusal"] = str(error)
+    return answers
+
+
+def alone(replicas: int) -> tuple[list[Tensor], float]:
+    """Plain training on one process, of the batches that `replicas` see, averaged over them."""
+    net, (tokens,) = Net(), dataset().tensors
+    loss = torch.zeros(())
+    for step in range(4 // replicas):
+        batches = [tokens[r::replicas][2 * step : 2 * step + 2] for r in range(replicas)]
+        losses = []
+        for batch in batches:
+            logits = net(batch, torch.arange(TOKENS))[:, :-1]
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
+        loss = torch.stack(losses).mean()
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight -= 0.5 * weight.grad
+    return list(net.parameters()), float(loss.detach())
+
+
+@pytest.mark.slow
+def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
+    expected = {"one ring": alone(1), "two rings": alone(2), "again": alone(1)}
+    for answers in run_ranks_in_processes("tests.adapters.test_lightning:of_processes", {}, 2, 120, 1):
+        for case, (weights, loss) in expected.items():
+            answer = answers[case]
+            for found, wanted in zip(answer["weights"], weights, strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-10, atol=1e-10)
+            assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
+            assert not answer["open"]
+        assert answers["after a fault"] == [False, False]
+        assert "the ranks of a ring hold different batches" in answers["refusal"]
+        assert "use_distributed_sampler=False" in answers["refusal"]
+
+
+def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:
+    def body(ring: Ring) -> tuple[float, float]:
+        mixin = RingMixin()
+        mixin.ring = ring
+        some = mixin.ring_mean(torch.tensor(3.0 * ring.rank), 2 * ring.rank)
+        return float(some), float(mixin.ring_mean(torch.tensor(0.0), 0))
+
+    found = run_ranks(3, body)
+    assert sum(some for some, _ in found) / 3 == pytest.approx(9 / 6) and {none for _, none in found} == {0.0}
+
+
+def test_given_labels_are_compared_too() -> None:
+    def body(ring: Ring) -> None:
+        mixin, tokens = RingMixin(), torch.arange(8)[None]
+        mixin.ring = ring
+        with pytest.raises(InputError, match=r"different batches, labels differ; .*use_distributed_sampler=False"):
+            mixin.ring_shard(tokens, tokens + ring.rank)
+        mixin.ring_shard(tokens, tokens)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_an_exception_ends_the_ring() -> None:
+    class Bad(Model):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            assert self.ring.is_open
+            raise RuntimeError("planted")
+
+    model, run = Bad(None, "ring"), trainer(devices=1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="planted"):
+            run.fit(model)
+        assert not model.ring.is_open
+    with pytest.raises(ClosedError, match="it was aborted: planted"):
+        model.ring.barrier()
+    assert len([one for one in run.callbacks if type(one).__module__ == "ringattn.adapters.lightning"]) == 1
+
+
+def test_rings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InputError, match="ring_size=2 does not divide the trainer's 1 ranks"):
+        trainer(devices=1).fit(Model(2, "ring"))
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-lightning.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -1,0 +1,342 @@
+"""Megatron Core over a ring: a GPT model on two ranks, batched and packed, against the same model on one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import InputError, Ring
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.testing import dense_attention, run_ranks
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed beside it
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from ringattn.adapters.groups import close_rings
+from ringattn.adapters.megatron import RingCoreAttention
+
+VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
+REAL = [0, 3, 12]
+"""Documents of 3 and 9 tokens, padded to 4 and 12."""
+
+
+class DenseCore(nn.Module):
+    """The truth as a core attention: causal, (tokens, batch, heads, dim)."""
+
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
+        out, _ = dense_attention(*(x.transpose(0, 1) for x in (query, key, value)), causal=True, scale=self.scale)
+        return out.transpose(0, 1).flatten(2).to(query.dtype)
+
+
+def config(**options: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, use_cpu_initialization=True,
+        attention_dropout=0.0, hidden_dropout=0.0, params_dtype=torch.float64, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **options,
+    )  # fmt: skip
+
+
+def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
+    """Weights alike on every rank and in both models."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    positions = "learned_absolute"  # Megatron's rotary ones over a context parallel group need a GPU
+    model = GPTModel(config(**options), spec, VOCABULARY, 64, position_embedding_type=positions, pg_collection=groups)
+    model.double()  # norms are made in float32 whatever the config says
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.2)
+    return model
+
+
+def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
+    """Every gradient, and the loss."""
+    return [*torch.autograd.grad(loss, list(model.parameters())), loss.detach()]
+
+
+def error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The greatest relative error of what is found, summed over ranks."""
+    for grad in found:
+        torch.distributed.all_reduce(grad)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, float]:
+    """One of two ranks: the greatest relative error of each case."""
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    lone = ProcessGroupCollection.use_mpu_process_groups()
+    lone.cp = groups.tp  # a group of this rank alone
+    alone = gpt(DenseCore, lone)
+    tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    places = torch.arange(TOKENS).repeat(2, 1)
+    whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": places}
+    errors: dict[str, float] = {}
+
+    wanted = results(alone, alone(whole["tokens"], places, None, labels=whole["labels"]).sum())
+    for kind in (None, "p2p", "all_gather", "a2a"):
+        model = gpt(RingCoreAttention, groups, context_parallel_size=2, cp_comm_type=kind)
+        mine = get_batch_on_this_cp_rank(dict(whole))
+        loss = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum()
+        errors[f"batch, {kind}"] = error(results(model, loss), wanted)
+
+    rank, packed = torch.distributed.get_rank(), {name: x[:1] for name, x in whole.items()}
+    keep = torch.zeros(1, TOKENS)
+    expected = torch.zeros((), dtype=torch.float64)
+    for start, (begin, stop) in zip(CUTS, pairwise(REAL), strict=False):
+        part = slice(start, start + stop - begin)
+        keep[:, part] = 1
+        document = {name: x[:, part] for name, x in packed.items()}
+        expected = expected + alone(document["tokens"], document["position_ids"], None, labels=document["labels"]).sum()
+    chunks = [torch.arange(start, stop).chunk(4) for start, stop in pairwise(CUTS)]
+    rows = torch.cat([each[i] for each in chunks for i in (rank, 3 - rank)])
+    real, padded = torch.tensor(REAL, dtype=torch.int32), torch.tensor(CUTS, dtype=torch.int32)
+    params = PackedSeqParams("thd", real, real, padded, padded, 12, 12)
+    model = gpt(RingCoreAttention, groups, context_parallel_size=2)
+    mine = {name: x[:, rows] for name, x in packed.items()}
+    losses = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"], packed_seq_params=params)
+    errors["packed"] = error(results(model, (losses * keep[:, rows]).sum()), results(alone, expected))
+    torch.distributed.destroy_process_group()
+    return errors
+
+
+@pytest.mark.slow
+def test_a_model_over_two_processes_equals_one() -> None:
+    for errors in run_ranks_in_processes("tests.adapters.test_megatron:of_processes", {}, 2, 120, 1):
+        assert len(errors) == 5 and max(errors.values()) < 1e-10, errors
+
+
+# --- one layer, ranks as threads -------------------------------------------------------------------------------------
+
+
+def core(
+    ring: Ring, attention_type: str = "self", cp_comm_type: str | None = None, **options: Any
+) -> RingCoreAttention:
+    groups = SimpleNamespace(cp=ring, tp=SimpleNamespace(size=lambda: 1))
+    return RingCoreAttention(
+        config(**options), 1, AttnMaskType.causal, attention_type, cp_comm_type=cp_comm_type, pg_collection=groups
+    )
+
+
+def qkv(*shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(*shape, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.no_mask])
+def test_windows_of_the_layers_that_have_one(kind: AttnMaskType) -> None:
+    tensors = qkv(2, 12)
+    window = (3, 0 if kind is AttnMaskType.causal else 2)
+    truth = dense_attention(*tensors, causal=kind is AttnMaskType.causal, window=window)[0]
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(12, layout="zigzag")
+        mine = [seq.shard(x).transpose(0, 1) for x in tensors]
+        out = core(ring, window_size=(3, 2))(*mine, None, attn_mask_type=kind)
+        assert out.shape == (6, 2, 32)
+        torch.testing.assert_close(out, seq.shard(truth).transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+    with Ring() as ring:
+        unwindowed = core(ring, window_size=(3, 2), window_attn_skip_freq=[0, 1])
+        assert unwindowed.window_size == (-1, -1)
+
+
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_sinks(kind: str) -> None:
+    tensors = [x.transpose(0, 1) for x in qkv(1, 12)]
+    with Ring() as ring:
+        module = core(ring, softmax_type=kind)
+        assert module.softmax_offset is not None
+        assert {name for name, _ in module.named_parameters()} == ({"softmax_offset"} if kind == "learnable" else set())
+        out = module(*tensors, None)
+        plain, lse = dense_attention(*(x.transpose(0, 1) for x in tensors), causal=True)
+        share = torch.exp(lse) / (torch.exp(lse) + torch.exp(module.softmax_offset[None, :, None]))
+        expected = plain * share.transpose(1, 2)[..., None]
+        torch.testing.assert_close(out, expected.transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
+
+
+def test_autocast_casts_as_megatrons_own_products() -> None:
+    """Norms of queries and keys leave them in float32 under autocast, values are in its dtype."""
+    q, k, v = qkv(6, 1)
+    with Ring() as ring:
+        expected = core(ring)(q, k, v, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            for given in ((q.float(), k.float(), v.bfloat16()), (q.float(), k.float(), v.float())):
+                out = core(ring)(*given, None)
+                torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
+            assert core(ring)(q, k, v, None).dtype == torch.float64
+
+
+def test_padding_is_hidden_from_documents_both_ways() -> None:
+    tensors = [x[0] for x in qkv(1, 16)]
+    real, padded = torch.tensor(REAL), torch.tensor(CUTS)
+    params = PackedSeqParams("thd", real, real, padded, padded, 12, 12)
+    truth = dense_attention(*(x[None] for x in tensors), cu_seqlens=[0, 3, 4, 13, 16])[0][0]
+
+    def body(ring: Ring) -> None:
+        rows = ring.sequence(cu_seqlens=CUTS, layout="per_document").positions()
+        mine = [x[rows] for x in tensors]
+        module = core(ring)
+        out = module(*mine, None, attn_mask_type=AttnMaskType.padding, packed_seq_params=params)
+        torch.testing.assert_close(out, truth[rows].flatten(1), rtol=1e-10, atol=1e-10)
+        uneven = PackedSeqParams("thd", real, real)
+        with pytest.raises(InputError, match=r"\(0, 3, 12\) must each be padded to a multiple of 2 \* cp = 4"):
+            module(*mine, None, packed_seq_params=uneven)
+        with pytest.raises(InputError, match="3 local tokens are not two equal chunks"):
+            module(*(x[:3, None] for x in mine), None)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", ["sbhd", "thd"])
+@pytest.mark.parametrize(("size", "brings"), [(None, True), (1, True), (1, False)])
+def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bool) -> None:
+    """Of one rank, inside of a context parallel group of two, each rank with tokens of its own."""
+    cuts = torch.tensor([0, 15])
+
+    def body(ring: Ring) -> None:
+        tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
+        truth = dense_attention(*tensors, causal=True)[0][0].flatten(1)
+        with Ring(transport="local") as other:
+            mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
+            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=other if brings else None)
+            out = core(ring)(*mine, None, packed_seq_params=params)
+            assert other.counters()["passes"] == brings
+        assert ring.counters()["passes"] == 0
+        torch.testing.assert_close(out if kind == "thd" else out[:, 0], truth, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("kind", ["sbhd", "thd"])
+def test_a_group_of_another_size_than_the_batch_is_for(kind: str) -> None:
+    cuts = torch.tensor([0, 16])
+
+    def body(ring: Ring) -> None:
+        mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in qkv(1, 8)]
+        for group in (ring, None):
+            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=2 + 2 * ring.rank, cp_group=group)
+            with pytest.raises(InputError, match="for local_cp_size=4 ranks and its group has 2: give it the cp_group"):
+                core(ring)(*mine, None, packed_seq_params=params)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_arguments_are_those_of_megatron() -> None:
+    for method in ("__init__", "forward"):
+        theirs, ours = (
+            inspect.signature(getattr(of, method)).parameters for of in (DotProductAttention, RingCoreAttention)
+        )
+        own = [(p.name, p.default) for p in ours.values() if p.name not in ("k_channels", "v_channels")]
+        assert [(p.name, p.default) for p in theirs.values()] == own
+        # As text: without TransformerEngine the class is not to be had.
+        source = Path(DotProductAttention.__init__.__code__.co_filename).parent.parent / "extensions"
+        tree = ast.parse((source / "transformer_engine.py").read_text(encoding="utf-8"))
+        (fast,) = (
+            function for of in ast.walk(tree) if isinstance(of, ast.ClassDef) and of.name == "TEDotProductAttention"
+            for function in of.body if isinstance(function, ast.FunctionDef) and function.name == method
+        )  # fmt: skip
+        assert {argument.arg for argument in fast.args.args} - set(ours) == {"num_splits"}
+
+
+def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with queries and keys of 12 and values of 8, which its layers tell their core."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # Megatron takes its own stand-ins for the real one
+    latent = MLATransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, attention_dropout=0.0,
+        hidden_dropout=0.0, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        apply_rope_fusion=False, rope_type="rope",
+    )  # fmt: skip
+    tokens, places = torch.randint(VOCABULARY, (2, TOKENS + 1)), torch.arange(TOKENS).repeat(2, 1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        found = []
+        for kind in (DenseCore, RingCoreAttention):
+            spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+            spec.submodules.self_attention.submodules.core_attention = kind
+            torch.manual_seed(4)
+            model = GPTModel(latent, spec, VOCABULARY, 64, position_embedding_type="rope")
+            found.append(results(model, model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).sum()))
+        for mine, wanted in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+    finally:
+        close_rings()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def test_what_is_refused() -> None:
+    x = torch.zeros(4, 1, 4, 8, dtype=torch.float64)
+    with Ring() as ring:
+        with pytest.raises(InputError, match=r"attention_dropout=0\.1: .* set attention_dropout=0\.0"):
+            RingCoreAttention(config(), 1, AttnMaskType.causal, "self", attention_dropout=0.1)
+        with pytest.raises(InputError, match="attention_type='cross'"):
+            core(ring, "cross")
+        with pytest.raises(InputError, match=r"cp_comm_type='a2a\+p2p' is not known"):
+            core(ring, cp_comm_type="a2a+p2p")
+        with pytest.raises(InputError, match=r"qk_clip: attention over a ring does not tell .* set qk_clip=False"):
+            core(ring, qk_clip=True)
+        with pytest.raises(InputError, match="set log_max_attention_logit=False"):
+            core(ring, log_max_attention_logit=True)
+        with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
+            core(ring)(x, x, x, torch.ones(4, 4, dtype=torch.bool))
+        with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
+            core(ring)(x, x, x, None, attention_bias=x)
+        for kind in (AttnMaskType.padding, AttnMaskType.arbitrary):
+            with pytest.raises(InputError, match=f"attn_mask_type={kind.name}: a ring knows causal and no_mask"):
+                core(ring)(x, x, x, None, attn_mask_type=kind)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+
+    def body(ring: Ring) -> None:
+        x, mask = torch.zeros(4 - ring.rank, 1, 4, 8, dtype=torch.float64), torch.ones(4, 4, dtype=torch.bool)
+        with pytest.raises(InputError, match="3 local tokens are not two equal chunks"):
+            core(ring)(x, x[:, :, :2], x[:, :, :2], None)
+        x = torch.zeros(4, 1, 4, 8, dtype=torch.float64)
+        with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
+            core(ring)(x, x[:, :, :2], x[:, :, :2], mask if ring.rank else None)
+        real = torch.tensor([0, 8])
+        uneven = PackedSeqParams("thd", torch.tensor([0, 3, 8]) if ring.rank else real, real)
+        with pytest.raises(InputError, match="must each be padded to a multiple"):
+            core(ring)(x[:, 0], x[:, 0, :2], x[:, 0, :2], None, packed_seq_params=uneven)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-megatron.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -1,0 +1,308 @@
+"""torchtitan over a ring: one of its models, sharded by its own functions' names, against the same model alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from ringattn import InputError, Ring
+from ringattn.errors import DisagreementError
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.testing import dense_attention, run_ranks
+
+pytest.importorskip("torchtitan", reason="needs torchtitan")
+pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
+
+from torch.utils.checkpoint import checkpoint
+from torchtitan.distributed import context_parallel
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+
+from ringattn.adapters import torchtitan as adapter
+
+DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
+STARTS = ((0, 7, 13), (0, 18))
+"""Where the documents of each row begin."""
+
+
+def model(inner: Any) -> nn.Module:
+    """A Llama 3 of two layers with torchtitan's own builders, float64, random weights that are alike on every rank."""
+    rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64, theta=10000, scaling="none")
+    layers = _build_llama3_layers(
+        n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, hidden_dim=48, rope=rope, fuse_qkv=False, attn_backend="flex"
+    )
+    for layer in layers:
+        layer.attention.inner_attention = inner
+    config = Llama3Model.Config(
+        dim=DIM,
+        vocab_size=VOCABULARY,
+        tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=DIM),
+        norm=RMSNorm.Config(normalized_shape=DIM),
+        lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY),
+        layers=layers,
+    )
+    built = config.build().double()
+    for _, module in built.named_modules():
+        if isinstance(module, ComplexRoPE):  # double() made its complex table real
+            module._init_self_buffers()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.1)
+    return built
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and positions, (2, tokens)."""
+    tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+    places = torch.arange(TOKENS).repeat(2, 1)
+    for row, starts in zip(places, STARTS, strict=True):
+        for start in starts:
+            row[start:] = torch.arange(TOKENS - start)
+    return tokens[:, :-1], tokens[:, 1:], places
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over tokens divided by all of the batch, as torchtitan does."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS)
+
+
+def truth() -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of one process that sees every document alone, through torchtitan's own attention."""
+    alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config()), batch()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, starts in enumerate(STARTS):
+        for start, stop in zip(starts, (*starts[1:], TOKENS), strict=True):
+            part = slice(start, stop)
+            total = total + loss_of(alone(tokens[row : row + 1, part]), labels[row : row + 1, part])
+    return total.detach(), list(torch.autograd.grad(total, list(alone.parameters())))
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, float]:
+    """One of two ranks, on a mesh: the greatest relative error of loss and gradients for each load balancer."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
+    device = torch.device("cpu")
+    errors: dict[str, float] = {}
+    expected_loss, expected = truth()
+    for balancer in ("headtail", None):
+        extra = {"positions": positions}
+        mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
+        loss = loss_of(sharded(mine, **extra), targets)
+        grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
+        for grad in grads:
+            torch.distributed.all_reduce(grad)
+        pairs = zip(grads, [*expected, expected_loss], strict=True)
+        errors[str(balancer)] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    adapter.ring_of(mesh).close()
+    torch.distributed.destroy_process_group()
+    return errors
+
+
+@pytest.mark.slow
+def test_a_model_over_two_processes_equals_one() -> None:
+    for errors in run_ranks_in_processes("tests.adapters.test_torchtitan:of_processes", {}, 2, 120, 1):
+        assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
+
+
+def of_half_a_recipe(spec: dict[str, Any]) -> list[str]:
+    """One of two ranks: what is said where torchtitan's own function, or none, made the shards; then what is not."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
+    words = []
+    even = tokens[:, :20], labels[:, :20], {"positions": positions[:, :20]}
+    mine, _, extra = context_parallel.prepare_context_parallel_input(*even, mesh, torch.device("cpu"), "headtail")
+    for _ in range(2):  # before a ring is open, and after
+        try:
+            half(mine, **extra)
+            words.append("attended")
+        except InputError as error:
+            words.append(str(error))
+        ring = adapter.ring_of(mesh)
+    with ring.activate(None):  # who asks for local attention has it
+        alone = half(mine, **extra)
+    for block in half.layers.values():
+        block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
+    with ring.activate(None):
+        again = half(mine, **extra)
+    again.sum().backward()
+    words.append(str(torch.equal(again, alone)))
+    ring.close()
+    torch.distributed.destroy_process_group()
+    return words
+
+
+@pytest.mark.slow
+def test_half_of_the_recipe_is_refused() -> None:
+    for before, after, local in run_ranks_in_processes(
+        "tests.adapters.test_torchtitan:of_half_a_recipe", {}, 2, 120, 1
+    ):
+        assert "shard over the 2 ranks of cp" in before and "torchtitan.prepare_context_parallel_input" in before
+        assert after == before and local == "True"
+
+
+def of_sharded_weights(spec: dict[str, Any]) -> list[str]:
+    """One of two ranks, whose weights are shards too: what is said of a batch of which one rank has no positions."""
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
+    for block in sharded.layers.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    device, answers = torch.device("cpu"), []
+    for places in ({"positions": positions}, {} if mesh.get_rank() else {"positions": positions}):
+        try:
+            mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, places, mesh, device)
+            answers.append(f"loss {float(loss_of(sharded(mine, **extra), targets).detach()):.2f}")
+        except InputError as error:
+            answers.append(str(error))
+    adapter.ring_of(mesh).close()
+    torch.distributed.destroy_process_group()
+    return answers
+
+
+@pytest.mark.slow
+def test_a_refused_batch_is_heard_of_before_weights_are_gathered() -> None:
+    answers = run_ranks_in_processes("tests.adapters.test_torchtitan:of_sharded_weights", {}, 2, 120, 1)
+    assert all(first.startswith("loss") for first, _ in answers), answers
+    assert all("extra_kwargs['positions'] is missing" in second for _, second in answers), answers
+
+
+def test_recomputation_has_its_sequence_as_an_argument() -> None:
+    tokens, labels, positions = batch()
+    expected_loss, expected = truth()
+
+    def body(ring: Ring) -> None:
+        sharded = model(adapter.RingAttention.Config())
+        mine, targets, extra = adapter.prepare_context_parallel_input(
+            tokens, labels, {"positions": positions}, ring, ring.device
+        )
+        for name, block in sharded.layers.items():
+            sharded.layers[name].forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
+        loss = loss_of(sharded(mine, **extra), targets)
+        grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
+        ring.all_reduce(grads)
+        for found, wanted in zip(grads, [*expected, expected_loss], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+    run_ranks(3, body)
+
+
+def test_windows_and_what_is_made_of_lse() -> None:
+    generator = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(1, 13, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    out, lse = dense_attention(q, k, v, causal=True, window=(3, 0), scale=0.2)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(13)
+        module = adapter.RingAttention.Config(window_size=(3, 0)).build()
+        with ring.activate(seq):
+            shards = map(seq.shard, (q, k, v))
+            found = module(*shards, scale=0.2, enable_gqa=True, out_transform=lambda out, lse: out * lse[..., None])
+        torch.testing.assert_close(seq.gather(found), out * lse.transpose(1, 2)[..., None], rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+    both_ways = adapter.RingAttention.Config(window_size=(-1, -1)).build()
+    assert torch.allclose(both_ways(q, k, v), dense_attention(q, k, v)[0], atol=1e-12)
+
+
+def test_autocast_casts_like_torchtitans_own() -> None:
+    own, x = ScaledDotProductAttention(ScaledDotProductAttention.Config()), torch.randn(1, 8, 2, 16)
+    with Ring() as ring, torch.autocast("cpu", torch.bfloat16):
+        for given in ((x, x, x.bfloat16()), (x, x, x), (x.double(),) * 3):
+            with ring.activate(ring.sequence(8)):
+                out = adapter.RingAttention(adapter.RingAttention.Config())(*given)
+            torch.testing.assert_close(out, own(*given), rtol=0.02, atol=0.02)  # and dtypes
+
+
+def test_arguments_are_those_of_torchtitan() -> None:
+    theirs = inspect.signature(context_parallel.prepare_context_parallel_input).parameters
+    ours = inspect.signature(adapter.prepare_context_parallel_input).parameters
+    assert [(p.name, p.default) for p in theirs.values()] == [(p.name, p.default) for p in ours.values()]
+    known = set(inspect.signature(adapter.RingAttention.forward).parameters)
+    assert set(inspect.signature(ScaledDotProductAttention.forward).parameters) - known == {"is_causal"}
+
+
+def test_what_is_refused() -> None:
+    tokens, labels, positions = batch()
+    x = torch.zeros(2, 5, 1, 8)
+    module = adapter.RingAttention.Config().build()
+
+    def prepare(ring: Ring, extra: dict[str, Any], *rest: Any) -> Any:
+        return adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device, *rest)
+
+    with Ring() as ring:
+        with pytest.raises(InputError, match="load_balancer_type='ptrr': a ring knows 'headtail' and None"):
+            prepare(ring, {"positions": positions}, "ptrr")
+        with pytest.raises(InputError, match="attention_masks were made already"):
+            prepare(ring, {"positions": positions, "attention_masks": object()})
+        with pytest.raises(InputError, match=r"positions.* is missing"):
+            prepare(ring, {})
+        with pytest.raises(InputError, match="attention_masks is a dict"):
+            module(x, x, x, attention_masks={"full": None})
+        with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
+            module(x, x, x, attention_masks=(ring.sequence(5),))
+        with pytest.raises(InputError, match="RingAttention does not know score_mod"):
+            module(x, x, x, score_mod=abs)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+    tokens, labels, positions = batch()
+    module = adapter.RingAttention.Config().build()
+
+    def body(ring: Ring) -> None:
+        extra = {} if ring.rank else {"positions": positions}
+        with pytest.raises(InputError, match=r"positions.* is missing"):
+            adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device)
+        own = [x[:, : TOKENS - ring.rank] for x in (tokens, labels, positions)]
+        with pytest.raises(DisagreementError, match=r"batch of \(2, 22\) tokens, zigzag\n.*batch of \(2, 21\) tokens"):
+            adapter.prepare_context_parallel_input(*own[:2], {"positions": own[2]}, ring, ring.device)
+        x = torch.zeros(2, 5, 1, 8)
+        with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
+            module(x, x, x, attention_masks=(ring.sequence(10),) * (2 - ring.rank))
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_heads_over_ranks_of_tensor_parallelism() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module = adapter.RingAttention.Config().build()
+        heads = [DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v)]
+        out = module(*heads, out_transform=lambda out, lse: out * lse[..., None])
+        assert isinstance(out, DTensor) and out.placements == (Shard(2),)
+        truth, lse = dense_attention(q, k, v, causal=True)
+        expected = truth * lse.transpose(1, 2)[..., None]
+        torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
+        with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over the ranks"):
+            module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-torchtitan.md"
+    exec(
+        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
+    )

@@ -1,0 +1,316 @@
+"""What calls of a transformers model give and keep: outputs of whole rows, other losses, caches, encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from ringattn import InputError, Ring, Sequence
+from ringattn.adapters import transformers as adapter
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.testing import run_ranks
+from tests.adapters.compare import far_off
+from tests.adapters.models import filled, tiny_model
+from tests.adapters.ranks import InDouble, gradients, llama
+from tests.adapters.test_transformers_models import HEADS, refused
+from tests.adapters.test_transformers_refusals import experts
+
+ROWS = torch.randint(3, 64, (2, 28), generator=torch.Generator().manual_seed(1))
+TOKENS = ROWS.shape[1]
+CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+BERT = {**HEADS, **CALM}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}  # fmt: skip
+CLIP = {**HEADS, "max_position_embeddings": 64, "projection_dim": 24}
+
+
+def made(of: str, config: str, **options: Any) -> Any:
+    return filled(getattr(transformers, of)(getattr(transformers, config)(**options)))
+
+
+def call(seq: Sequence, model: Any, **inputs: Any) -> Any:
+    given = {"input_ids": seq.shard(ROWS), "position_ids": seq.positions()[None].expand(2, -1), **inputs}
+    with seq.ring.activate(seq):
+        return adapter.prepare(model)(**given)
+
+
+def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
+    """`inputs` are given as they are on every rank."""
+    refused(lambda seq: call(seq.ring.sequence(TOKENS), make(), **inputs), match, InputError)
+
+
+# --- outputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of", "config", "options", "named"),
+    [
+        ("BertForPreTraining", "BertConfig", BERT, "seq_relationship_logits"),
+        ("AlbertForPreTraining", "AlbertConfig", {**BERT, "embedding_size": 16}, "sop_logits"),
+        ("CLIPTextModelWithProjection", "CLIPTextConfig", CLIP, "text_embeds"),
+        ("DPRQuestionEncoder", "DPRConfig", BERT, "pooler_output"),
+        ("BertForNextSentencePrediction", "BertConfig", BERT, "logits"),
+        ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": TOKENS // 2}, "logits"),
+        ("LlamaForSequenceClassification", "LlamaConfig", {**HEADS, "pad_token_id": 0, "num_labels": 14}, "logits"),
+        ("RobertaForSequenceClassification", "RobertaConfig", {**BERT, "num_labels": 14, "pad_token_id": 0}, "logits"),
+        ("CLIPTextModelWithProjection", "CLIPTextConfig", {**CLIP, "projection_dim": 14}, "text_embeds"),
+    ],
+)
+def test_outputs_of_whole_rows(of: str, config: str, options: dict[str, Any], named: str) -> None:
+    """Also with as many classes as a rank has tokens."""
+
+    def body(seq: Sequence) -> None:
+        places = {"position_ids": seq.positions()[None].expand(2, -1) + (1 if "Roberta" in of else 0)}
+        call(seq, made(of, config, **options), **places)
+
+    refused(lambda seq: body(seq.ring.sequence(TOKENS)), rf"{of} makes {named} of a whole row", InputError)
+
+
+def test_outputs_of_several_choices() -> None:
+    def body(seq: Sequence) -> None:
+        model = adapter.prepare(made("GPT2DoubleHeadsModel", "GPT2Config", **GPT2))
+        ids, places = seq.shard(ROWS[:, None], 2), seq.positions()[None]
+        with seq.ring.activate(seq):
+            model(input_ids=ids, position_ids=places, mc_token_ids=torch.zeros(2, 1, dtype=torch.int64))
+
+    refused(
+        lambda seq: body(seq.ring.sequence(TOKENS)), "GPT2DoubleHeadsModel makes mc_logits of a whole row", InputError
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "config"),
+    [("ElectraForPreTraining", "ElectraConfig"), ("ElectraForMaskedLM", "ElectraConfig"),
+     ("BertForTokenClassification", "BertConfig"), ("BertForQuestionAnswering", "BertConfig")],
+)  # fmt: skip
+def test_outputs_of_tokens(of: str, config: str) -> None:
+    """(rows, tokens) too."""
+    assert far_off(lambda: made(of, config, **BERT), {"input_ids": ROWS}) < 1e-9
+
+
+def test_losses_that_other_inputs_than_labels_ask_for() -> None:
+    spans = {"start_positions": torch.tensor([3, 20]), "end_positions": torch.tensor([9, 27])}
+    refuses(lambda: made("BertForQuestionAnswering", "BertConfig", **BERT),
+            r"BertForQuestionAnswering made its loss by itself, .*start_positions", **spans)  # fmt: skip
+
+
+def test_a_loss_of_routers_beside_logits_is_left_out() -> None:
+    def body(ring: Ring) -> None:
+        out = call(ring.sequence(TOKENS), experts(True))
+        assert "aux_loss" not in out and out.logits.shape == (2, 14, 64) and len(out.router_logits) == 1
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+# --- what is kept or left out ---------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_was_filled_under_a_sequence() -> None:
+    def body(ring: Ring) -> None:
+        model, seq = tiny_model("llama", "ringattn", use_cache=True).eval(), ring.sequence(TOKENS)
+        cache = call(seq, model).past_key_values
+        more = {"input_ids": ROWS[:, :1], "position_ids": torch.full((2, 1), TOKENS)}
+        with ring.activate(None), torch.no_grad():
+            with pytest.raises(InputError, match="cache holds this rank's tokens"):
+                model(**more, past_key_values=cache)
+            cache.reset() if hasattr(cache, "reset") else None
+            whole = model(input_ids=ROWS).past_key_values
+            kept = model(**more, past_key_values=whole).logits
+            alone = model(input_ids=torch.cat([ROWS, ROWS[:, :1]], 1)).logits[:, -1:]
+        torch.testing.assert_close(kept, alone, rtol=1e-5, atol=1e-5)  # rotary positions in float32
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_a_cache_given_to_be_filled() -> None:
+    def body(ring: Ring) -> None:
+        model, seq = tiny_model("llama", "ringattn", use_cache=True).eval(), ring.sequence(TOKENS)
+        cache = transformers.DynamicCache()
+        call(seq, model, past_key_values=cache)
+        with ring.activate(None), pytest.raises(InputError, match="cache holds this rank's tokens"):
+            model(input_ids=ROWS[:, :1], past_key_values=cache)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("kept", [1, torch.tensor([0, 3])])
+def test_logits_of_some_tokens(kept: Any) -> None:
+    refuses(llama, "logits_to_keep would keep logits of each rank's own tokens", logits_to_keep=kept)
+
+
+def test_logits_of_all_tokens() -> None:
+    def body(ring: Ring) -> None:
+        model, seq = llama(), ring.sequence(TOKENS)
+        assert torch.equal(call(seq, model, logits_to_keep=0).logits, call(seq, model).logits)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("cache", ["static", "static, compiled", "dynamic"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
+    """Of a model that was called over a ring before; prompts are whole. A GPU compiles beside a static cache."""
+    prompt, mask = ROWS[:, :9], torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask, "use_cache": True,
+                               "cache_implementation": cache.split(",")[0]}  # fmt: skip
+    if "compiled" in cache:
+        options["compile_config"] = transformers.CompileConfig(backend="eager", mode=None)
+        options["compile_config"]._compile_all_devices = True
+    model = tiny_model(name, "eager").float().eval()  # eager attention makes NaN of float64's padding
+    true = model.generate(prompt, **{**options, "compile_config": None})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda call, **_: call)  # what is handed to compiled code is what differs
+
+        def body(ring: Ring) -> None:
+            ours, seq = tiny_model(name, "ringattn"), ring.sequence(TOKENS)
+            call(seq, ours)
+            with ring.activate(None):
+                assert torch.equal(ours.float().eval().generate(prompt, **options), true)
+
+        run_ranks(2, body, timeout_s=30.0)
+
+
+# --- encoders -------------------------------------------------------------------------------------------------------
+
+
+def crossing(name: str) -> Any:
+    if name == "Bert":
+        return made("BertModel", "BertConfig", **BERT, is_decoder=True, add_cross_attention=True, use_cache=False)
+    return made("GPT2LMHeadModel", "GPT2Config", **GPT2, add_cross_attention=True)
+
+
+STATES = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def test_cross_attention_to_as_many_tokens() -> None:
+    for name in ("Bert", "GPT2"):
+        with InDouble():
+            model = crossing(name)
+            true = gradients(model, model(input_ids=ROWS, encoder_hidden_states=STATES)[0].sin().sum())
+
+        def body(ring: Ring, name: str = name) -> dict[str, Tensor]:
+            with InDouble():
+                ours, seq = crossing(name), ring.sequence(TOKENS)
+                ones = torch.ones(2, TOKENS // 2, dtype=torch.int64)
+                out = call(seq, ours, encoder_hidden_states=seq.shard(STATES), encoder_attention_mask=ones)
+                grads = gradients(ours, out[0].sin().sum())
+            ring.all_reduce(list(grads.values()))
+            return grads
+
+        grads = run_ranks(2, body, timeout_s=20.0)[0]
+        for of, grad in true.items():
+            assert (grads[of] - grad).abs().max() <= 1e-9 * max(1.0, grad.abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "prepared"), [("Bert", True), ("Bert", False), ("GPT2", True)])
+def test_cross_attention_beside_padding_of_the_encoder(name: str, prepared: bool) -> None:
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[0, -3:] = 0  # of one rank alone
+
+    def body(seq: Sequence) -> None:
+        model = crossing(name)
+        model.set_attn_implementation("ringattn")
+        given = {"encoder_hidden_states": seq.shard(STATES), "encoder_attention_mask": seq.shard(mask),
+                 "input_ids": seq.shard(ROWS), "position_ids": seq.positions()[None].expand(2, -1)}  # fmt: skip
+        with seq.ring.activate(seq):
+            (adapter.prepare(model) if prepared else model)(**given)
+
+    refused(lambda seq: body(seq.ring.sequence(TOKENS)), "cross attention to an encoder with padding", InputError)
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+def test_cross_attention_of_packed_documents(name: str) -> None:
+    def body(seq: Sequence) -> None:
+        packed = seq.ring.sequence(cu_seqlens=[0, 11, TOKENS])
+        call(packed, crossing(name), encoder_hidden_states=packed.shard(STATES))
+
+    refused(body, "cross attention to an encoder .* documents", InputError)
+
+
+# --- positions of more than one number ------------------------------------------------------------------------------
+
+
+def qwen_vl() -> Any:
+    text = {**HEADS, "num_key_value_heads": 2, "use_cache": False, "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return filled(transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("shape", ["(rows, tokens)", "(3, rows, tokens)", "(4, rows, tokens)"])
+def test_positions_of_text_in_a_model_for_images(shape: str) -> None:
+    with InDouble():
+        model = qwen_vl()
+        true = gradients(model, model(input_ids=ROWS).logits.sin().sum())
+
+    def places(seq: Sequence, shift: int = 0) -> Tensor:
+        ids = seq.positions()[None].expand(2, -1) + shift
+        return ids if shape == "(rows, tokens)" else ids.expand(int(shape[1]), -1, -1)
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        with InDouble():
+            ours, seq = qwen_vl(), ring.sequence(TOKENS)
+            grads = gradients(ours, call(seq, ours, position_ids=places(seq)).logits.sin().sum())
+        ring.all_reduce(list(grads.values()))
+        return grads
+
+    grads = run_ranks(2, body, timeout_s=20.0)[0]
+    for of, grad in true.items():
+        assert (grads[of] - grad).abs().max() <= 1e-9 * max(1.0, grad.abs().max().item())
+    if shape == "(3, rows, tokens)":
+        return  # beside images they may be any
+
+    def shifted(seq: Sequence) -> None:
+        call(seq, qwen_vl(), position_ids=places(seq, 1))
+
+    refused(lambda seq: shifted(seq.ring.sequence(TOKENS)), "position_ids are", InputError)
+
+
+# --- sinks ----------------------------------------------------------------------------------------------------------
+
+
+def test_sinks_that_lie_over_ranks_of_tensor_parallelism() -> None:
+    """Their local part belongs to the local heads; another number of them is refused."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 6, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    weight = torch.randn(4, dtype=torch.float64, generator=generator)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        found = {}
+        for kind in (Tensor, DTensor):
+            sinks = (
+                distribute_tensor(weight, mesh, [Shard(0)]) if kind is DTensor else weight.clone()
+            ).requires_grad_()
+            spread: Any = (DTensor.from_local(x, mesh, [Shard(2)]) if kind is DTensor else x for x in (q, k, v))
+            out = ring_attention(*spread, causal=True, sinks=sinks)
+            (out.to_local() if isinstance(out, DTensor) else out).sin().sum().backward()
+            grad: Any = sinks.grad
+            found[kind] = grad.to_local() if kind is DTensor else grad
+        assert torch.equal(found[DTensor], found[Tensor]) and found[Tensor].abs().min() > 0
+        fewer = distribute_tensor(weight[:3], mesh, [Shard(0)])
+        with pytest.raises(InputError, match=r"sinks is a DTensor with placements .* \(3,\), .* queries have 4 heads"):
+            ring_attention(q, k, v, sinks=fewer)
+        model = tiny_model("gpt_oss", "ringattn")
+        true = model(input_ids=ROWS).logits
+        for layer in model.model.layers:
+            sharded = distribute_tensor(layer.self_attn.sinks.detach(), mesh, [Shard(0)])
+            layer.self_attn.sinks = torch.nn.Parameter(sharded)
+        with Ring() as ring:
+            assert torch.equal(call(ring.sequence(TOKENS), model).logits.argmax(-1), true.argmax(-1))
+        assert torch.equal(model(input_ids=ROWS).logits, true)
+    finally:
+        dist.destroy_process_group()

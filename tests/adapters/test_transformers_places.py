@@ -1,0 +1,298 @@
+"""Where a model of transformers puts its tokens: RoPE chosen by the whole length, places that a model counts by itself.
+
+Each is the gradient of one process that makes its places itself, or an error on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from ringattn import InputError, Ring
+from ringattn.adapters import transformers as adapter
+from ringattn.adapters import transformers_places
+from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers_places import counts_by_itself
+from ringattn.testing import run_ranks
+from tests.adapters.compare import far_off
+from tests.adapters.models import filled, tiny_model
+from tests.adapters.ranks import InDouble, forward, restarting
+from tests.adapters.test_transformers_models import refused
+
+DOCUMENTS = [0, 4, 17, 27]
+ORIGINAL = 16
+"""Tokens from which a rotary embedding of the tests takes other frequencies."""
+
+
+def ids(tokens: int, rows: int = 2) -> Tensor:
+    return torch.randint(6, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def padded(tokens: int = 27, pad: int = 1) -> dict[str, Tensor]:
+    """Rows padded before, after and not at all."""
+    mask = torch.ones(3, tokens, dtype=torch.int64)
+    mask[0, :6], mask[1, -9:] = 0, 0
+    return {"input_ids": torch.where(mask.bool(), ids(tokens, 3), pad), "attention_mask": mask}
+
+
+# --- rotary embeddings that depend on the length --------------------------------------------------------------------
+
+
+def rotary(kind: str, **other: Any) -> Any:
+    """Phi-3 with longrope, or Llama with dynamic."""
+    if kind == "longrope":
+        rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": ORIGINAL,
+                "short_factor": [1.0, 1.5, 1.0, 2.0], "long_factor": [4.0, 3.0, 9.0, 5.0]}  # fmt: skip
+        return tiny_model("phi3", "eager", rope_parameters=rope, original_max_position_embeddings=ORIGINAL,
+                          sliding_window=None, **other)  # fmt: skip
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    return tiny_model("llama", "eager", rope_parameters=rope, max_position_embeddings=ORIGINAL, **other)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("tokens", [ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 27])
+def test_rotary_embeddings_are_chosen_by_the_whole_length(kind: str, tokens: int) -> None:
+    for layout in ("contiguous", "zigzag"):
+        assert far_off(lambda: rotary(kind), {"input_ids": ids(tokens)}, layout=layout) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("cuts", [[0, 4, 17, 27], [0, 18, 27], [0, 9, 27]])
+def test_rotary_embeddings_of_packed_documents(kind: str, cuts: list[int]) -> None:
+    """Their length is that of the longest document, whichever rank has its end."""
+    whole = {"input_ids": ids(27, 1), "position_ids": restarting(cuts)}
+    for layout in ("contiguous", "zigzag"):
+        assert far_off(lambda: rotary(kind), whole, layout=layout) < 1e-9
+
+
+def test_rotary_embeddings_after_a_longer_text() -> None:
+    """`dynamic` keeps what it chose for a longer text; a text that is short again takes it back."""
+
+    def twice(model: Any, given: dict[str, Any]) -> Any:
+        model(**given)
+        return model(**given)
+
+    assert far_off(lambda: rotary("dynamic"), {"input_ids": ids(40)}, call=twice) < 1e-9
+
+
+def test_rotary_embeddings_beside_checkpointed_layers() -> None:
+    def make() -> Any:
+        model = rotary("longrope")
+        again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InDouble())}
+        model.gradient_checkpointing_enable(again)
+        return model
+
+    assert far_off(make, {"input_ids": ids(27)}, layout="contiguous") < 1e-9
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_rotary_embeddings_of_a_checkpointed_model(reentrant: bool) -> None:
+    """Computed again in backward it would choose by this rank's tokens."""
+
+    def call(seq: Any) -> None:
+        model, given = adapter.prepare(rotary("longrope")), {"position_ids": seq.positions()[None]}
+        embeds = model.get_input_embeddings()(seq.shard(ids(27)))
+        with seq.ring.activate(seq):
+            out = checkpoint(lambda x: model(inputs_embeds=x, **given).logits, embeds, use_reentrant=reentrant)
+            out.sum().backward()
+
+    refused(call, r"Phi3RotaryEmbedding again, .* checkpoint layers", InputError)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_of_a_model_that_is_not_prepared(kind: str) -> None:
+    def call(seq: Any) -> Any:
+        model = rotary(kind)
+        model.set_attn_implementation("ringattn")
+        return forward(seq, model)
+
+    refused(call, rf"rotary embeddings of type {kind}, .*prepare\(model\)")
+
+
+# --- places that a model counts by itself ---------------------------------------------------------------------------
+
+HEADS = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1,
+}  # fmt: skip
+ESM = {"token_dropout": False, "position_embedding_type": "absolute", "mask_token_id": 62}
+COUNTING: dict[str, dict[str, Any]] = {
+    "Roberta": {}, "XLMRoberta": {}, "Camembert": {}, "Data2VecText": {}, "RobertaPreLayerNorm": {},
+    "XLMRobertaXL": {}, "Esm": ESM, "Xmod": {"languages": ["en"], "default_language": "en"},
+}  # fmt: skip
+"""Names of models that put their real tokens at pad + 1, pad + 2, ..."""
+
+
+def counting(name: str, of: str = "Model", **other: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**HEADS, **COUNTING[name], **other})
+    return filled(getattr(transformers, name + of)(config))
+
+
+def opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, dropout=0.0,
+        max_position_embeddings=64, word_embed_proj_dim=32, use_cache=False, pad_token_id=1,
+    )  # fmt: skip
+    return filled(transformers.OPTForCausalLM(config))
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_places_that_a_model_counts_from_its_padding(name: str) -> None:
+    assert far_off(lambda: counting(name), {"input_ids": ids(27)}) < 1e-9
+    assert far_off(lambda: counting(name), padded()) < 1e-9
+    unmasked = {"input_ids": padded()["input_ids"]}
+    assert far_off(lambda: counting(name), unmasked, layout="contiguous") < 1e-9
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_places_beneath_a_head(name: str) -> None:
+    assert far_off(lambda: counting(name, "ForTokenClassification"), padded()) < 1e-9
+    if name != "Esm":
+        decoder = {"is_decoder": True, "use_cache": False}
+        assert far_off(lambda: counting(name, "ForCausalLM", **decoder), padded()) < 1e-9
+
+
+def test_places_that_a_model_counts_from_its_mask() -> None:
+    assert far_off(opt, {"input_ids": ids(27)}) < 1e-9
+    for layout in ("zigzag", "contiguous"):
+        assert far_off(opt, padded(), layout=layout) < 1e-9
+
+
+def test_places_of_embeddings_and_of_documents() -> None:
+    """No padding is known of embeddings; each document counts from its own start."""
+    embeds = torch.randn(2, 27, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    assert far_off(lambda: counting("Roberta"), {"inputs_embeds": embeds}) < 1e-9
+
+    def body(ring: Ring) -> None:
+        model, given = adapter.prepare(counting("Roberta")), {"input_ids": ids(27, 1)}
+        packed = {**given, "cu_seq_lens_q": torch.tensor(DOCUMENTS)}
+        seq, mine = shard_batch(ring, packed, model=model)
+        assert torch.equal(mine["position_ids"], seq.shard(restarting(DOCUMENTS)) + 2)
+        again, same = shard_batch(ring, {**packed, "position_ids": restarting(DOCUMENTS) + 2}, model=model)
+        assert again == seq and torch.equal(same["position_ids"], mine["position_ids"])
+        one = model.eval()
+        with torch.no_grad():
+            with ring.activate(seq):
+                states = one(input_ids=mine["input_ids"], position_ids=mine["position_ids"]).last_hidden_state
+            with ring.activate(None):
+                parts = [one(given["input_ids"][:, a:b]).last_hidden_state for a, b in pairwise(DOCUMENTS)]
+        torch.testing.assert_close(seq.gather(states), torch.cat(parts, 1), rtol=0, atol=1e-6)  # eager rounds
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "rotary"])
+def test_embeddings_that_hold_their_places_already(kind: str) -> None:
+    """ESM looks up no place for them; a rotary one turns them by 0, 1, ...."""
+
+    def make() -> Any:
+        return counting("Esm", position_embedding_type=kind)
+
+    embeds = torch.randn(3, 27, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for batch in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "attention_mask": padded()["attention_mask"]}):
+        assert far_off(make, batch) < 1e-9
+        assert far_off(make, batch, layout="contiguous", told=False) < 1e-9
+
+    def shifted(seq: Any) -> Any:
+        with seq.ring.activate(seq):
+            return adapter.prepare(make())(inputs_embeds=seq.shard(embeds), position_ids=seq.positions()[None] + 2)
+
+    refused(shifted, "position_ids are", InputError)
+
+
+@pytest.mark.parametrize("name", [*COUNTING, "OPT"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_places_from_0_where_the_model_counts_others(name: str, prepared: bool) -> None:
+    make = opt if name == "OPT" else lambda: counting(name)
+
+    def call(seq: Any) -> Any:
+        model, batch = make(), padded()
+        if prepared:
+            adapter.prepare(model)
+        else:
+            model.set_attn_implementation("ringattn")
+        places = (seq.positions() if name == "OPT" else seq.positions() + 3)[None].expand(3, -1)
+        return forward(seq, model, **{k: seq.shard(x) for k, x in batch.items()}, position_ids=places)
+
+    if prepared:
+        refused(
+            call, r"position_ids are .* by itself would count .* shard_batch\(ring, batch, model=model\)", InputError
+        )
+    else:
+        refused(call, r"may count places by their padding or mask, .*prepare\(model\)")
+
+
+def test_places_on_one_rank() -> None:
+    """The same batch and call as on several."""
+    true = counting("Roberta")(**padded()).last_hidden_state
+    with Ring() as ring:
+        model = adapter.prepare(counting("Roberta"))
+        seq, mine = shard_batch(ring, padded(), model=model)
+        with ring.activate(seq):
+            found = model(**mine).last_hidden_state
+            with pytest.raises(InputError, match=r"by itself would count .* model=model"):
+                model(**{**mine, "position_ids": mine["position_ids"] + 1})
+    real = padded()["attention_mask"].bool()
+    torch.testing.assert_close(found[real], true[real], rtol=0, atol=1e-6)  # eager rounds to float32
+
+
+def test_a_model_that_cannot_be_asked_for_its_places() -> None:
+    class Asking(transformers.RobertaModel):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, *, more: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, position_ids=position_ids, token_type_ids=more[input_ids], **others)
+
+    Asking.__module__ = transformers.RobertaModel.__module__
+
+    def call(seq: Any) -> Any:
+        model = adapter.prepare(filled(Asking(transformers.RobertaConfig(**HEADS))))
+        return forward(seq, model, more=torch.zeros(64, dtype=torch.int64))
+
+    refused(call, "Asking may count places by its padding or mask, and cannot be asked")
+
+
+def test_neither_layers_nor_dropout_run_when_a_model_is_asked() -> None:
+    """Hooks of layers may be FSDP's, which wait for the end of a layer; dropout would draw other numbers later."""
+    for make in (lambda: counting("Roberta", hidden_dropout_prob=0.1), opt, lambda: tiny_model("llama", "eager")):
+        model, ran = make(), []
+        for part in model.modules():
+            if isinstance(part, torch.nn.ModuleList):
+                for layer in part:
+                    layer.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
+        state = torch.get_rng_state()
+        counts_by_itself(model)
+        assert not ran and torch.equal(torch.get_rng_state(), state)
+        model(input_ids=ids(9))
+        assert ran
+
+
+def test_a_model_that_threads_share_is_asked_by_one_while_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask takes the layers out of the model's reach."""
+    model, inside, calls = tiny_model("llama", "eager"), threading.Event(), []
+
+    def slowly(asked: Any) -> None:
+        calls.append(asked)
+        if len(calls) == 1:
+            with transformers_places._without_layers(asked):
+                inside.set()
+                time.sleep(0.3)
+
+    monkeypatch.setattr(transformers_places, "_counting", slowly)
+    asking = threading.Thread(target=counts_by_itself, args=(model,))
+    asking.start()
+    inside.wait()
+    assert not counts_by_itself(model)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))  # as it would with its layers
+    asking.join()
+    assert len(calls) == 1

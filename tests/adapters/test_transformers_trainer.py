@@ -1,0 +1,153 @@
+"""The Trainer of transformers over a ring: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+import transformers
+from accelerate.data_loader import IterableDatasetShard
+
+from ringattn import InputError, Ring
+from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
+from ringattn.errors import UnsupportedError
+from tests.adapters.models import tiny_model
+from tests.adapters.trainer import CASES, RingTrainer, Stream, padded, texts
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-9
+
+
+@pytest.mark.slow
+def test_trainer_over_processes(tmp_path: Path) -> None:
+    """One ring of two ranks, then two: weights, losses of steps and of evaluations are those of one process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adapters.trainer", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for world_size, cases in CASES.items():
+        found = json.loads((tmp_path / f"trainer-{world_size}.json").read_text())
+        assert tuple(found) == cases
+        for case, errors in found.items():
+            assert errors["weights"] and max(errors["weights"].values()) <= TOLERANCE, case
+            (*mine, evaluated), (*true, truly) = errors["losses"]
+            assert len(mine) >= 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
+            assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    with Ring() as ring:
+        yield ring
+
+
+def made(folder: Path, ring: Ring, kind: type = RingTrainer, args: dict[str, Any] | None = None, **given: Any) -> Any:
+    """A Trainer of one process."""
+    options = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1}
+    arguments = transformers.TrainingArguments(**options | (args or {}))
+    given = {"model": tiny_model("llama", "eager"), "train_dataset": texts(), "data_collator": padded} | given
+    return kind(ring=ring, args=arguments, **given)
+
+
+def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
+    check_trainer(RingTrainer)
+    with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
+        check_trainer(RingTrainerMixin)
+    monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
+    with pytest.raises(UnsupportedError, match=r"in another way than that of 5\.23.*shard_batch"):
+        RingTrainer(ring=ring)
+
+
+def test_metrics_and_losses_of_logits(tmp_path: Path, ring: Ring) -> None:
+    with pytest.raises(UnsupportedError, match="compute_metrics needs logits of whole texts"):
+        made(tmp_path, ring, compute_metrics=lambda found: {})
+    shifted = "would shift labels that are shifted already"
+    with pytest.raises(UnsupportedError, match=f"label_smoothing_factor {shifted}.*leave it at 0"):
+        made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+    with pytest.raises(UnsupportedError, match=f"compute_loss_func {shifted}.*leave it out, or .* shard_batch"):
+        made(tmp_path, ring, compute_loss_func=lambda out, labels, num_items_in_batch: out.loss)
+
+
+class OwnLoss:
+    """Makes a loss of its own."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)  # type: ignore[misc]
+
+
+class Between(OwnLoss, transformers.Trainer):
+    pass
+
+
+@pytest.mark.parametrize("bases", [(OwnLoss, RingTrainer), (RingTrainerMixin, Between)])
+def test_an_overridden_loss(bases: tuple[type, ...], tmp_path: Path, ring: Ring) -> None:
+    with pytest.raises(UnsupportedError, match="Ours overrides compute_loss, which gets labels that are shifted alr"):
+        made(tmp_path, ring, type("Ours", bases, {}))
+
+
+def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
+    trainer = made(tmp_path, ring)
+    trainer.train()
+    trainer.model = trainer.model_wrapped = tiny_model("llama", "eager")
+    with pytest.raises(InputError, match=r"LlamaForCausalLM, .* would attend to this rank's tokens alone; .*prepare"):
+        trainer.train()
+    trainer = made(tmp_path, ring, model=None, model_init=lambda: tiny_model("llama", "eager"))
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first and trainer.model.config._attn_implementation == "ringattn"
+
+
+def test_predictions(tmp_path: Path, ring: Ring) -> None:
+    trainer = made(tmp_path, ring, eval_dataset=texts())
+    with pytest.raises(UnsupportedError, match=r"predict gives the logits of whole texts.*call evaluate for the loss"):
+        trainer.predict(texts())
+    with pytest.raises(UnsupportedError, match="no rank has the logits of whole texts; ask for the loss only"):
+        trainer.evaluation_loop(trainer.get_eval_dataloader(), "", prediction_loss_only=False)
+
+
+def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, cut = (
+        Stream(texts()),
+        r"Stream is an IterableDataset.*\{\"dispatch_batches\": False\}.*a data set with a le",
+    )
+    for given in ({"train_dataset": stream}, {"eval_dataset": stream}, {"eval_dataset": {"a": texts(), "b": stream}}):
+        with pytest.raises(UnsupportedError, match=cut):
+            made(tmp_path, ring, **given)
+    with pytest.raises(UnsupportedError, match=cut):
+        made(tmp_path, ring).evaluate(stream)
+    trainer = made(tmp_path, ring)
+    trainer.train_dataset = trainer.eval_dataset = stream
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(UnsupportedError, match=cut):
+            call()
+    for name in ("dispatch_batches", "split_batches"):
+        with pytest.raises(UnsupportedError, match=f"{name} would cut batches among the ranks of a ring"):
+            made(tmp_path, ring, args={"accelerator_config": {name: True}})
+    with pytest.raises(UnsupportedError, match="batch_rebalance' deals texts to processes, also those of one ring"):
+        made(tmp_path, ring, args={"train_sampling_strategy": "batch_rebalance"})
+
+    trainer = made(tmp_path, ring, args={"accelerator_config": {"dispatch_batches": False}}, train_dataset=stream)
+    shard = IterableDatasetShard(stream, batch_size=3, num_processes=4)
+    monkeypatch.setattr(transformers.Trainer, "get_eval_dataloader", lambda *_: SimpleNamespace(dataset=shard))
+    monkeypatch.setattr(trainer, "_rings", lambda: (2, 0))
+    with pytest.raises(UnsupportedError, match="cannot be evaluated over several rings"):
+        trainer.evaluate(stream)
+    monkeypatch.setattr(type(trainer.args), "world_size", 4)
+    stream.n_shards = 4  # as data sets of Hugging Face say
+    with pytest.raises(UnsupportedError, match="accelerate deals the 4 shards of Stream to processes, also those of"):
+        trainer.evaluate(stream)

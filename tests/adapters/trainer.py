@@ -1,0 +1,141 @@
+"""transformers' Trainer over processes, against the same in one process: `python -m tests.adapters.trainer FOLDER`.
+
+Two ranks of one ring, then two rings of two ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from ringattn import Ring
+from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from tests.adapters.models import tiny_model
+from tests.adapters.ranks import InDouble, forked
+
+CASES = {2: ("packed", "made by model_init", "streamed"), 4: ("two rings", "two rings, full batches")}
+"""By the number of processes."""
+
+
+class RingTrainer(RingTrainerMixin, Trainer):
+    """Trainer over a ring."""
+
+
+class Stream(IterableDataset):
+    """Texts without a length."""
+
+    def __init__(self, texts: list[dict[str, list[int]]]) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.texts)
+
+
+def texts() -> list[dict[str, list[int]]]:
+    """Twelve texts of other lengths."""
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(3, 64, (9 + 2 * i,), generator=generator).tolist()} for i in range(12)]
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch (texts, tokens), padded on the right."""
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    batch = {"input_ids": pad_sequence(tokens, True, 0), "labels": pad_sequence(tokens, True, -100)}
+    return {**batch, "attention_mask": (batch["labels"] != -100).long()}
+
+
+def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of TrainingArguments and of Trainer; of one process where `rings` is 0.
+
+    The last batch of an epoch and of an evaluation is not full, except where texts are packed.
+    """
+    args: dict[str, Any] = {
+        "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", "max_grad_norm": 1.0, "use_cpu": True,
+    }  # fmt: skip
+    uneven = sorted(texts()[:7], key=lambda row: -len(row["input_ids"]))
+    trainer: dict[str, Any] = {"train_dataset": uneven, "eval_dataset": uneven, "data_collator": padded}
+    if case == "packed":
+        args |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3}
+        trainer = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": DataCollatorWithFlattening()}
+    if case == "streamed":
+        args |= {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
+        trainer |= {"train_dataset": Stream(uneven), "eval_dataset": {"some": Stream(uneven), "all": texts()[:7]}}
+    if case.startswith("two rings"):
+        args |= {"per_device_train_batch_size": 2 if rings else 4}
+        trainer |= {"train_dataset": texts()}
+    if case == "two rings, full batches":
+        args |= {"dataloader_drop_last": True, "num_train_epochs": 1}
+        trainer |= {"eval_dataset": texts()[:11]}
+    if case == "made by model_init":
+        trainer |= {"model_init": lambda: tiny_model("qwen2", "eager")}
+    else:
+        trainer |= {"model": tiny_model("qwen2", "eager")}
+    return args, trainer
+
+
+def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after a few steps, and all losses: of the steps, and of evaluations."""
+    with InDouble():
+        options, given = settings(case, rings)
+        args = TrainingArguments(output_dir=str(folder), **options)
+        if rings:
+            mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
+            with Ring(mesh, timeout_s=60.0) as ring:
+                return run(RingTrainer(args=args, ring=ring, **given))
+        return run(Trainer(args=args, **given))
+
+
+def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float]]:
+    """`trained`, of a trainer."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = trainer.evaluate()
+    losses += [found[name] for name in sorted(found) if name.endswith("loss")]
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses
+
+
+def alone(folder: Path) -> None:
+    """Save what one process does."""
+    torch.save({case: trained(folder, case) for cases in CASES.values() for case in cases}, folder / "alone.pt")
+
+
+def rank(folder: Path, number: int, world_size: int) -> None:
+    """One of several processes; the last saves how far its weights and losses are from one process's."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    true = torch.load(folder / "alone.pt")
+    found = {}
+    for case in CASES[world_size]:
+        mine, losses = trained(folder, case, rings=world_size // 2)
+        theirs, true_losses = true[case]
+        errors = {of: ((mine[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs}
+        found[case] = {"weights": errors, "losses": [losses, true_losses]}
+    if number == world_size - 1:
+        (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    tiny_model("qwen2", "eager")
+    forked(partial(alone, folder))
+    for world_size in CASES:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        forked(*(partial(rank, folder, number, world_size) for number in range(world_size)))

@@ -1,0 +1,179 @@
+"""Masks and problems: what the options mean, and that bad ones are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, Run
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Branch, Mask, make_mask
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError, UnsupportedError
+from tests.oracle import allowed_mask
+from tests.strategies import Case, branched_cases, cases, cuts, truth_of, windows
+
+
+@given(st.data(), st.integers(0, 12), st.booleans())
+def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int, causal: bool) -> None:
+    window, documents = data.draw(windows(causal)), data.draw(st.one_of(st.none(), cuts(length)))
+    mask = make_mask(length, length, causal=causal, window=window, documents=documents, kv_documents=documents)
+    cu_seqlens = None if documents is None else list(documents)
+    wanted = allowed_mask(length, length, causal=causal, window=window, cu_seqlens=cu_seqlens)
+    assert np.array_equal(truth_of(mask, 1)[0], wanted.numpy())
+
+
+@given(st.data(), st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 3))
+def test_cross_documents_pair_by_index(
+    data: st.DataObject, length: int, kv_length: int, causal: bool, documents: int
+) -> None:
+    cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
+    mask = make_mask(length, kv_length, causal=causal, documents=cu, kv_documents=kv_cu)
+    wanted = allowed_mask(length, kv_length, causal=causal, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu))
+    assert np.array_equal(truth_of(mask, 1)[0], wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "band"),
+    [
+        ({}, FULL),
+        ({"causal": True}, CAUSAL),
+        ({"window": (None, None)}, FULL),
+        ({"window": (-1, -1)}, FULL),
+        ({"window": (3, 2)}, Band(-2, 3)),
+        ({"window": (0, 0)}, Band(0, 0)),
+        ({"window": (3, None)}, Band(-UNBOUNDED, 3)),
+        ({"window": (None, 2)}, Band(-2, UNBOUNDED)),
+        ({"window": [3, 2]}, Band(-2, 3)),
+        ({"window": (3, 0), "causal": True}, Band(0, 3)),
+        ({"window": (3, -1), "causal": True}, Band(0, 3)),
+        ({"window": (3, None), "causal": True}, Band(0, 3)),
+    ],
+)
+def test_bands(options: dict[str, Any], band: Band) -> None:
+    assert make_mask(9, 7, **options) == Mask((Branch((0, 9), (0, 7), band),))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": (-2, 0)}, r"window left side is -2: expected a number of tokens >= 0, or None or -1"),
+        ({"window": (0, -7)}, r"window right side is -7"),
+        ({"window": (1.5, 0)}, r"window left side is 1\.5"),
+        ({"window": (True, 0)}, r"window left side is True"),
+        ({"window": (1, "2")}, r"window right side is '2'"),
+        ({"window": (1, 2, 3)}, r"window=\(1, 2, 3\): expected \(left, right\)"),
+        ({"window": 4}, r"window=4: expected \(left, right\)"),
+        ({"window": (4, 1), "causal": True}, r"window=\(4, 1\) looks ahead, causal=True forbids it"),
+        ({"documents": (0, 9)}, r"either both sequences have documents or neither"),
+        ({"kv_documents": (0, 7)}, r"either both sequences have documents or neither"),
+        ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"q has 2 documents and k/v has 1"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_mask(9, 7, **options)
+
+
+# --- head parts ------------------------------------------------------------------------------------------------------
+
+
+@given(branched_cases())
+def test_parts_cut_the_heads_where_branches_do(case: Case) -> None:
+    problem = case.problem
+    kv = [head for part in problem.parts for head in part.kv_heads.members()]
+    q = [head for part in problem.parts for head in part.q_heads.members()]
+    assert kv == list(range(problem.kv_heads)) and q == list(range(problem.q_heads))
+    for part in problem.parts:
+        assert {head // problem.group for head in part.q_heads.members()} == set(part.kv_heads.members())
+        for branch in problem.mask.branches:
+            heads = set(range(4)) if branch.heads is None else set(branch.heads.members())
+            reading = {head // problem.group for head in heads} & set(part.kv_heads.members())
+            assert reading in (set(), set(part.kv_heads.members()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts"),
+    [
+        ([Run(0, 3)], [(0, 2), (2, 1)]),  # of the second K/V head one query head reads, so it belongs
+        ([Run(3, 1)], [(0, 1), (1, 1), (2, 1)]),
+        ([Run(1, 2), Run(4, 2)], [(0, 2), (2, 1)]),
+        ([Run(2, 0)], [(0, 3)]),
+        ([None], [(0, 3)]),
+    ],
+)
+def test_parts_of_six_heads_on_three(heads: list[Run | None], parts: list[tuple[int, int]]) -> None:
+    mask = Mask(tuple(Branch((0, 4), (0, 4), FULL, run) for run in heads))
+    assert [part.kv_heads for part in mask.parts(6, 3)] == [Run(*part) for part in parts]
+    assert [part.q_heads for part in mask.parts(6, 3)] == [Run(2 * start, 2 * count) for start, count in parts]
+
+
+def test_one_part_where_no_branch_has_heads() -> None:
+    parts = make_mask(4, 4).parts(6, 3)
+    assert [(part.kv_heads, part.q_heads) for part in parts] == [(Run(0, 3), Run(0, 6))]
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+LAYOUT = make_layout("zigzag", 16, 2)
+PROBLEM = Problem(LAYOUT, LAYOUT, make_mask(16, 16, causal=True), 1, 4, 2, 8, 8, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, r"dtype int8 is not supported; use one of float64"),
+        ({"wire_dtype": "float8_e4m3fn"}, r"dkv_wire_dtype float8_e4m3fn is not supported"),
+        ({"kv_heads": 3}, r"4 query heads are not a multiple of 3 K/V heads"),
+        ({"kv_heads": 0}, r"K/V heads: 0, where attention needs at least 1"),
+    ],
+)
+def test_facts_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(PROBLEM, **changes)
+
+
+@pytest.mark.parametrize("other", [make_layout("zigzag", 12, 2), make_layout("striped", 16, 2)])
+def test_no_window_between_two_sequences(other: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"a window between two different sequences"):
+        replace(PROBLEM, kv_layout=other, mask=make_mask(16, other.length, window=(2, 2)))
+    # A one-sided band is served.
+    assert replace(PROBLEM, kv_layout=other, mask=make_mask(16, other.length, causal=True)).kv_layout == other
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_layout": make_layout("striped", 16, 2)},
+        {"kv_layout": make_layout("striped", 16, 2)},
+        {"mask": make_mask(16, 16)},
+        {"batch": 2},
+        {"q_heads": 6},
+        {"kv_heads": 4},
+        {"head_dim": 16},
+        {"value_dim": 16},
+        {"dtype": "float16"},
+        {"wire_dtype": "bfloat16"},
+    ],
+)
+def test_every_fact_is_in_the_digest(changes: dict[str, Any]) -> None:
+    assert replace(PROBLEM, **changes).digest != PROBLEM.digest
+    assert replace(PROBLEM, batch=1).digest == PROBLEM.digest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [("float64", "float64"), ("float32", "float32"), ("float16", "float32"), ("bfloat16", "float32")]
+)
+def test_accumulators_are_wide(dtype: str, wide: str) -> None:
+    assert replace(PROBLEM, dtype=dtype).accumulator_dtype == wide
+
+
+@given(cases())
+def test_problems_are_values(case: Case) -> None:
+    twin = replace(case.problem)
+    assert twin == case.problem and hash(twin) == hash(case.problem) and twin.digest == case.problem.digest

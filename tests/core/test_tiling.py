@@ -1,0 +1,102 @@
+"""Tiles against brute force: every allowed pair once, no other pair, no idle row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.tiling import TileTable, tiles_of
+from tests.strategies import Case, covering, simple
+
+
+def inside(tile: Tile) -> np.ndarray:
+    """(q, k) booleans of a tile's pairs."""
+    q, k = (np.array(strip.positions.members(), np.int64) for strip in (tile.q, tile.k))
+    return (q[:, None] - k[None, :] >= tile.band.lo) & (q[:, None] - k[None, :] <= tile.band.hi)
+
+
+@covering
+def test_every_allowed_pair_is_computed_exactly_once(case: Case) -> None:
+    done = np.zeros_like(case.truth)
+    for rank in range(case.ranks):
+        for table in tiles_of(case.problem, rank).values():
+            for tile in table:
+                q, k = list(tile.q.positions.members()), list(tile.k.positions.members())
+                heads = list(tile.heads.members())
+                done[np.ix_(heads, q, k)] += inside(tile)
+    assert np.array_equal(done, case.truth)
+
+
+@covering
+def test_rows_hold_the_positions_they_say(case: Case) -> None:
+    problem = case.problem
+    for rank in range(case.ranks):
+        for (owner, _), table in tiles_of(problem, rank).items():
+            for tile in table:
+                for strip, positions in ((tile.q, problem.q_layout.positions(rank)),
+                                         (tile.k, problem.kv_layout.positions(owner))):  # fmt: skip
+                    assert positions[list(strip.rows.members())].tolist() == list(strip.positions.members())
+
+
+@covering
+def test_every_row_of_a_tile_has_a_partner(case: Case) -> None:
+    for rank in range(case.ranks):
+        for (_, part), table in tiles_of(case.problem, rank).items():
+            assert len(table) > 0
+            q_heads = case.problem.parts[part].q_heads
+            for tile in table:
+                pairs = inside(tile)
+                assert pairs.any(0).all() and pairs.any(1).all()
+                assert tile.area() == pairs.sum() * tile.heads.count > 0
+                assert set(tile.heads.members()) <= set(q_heads.members())
+
+
+@covering
+def test_tiles_come_by_owner_then_part(case: Case) -> None:
+    for rank in range(case.ranks):
+        keys = list(tiles_of(case.problem, rank))
+        assert keys == sorted(set(keys))
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_no_tile_where_nothing_is_to_do(name: str) -> None:
+    assert tiles_of(simple(name, 0, 3).problem, 1) == {}
+    lonely = simple(name, 1, 3).problem
+    assert [len(tiles_of(lonely, rank)) for rank in range(3)] == [1, 0, 0]
+
+
+def test_causal_zigzag_is_balanced() -> None:
+    case = simple("zigzag", 64, 4, causal=True)
+    areas = [sum(table.area() for table in tiles_of(case.problem, rank).values()) for rank in range(4)]
+    assert areas == [64 * 65 // 2 // 4] * 4
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+TILES = [
+    Tile(Strip(Run(0, 4, 2), Run(3, 4)), Strip(Run(1, 5), Run(0, 5)), CAUSAL, Run(0, 2)),
+    Tile(Strip(Run(9, 1), Run(7, 1)), Strip(Run(1, 3, 3), Run(5, 3)), Band(-2, 8), Run(2, 1)),
+]
+
+
+def test_a_table_gives_back_its_tiles() -> None:
+    table = TileTable.of(TILES)
+    assert list(table) == TILES and len(table) == 2
+    assert table.area() == sum(int(inside(tile).sum()) * tile.heads.count for tile in TILES)
+    assert list(TileTable.of([])) == []
+
+
+def test_tables_are_values() -> None:
+    one, two = TileTable.of(TILES), TileTable.of(TILES)
+    other = TileTable.of([TILES[0]._replace(band=FULL), TILES[1]])
+    assert one == two and hash(one) == hash(two) and one != other
+    with pytest.raises(ValueError, match="read-only"):
+        one.columns[0, 0] = 1
+
+
+def test_with_k_rows_changes_nothing_else() -> None:
+    moved = list(TileTable.of(TILES).with_k_rows(np.array([40, 50])))
+    for before, after, row in zip(TILES, moved, (40, 50), strict=True):
+        rows = before.k.rows._replace(start=row)
+        assert after == before._replace(k=Strip(before.k.positions, rows))

@@ -1,0 +1,165 @@
+"""Block tables against brute force: every pair once, no row in two blocks, full blocks full, nothing idle visited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.tiling import tiles_of
+from ringattn.engine.blocks import LIMIT, Blocks, key_blocks, query_blocks
+from ringattn.errors import UnsupportedError
+from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
+from tests.strategies import Case, covering
+
+SIDES = ("query", "key")
+SIZES = st.sampled_from([(1, 1), (2, 3), (3, 2), (4, 16), (16, 4)])
+
+Pairs = Counter[tuple[int, int, int]]
+"""How often each (query head, query row, key row) is computed."""
+
+
+def table(tiles: Sequence[Tile], side: str, group: int, own_rows: int, other_rows: int) -> Blocks:
+    if side == "query":
+        return query_blocks(tiles, own_rows, other_rows)
+    return key_blocks(tiles, group, own_rows, other_rows)
+
+
+def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
+    """By the definition of a tile."""
+    found: Pairs = Counter()
+    for tile in tiles:
+        for q, q_row in zip(tile.q.positions.members(), tile.q.rows.members(), strict=True):
+            for k, k_row in zip(tile.k.positions.members(), tile.k.rows.members(), strict=True):
+                if tile.band.lo <= q - k <= tile.band.hi:
+                    found.update((head, q_row, k_row) for head in tile.heads.members())
+    return found
+
+
+def pairs_of_table(made: Blocks, side: str, group: int, other_rows: int) -> Pairs:
+    """What a kernel computes: visited blocks of rows of each entry, masked but for those called full."""
+    found: Pairs = Counter()
+    owned: set[tuple[int, int]] = set()
+    for row0, row_stride, rows, head0, heads, first, end, _ in made.blocks.tolist():
+        own = [row0 + i * row_stride for i in range(rows)]
+        spots = {(head, row) for head in range(head0, head0 + heads) for row in own}
+        assert len(spots) == rows * heads and not spots & owned
+        owned |= spots
+        assert first < end and heads <= made.slots
+        for entry in made.entries[first:end].tolist():
+            other0, other_stride, count, own_step, other_step, lo, hi, *visits, head_off, served = entry[:13]
+            start, full_start, full_end, stop = visits
+            assert 0 <= start <= full_start <= full_end <= stop and start < stop
+            for j in range(start * other_rows, min(count, stop * other_rows)):
+                seen = [i for i in range(rows) if lo <= i * own_step - j * other_step <= hi]
+                if full_start <= j // other_rows < full_end:
+                    assert len(seen) == rows and (j // other_rows + 1) * other_rows <= count
+                for head in range(head0, head0 + heads):
+                    for i in seen:
+                        pair = (own[i], other0 + j * other_stride)
+                        if side == "query":
+                            found[head, *pair] += 1
+                        else:
+                            firsts = head * group + head_off
+                            found.update((q_head, *pair[::-1]) for q_head in range(firsts, firsts + served))
+    return found
+
+
+def check(tiles: Sequence[Tile], group: int, sizes: tuple[int, int]) -> None:
+    expected = pairs_of_tiles(tiles)
+    for side in SIDES:
+        assert pairs_of_table(table(tiles, side, group, *sizes), side, group, sizes[1]) == expected, side
+
+
+@covering
+def test_every_pair_of_a_plan_once(case: Case) -> None:
+    """All tiles of a rank in one table: halves of a zigzag, documents, windows, branches that overlap."""
+    problem = case.problem
+    rank = case.truth.size % problem.world_size
+    for key, found in tiles_of(problem, rank).items():
+        check(tuple(found), problem.group, (3, 4) if key[0] % 2 else (16, 2))
+
+
+@given(st.integers(0, 400), SIZES)
+def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> None:
+    """Any strides of rows and positions, overlapping rows, parts of the heads."""
+    scenario = random_scenario(seed)
+    for step in scenario.steps:
+        check(step.tiles, scenario.group, sizes)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_pair_of_a_scenario_once(name: str) -> None:
+    scenario = SCENARIOS[name]
+    for step in scenario.steps:
+        check(step.tiles, scenario.group, (16, 16))
+
+
+def causal(start: int, count: int, keys: int) -> Tile:
+    return Tile(strip(start, count), strip(0, keys), CAUSAL, Run(0, 2))
+
+
+def test_only_blocks_with_a_pair_are_visited_and_only_the_diagonal_is_masked() -> None:
+    made = query_blocks([causal(0, 256, 256)], 64, 32)
+    visits = {int(row[0]): tuple(made.entries[row[5], 7:11]) for row in made.blocks}
+    assert visits == {0: (0, 0, 0, 2), 64: (0, 0, 2, 4), 128: (0, 0, 4, 6), 192: (0, 0, 6, 8)}
+
+
+def test_a_window_skips_what_lies_before_it() -> None:
+    made = query_blocks([Tile(strip(0, 256), strip(0, 256), Band(0, 70), Run(0, 1))], 64, 32)
+    visits = {int(row[0]): tuple(made.entries[row[5], 7:11]) for row in made.blocks}
+    assert visits == {0: (0, 0, 0, 2), 64: (0, 2, 2, 4), 128: (1, 4, 4, 6), 192: (3, 6, 6, 8)}
+
+
+def test_longest_blocks_come_first() -> None:
+    made = query_blocks([causal(0, 256, 256)], 64, 32)
+    assert made.blocks[:, 0].tolist() == [192, 128, 64, 0]
+
+
+def test_one_table_holds_both_halves_of_a_zigzag() -> None:
+    """A row of the second half meets both its tiles in one block."""
+    tiles = [causal(0, 32, 32), Tile(strip(96, 32, row=32), strip(0, 64), CAUSAL, Run(0, 2))]
+    tiles.append(Tile(strip(96, 32, row=32), strip(96, 32, row=64), CAUSAL, Run(0, 2)))
+    made = query_blocks(tiles, 32, 32)
+    assert [(int(row[0]), int(row[6] - row[5])) for row in made.blocks] == [(32, 2), (0, 1)]
+
+
+def test_tiles_without_a_pair_make_no_block() -> None:
+    blind = Tile(strip(0, 20), strip(100, 20), CAUSAL, Run(0, 2))
+    empty = Tile(strip(0, 0), strip(0, 20), FULL, Run(0, 2))
+    for tiles in ([], [blind], [empty], [blind, empty]):
+        for side in SIDES:
+            made = table(tiles, side, 1, 16, 16)
+            assert made.blocks.shape == (0, 8) and made.entries.shape == (0, 16) and made.slots == 0
+
+
+def test_positions_beyond_int32_stay_exact() -> None:
+    """Striped over 1,000 ranks, 2^40 tokens in: only the distance between rows is left."""
+    far, stride = 1 << 40, 1000
+    near, moved = (Tile(strip(at + 7, 50, stride), strip(at + 3, 50, stride), CAUSAL, Run(0, 1)) for at in (0, far))
+    for side in SIDES:
+        here, there = table([near], side, 1, 16, 16), table([moved], side, 1, 16, 16)
+        assert np.array_equal(here.blocks, there.blocks) and np.array_equal(here.entries, there.entries)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("q", "k", "band"),
+    [
+        (Strip(Run(0, 2, 1), Run(0, 2, LIMIT)), strip(0, 2), FULL),
+        (strip(0, 2), Strip(Run(0, 2, 1), Run(0, 2, LIMIT)), FULL),
+        (strip(0, 2, LIMIT - 1), strip(0, 2, LIMIT), FULL),
+        (strip(0, 16, LIMIT >> 3), strip(0, 3), Band(0, 5)),
+        (strip(0, 3), strip(0, 16, LIMIT >> 3), Band(0, 5)),
+    ],
+    ids=["q-rows", "k-rows", "steps", "q-reach", "k-reach"],
+)
+def test_what_int32_cannot_count_is_refused(side: str, q: Strip, k: Strip, band: Band) -> None:
+    tile = Tile(q, k, band, Run(0, 1))
+    with pytest.raises(UnsupportedError, match=r"int32.*engine='plain'"):
+        table([tile], side, 1, 16, 16)

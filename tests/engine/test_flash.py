@@ -1,0 +1,249 @@
+"""The engines on FlashAttention 3 and 4 against the contract, on stand-ins with the recorded signatures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.engine import aten, flash
+from ringattn.engine.aten import CPU, HALF_DTYPES, BlockOp
+from ringattn.engine.flash import FA3, FA4, FlashEngine, flash_engine
+from ringattn.errors import UnsupportedError
+from tests.adapters.flash_standins import FA3_BACKWARDS, Calls, fa3_library, fa4_module
+from tests.contract.engine_contract import EngineContract
+from tests.contract.engine_scenarios import SCENARIOS
+from tests.contract.engine_trial import Trial
+
+BOTH = pytest.mark.parametrize("op", [FA3, FA4], ids=lambda op: op.name)
+HOST = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def calls(op: BlockOp) -> Iterator[Calls]:
+    """The stand-in of `op`, in place."""
+    with standin(op) as made:
+        yield made
+
+
+def standin(op: BlockOp) -> AbstractContextManager[Calls]:
+    return fa3_library() if op is FA3 else fa4_module()
+
+
+@pytest.fixture
+def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take half inputs only; their stand-ins take what the suite compares with the truth."""
+    monkeypatch.setattr(flash, "HALF_DTYPES", (*HALF_DTYPES, torch.float32, torch.float64))
+
+
+@pytest.mark.usefixtures("_all_dtypes", "calls")
+@pytest.mark.parametrize("op", [FA3], ids=["fa3"])
+class TestFlashAttention3(EngineContract):
+    """The whole suite but softcap. What the kernels themselves say of scores of -inf is not known."""
+
+    softcap = infinite_scores = False
+
+    def engine(self) -> FlashEngine:
+        return FlashEngine(HOST, FA3)
+
+
+@pytest.mark.usefixtures("_all_dtypes", "calls")
+@pytest.mark.parametrize("op", [FA4], ids=["fa4"])
+class TestFlashAttention4(EngineContract):
+    """The whole suite but softcap. What the kernels themselves say of scores of -inf is not known."""
+
+    softcap = infinite_scores = False
+
+    def engine(self) -> FlashEngine:
+        return FlashEngine(HOST, FA4)
+
+
+def operands(dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """q, k, v, out, dout (2, heads, rows, dim) as views of (rows, batch, heads, dim), and lse (2, 4, 6), strided."""
+    torch.manual_seed(0)
+    heads = (4, 2, 2, 4, 4)
+    made = [torch.randn(6, 2, one, dim).to(dtype).permute(1, 2, 0, 3) for one in heads]
+    return [*made, torch.full((2, 6, 4), 3.0).transpose(1, 2)]
+
+
+@BOTH
+def test_every_rectangle_in_half_precision_goes_to_the_op(
+    op: BlockOp, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object) -> None:
+        raise AssertionError("asked for another op")
+
+    monkeypatch.setattr(aten, "choose", unwanted)
+    trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
+    s, engine = trial.scenario, FlashEngine(HOST, op)
+    works = engine.prepare([step.tiles for step in s.steps], trial.softmax, s.q_rows, s.heads)
+    count = sum(len(work.rectangles) for work in works)
+    trial.run(engine)
+    assert count and len(calls.named("forward")) == len(calls.named("backward")) == count
+
+
+@BOTH
+def test_aligned_operands_are_not_copied(op: BlockOp, calls: Calls) -> None:
+    q, k, v, out, dout, lse = operands(64)
+    op.forward(q, k, v, False, 0.1)
+    op.backward(dout, q, k, v, out, lse, False, 0.1)
+    own = {x.data_ptr() for x in (q, k, v, out, dout)}
+    for called, arguments in calls:
+        names = ("q", "k", "v") if called == "forward" else ("q", "k", "v", "out", "dout")
+        given = {arguments[name].data_ptr() for name in names}
+        assert given <= own and len(given) == len(names)
+
+
+@BOTH
+@pytest.mark.parametrize("fault", ["address", "stride", "last stride"])
+def test_operands_that_cannot_be_read_are_copied(op: BlockOp, fault: str, calls: Calls) -> None:
+    """The stand-ins insist on 16-byte addresses and strides; a single head leaves its stride to chance."""
+    q, k, v, *_ = operands(64)
+    k, v = k[:, :1], v[:, :1]
+    if fault == "address":
+        k = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
+    elif fault == "stride":
+        k = k.contiguous().as_strided((2, 1, 6, 64), (6 * 64, 3, 64, 1))
+    else:
+        k = k[:1, :1, :1, :1].expand(2, 1, 6, 64)
+    got = op.forward(q, k, v, False, 0.1)
+    wanted = op.forward(q, k.clone(memory_format=torch.contiguous_format), v, False, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@BOTH
+@pytest.mark.parametrize("wanted", [False, True])
+def test_deterministic_algorithms_are_asked_for(
+    op: BlockOp, wanted: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: wanted)
+    q, k, v, out, dout, lse = operands(64)
+    op.backward(dout, q, k, v, out, lse, False, 0.1)
+    assert [arguments["deterministic"] for arguments in calls.named("backward")] == [wanted]
+
+
+def test_fa3_wide_heads_repeat_by_torchs_flash_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA3 has no deterministic backward above 192."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    seen = []
+
+    def backward(*given: object) -> tuple[str, str, str]:
+        seen.append(given)
+        return "dq", "dk", "dv"
+
+    monkeypatch.setattr(flash, "FLASH", flash.FLASH._replace(backward=backward))
+    q, k, v, out, dout, lse = operands(200)
+    with fa3_library() as calls:
+        assert FA3.backward(dout, q, k, v, out, lse, True, 0.1) == ("dq", "dk", "dv")  # type: ignore[comparison-overlap]
+        FA3.backward(*(x[..., :192] for x in (dout, q, k, v, out)), lse, False, 0.1)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+        FA3.backward(dout, q, k, v, out, lse, False, 0.1)
+    assert [arguments["q"].shape[-1] for arguments in calls.named("backward")] == [192, 200]
+    assert [[id(x) for x in given[:6]] for given in seen] == [[id(x) for x in (dout, q, k, v, out, lse)]]
+
+
+def test_fa3_takes_one_split() -> None:
+    """Its own choice depends on the GPU, and with it the order of the sums."""
+    q, k, v, *_ = operands(64)
+    with fa3_library() as calls:
+        FA3.forward(q, k, v, False, 0.1)
+    assert calls.named("forward")[0]["num_splits"] == 1
+
+
+@BOTH
+def test_heads_are_padded_to_a_multiple_of_8(op: BlockOp, calls: Calls) -> None:
+    trial = Trial(SCENARIOS["zigzag"]._replace(d_k=13, d_v=13), torch.bfloat16, False)
+    trial.run(FlashEngine(HOST, op))
+    assert {arguments["v"].shape[-1] for _, arguments in calls} == {16}
+
+
+@pytest.mark.parametrize("schema", FA3_BACKWARDS)
+def test_fa3_gradients_do_not_hang_on_what_it_returns(schema: str) -> None:
+    q, k, v, out, dout, lse = operands(64)
+    with fa3_library(FA3_BACKWARDS[schema]):
+        found = FA3.backward(dout, q, k, v, out, lse, False, 0.1)
+    with fa4_module():
+        wanted = FA4.backward(dout, q, k, v, out, lse, False, 0.1)
+    assert all(torch.equal(a, b) and a.shape == x.shape for a, b, x in zip(found, wanted, (q, k, v), strict=True))
+
+
+@BOTH
+def test_what_the_op_does_not_take_goes_where_aten_sends_it(op: BlockOp, calls: Calls) -> None:
+    """float32, and a head that only the column for the gradient of lse makes too wide."""
+    trial = Trial(SCENARIOS["zigzag"], torch.float32, True)
+    trial.check(trial.run(FlashEngine(HOST, op)), 1e-5)
+    assert not calls
+    wide = Trial(SCENARIOS["full"]._replace(d_k=256, d_v=256), torch.bfloat16, True)
+    wide.run(FlashEngine(HOST, op))
+    assert calls.named("forward") and not calls.named("backward")
+
+
+@pytest.fixture
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "why"),
+    [
+        ("fa3", (8, 0), "fa3' needs a GPU with sm_90, not sm_8x; use engine='auto'"),
+        ("fa3", (10, 0), "fa3' needs a GPU with sm_90, not sm_10x"),
+        ("fa4", (12, 0), "fa4' needs a GPU with sm_90 or sm_100, not sm_12x"),
+    ],
+)
+def test_other_gpus_are_refused(
+    name: str, capability: tuple[int, int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UnsupportedError, match=why):
+        flash_engine(name, CUDA, torch.bfloat16, 128)
+    with pytest.raises(UnsupportedError, match=f"'{name}' needs a GPU with sm_90.*, not cpu"):
+        flash_engine(name, HOST, torch.bfloat16, 128)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+def test_what_the_kernels_do_not_take_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' takes float16 and bfloat16, not torch.float32"):
+        flash_engine(name, CUDA, torch.float32, 128)
+    with pytest.raises(UnsupportedError, match=f"'{name}' takes head dimensions to 256, not 257"):
+        flash_engine(name, CUDA, torch.float16, 257)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(
+    ("name", "package"), [("fa3", r"flash-attn-3 .* or xformers 0\.0\.34"), ("fa4", "flash-attn-4")]
+)
+def test_without_the_package_the_refusal_names_it(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in flash.NEEDS[name].modules:
+        monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    with pytest.raises(UnsupportedError, match=rf"engine='{name}' needs the package {package} \(.*; use engine='auto'"):
+        flash_engine(name, CUDA, torch.bfloat16, 128)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("module", ["flash_attn_3._C", "xformers.flash_attn_3._C"])
+def test_either_library_of_fa3_will_do(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in flash.FA3_LIBRARIES:
+        monkeypatch.setitem(sys.modules, other.split(".")[0], None)
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    engine = flash_engine("fa3", CUDA, torch.bfloat16, 256)
+    assert (engine.name, engine._chosen(CUDA, torch.bfloat16, 256)) == ("fa3", FA3)
+
+
+def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash_attn/cute/interface.py, _validate_head_dims."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(aten, "choose", lambda *_: CPU)
+    with fa4_module():
+        engine = flash_engine("fa4", CUDA, torch.bfloat16, 128)
+        assert engine._chosen(CUDA, torch.bfloat16, 136) is CPU
+        assert engine._chosen(CUDA, torch.bfloat16, 128) == FA4._replace(max_dim=128)
+        with pytest.raises(UnsupportedError, match="to 128, not 129"):
+            flash_engine("fa4", CUDA, torch.bfloat16, 129)

@@ -1,0 +1,103 @@
+"""The Triton engine: its suite in the interpreter, and what holds without one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import ringattn.engine.tables as tables_module
+import ringattn.engine.triton as engine_module
+from ringattn.engine.base import Engine, Softmax
+from ringattn.engine.select import choose
+from ringattn.engine.tables import PassTables
+from ringattn.engine.triton import TritonEngine
+from ringattn.errors import UnsupportedError
+from ringattn.kernels.launch_call import Config
+from tests.contract.engine_scenarios import SCENARIOS
+from tests.kernels.interpreted import outcomes_of
+
+pytestmark = pytest.mark.alone
+
+CASES = "tests/kernels/interpreter/engine_cases.py"
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each case of the interpreted suite: why it failed, or nothing."""
+    return outcomes_of(CASES, tmp_path_factory.mktemp("engine"), ("test_scenario", "not test_scenario"))
+
+
+@pytest.mark.unchanged("engine in the interpreter")
+@pytest.mark.timeout(1200)
+def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
+    failed = {name: why for name, why in outcomes.items() if why}
+    assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
+    scenarios = [name for name in outcomes if "::test_scenario[" in name]
+    assert len(scenarios) == 4 * len(SCENARIOS)
+
+
+@pytest.mark.unchanged("engine in the interpreter")
+@pytest.mark.timeout(1200)
+def test_carried_steps_equal_one_launch_bitwise(outcomes: dict[str, str]) -> None:
+    """Two, four and eight steps in float32, float16 and bfloat16, each case by its name in the interpreted suite."""
+    cases = {name: why for name, why in outcomes.items() if "::test_carried_steps_equal_one_launch" in name}
+    assert len(cases) == 9 and not any(cases.values()), cases
+
+
+def named(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:
+    return choose.__wrapped__("triton", device, torch.float32, dim, dim, softcap, 6).engine
+
+
+def test_off_a_gpu_it_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="engine='triton' needs a CUDA device, not cpu; use engine='auto'"):
+        named(HOST)
+
+
+def test_on_a_gpu_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    engine = named(torch.device("cuda", 0), softcap=30.0)
+    assert engine.name == "triton" and isinstance(engine, TritonEngine) and engine.spare == 6
+
+
+def test_without_the_package_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith(("ringattn.engine.triton", "ringattn.kernels"))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnsupportedError, match="needs the package triton, which is not installed"):
+        named(torch.device("cuda", 1))
+
+
+def test_tables_are_made_once_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = SCENARIOS["zigzag"]
+    whole = PassTables([step.tiles for step in scenario.steps], Softmax(0.3, 2), scenario.q_rows, 4)
+    first = whole.by_query(Config(16, 32, 4, 1), HOST), whole.by_key(Config(16, 32, 4, 1), HOST)
+
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(tables_module, "query_blocks", unwanted)
+    monkeypatch.setattr(tables_module, "key_blocks", unwanted)
+    # Warps and stages are no part of a table.
+    again = whole.by_query(Config(16, 32, 8, 3), HOST), whole.by_key(Config(16, 32, 8, 3), HOST)
+    assert again[0] is first[0] and again[1] is first[1] and first[0] is not first[1]
+    with pytest.raises(AssertionError, match="made again"):
+        whole.by_query(Config(32, 16, 4, 1), HOST)
+
+
+@pytest.mark.parametrize(
+    ("capability", "found"), [((8, 0), 80), ((8, 7), 86), ((9, 0), 90), ((10, 3), 100), ((12, 1), 120)]
+)
+def test_block_sizes_of_the_nearest_architecture_below(
+    capability: tuple[int, int], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert engine_module.architecture.__wrapped__(torch.device("cuda", 0)) == found
+
+
+def test_a_gpu_without_block_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedError, match="from sm_80 on, not sm_75; use engine='plain'"):
+        engine_module.architecture.__wrapped__(torch.device("cuda", 0))

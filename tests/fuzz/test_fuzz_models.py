@@ -1,0 +1,166 @@
+"""The walk over the model classes of transformers: each of its outcomes, a few classes by fresh seeds, and its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ringattn.adapters import transformers as adapter
+from ringattn.adapters import transformers_calls as calls
+from ringattn.adapters.transformers_mask import MaskSpec
+from tests.fuzz import session
+from tests.fuzz.models import cases, page, tiny
+from tests.fuzz.models.cases import cases_of
+from tests.fuzz.models.walk import Record, examined
+
+SECONDS = 5.0
+PAGE = Path(__file__).parents[2] / "docs" / "embedding-transformers-models.md"
+
+
+@pytest.fixture(autouse=True)
+def _ranks_take_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-3)
+    yield
+    sys.setswitchinterval(before)
+
+
+def record_of(name: str, seed: int = 0) -> Record:
+    record = examined(name, tiny.classes()[name], seed)
+    assert record is not None
+    return record
+
+
+def verdicts(record: Record) -> set[str]:
+    return {verdict for verdict, _ in record["cases"].values()}
+
+
+# --- outcomes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhimoeForCausalLM"])
+def test_a_class_that_is_exact(name: str) -> None:
+    """PhiMoE's routers draw numbers in training."""
+    record = record_of(name)
+    assert record["verdict"] == "exact"
+    assert verdicts(record) == {"exact", "refused"}
+    assert record["cases"]["packed, cu_seq_lens_q"][0] == record["cases"]["padded left"][0] == "exact"
+    assert "return_dict" in record["cases"]["return_dict"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "found"),
+    [
+        ("MambaForCausalLM", "carry a state", {"refused"}),
+        ("BertForSequenceClassification", "of a whole row", {"refused"}),
+        ("T5GemmaModel", "configuration of its own", set()),
+    ],
+)
+def test_a_class_that_is_refused(name: str, why: str, found: set[str]) -> None:
+    """In every call, or by `prepare`."""
+    record = record_of(name)
+    assert record["verdict"] == "refused"
+    assert why in record["reason"]
+    assert verdicts(record) - {"no reference"} == found
+
+
+def test_a_class_that_is_not_buildable_or_takes_no_text() -> None:
+    record = record_of("ReformerModelWithLMHead")
+    assert record["verdict"] == "not buildable"
+    assert "is_decoder=True" in record["reason"] and not record["cases"]
+    assert examined("ViTModel", "vit", 0) is None
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def _heads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(calls, "_refuse_picking", lambda model: None)
+
+
+def _towers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(adapter, "refuse_text_towers", lambda model: None)
+
+
+def _masks(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(MaskSpec, "__torch_function__")
+    patch.delattr(MaskSpec, "__radd__")
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "why"),
+    [
+        (_heads, "SplinterForQuestionAnswering", r"start_logits off by"),
+        (_towers, "EncoderDecoderModel", r"logits off by"),
+        (_masks, "GitModel", r"not refused by name on every rank: TypeError"),
+    ],
+)
+def test_a_fault_put_back_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None], name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "cases_of", lambda *given: cases_of(*given)[:3])
+    with monkeypatch.context() as patch:
+        fault(patch)
+        record = record_of(name)
+    assert record["verdict"] == "wrong"
+    assert re.match(why, record["reason"])
+    assert record["cases"]["plain"][0] == "wrong"
+    assert record_of(name)["verdict"] == "refused"
+
+
+# --- fresh classes --------------------------------------------------------------------------------------------------
+
+
+def test_fresh_classes() -> None:
+    """Of text alone; towers take longer to build."""
+    seed = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    found: list[Record] = []
+    ends = time.monotonic() + float(os.environ.get("RINGATTN_FUZZ_SECONDS", SECONDS))
+    for name in Random(seed).sample(sorted(tiny.classes()), 200):
+        if time.monotonic() > ends:
+            break
+        if _is_of_text(name):
+            print(f"python -m tests.fuzz.models only={name} seed={seed}")
+            found.append(record_of(name, seed))
+    assert found
+    assert not [record for record in found if record["verdict"] == "wrong"]
+
+
+def _is_of_text(name: str) -> bool:
+    try:
+        kind: Any = tiny.class_of(name)
+    except tiny.NotBuilt:
+        return False
+    return tiny.takes_text(kind) and not kind.config_class.sub_configs
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_docs_is_as_the_walk_writes_it() -> None:
+    """Its form, from records made of its own numbers; all classes, and none of them wrong."""
+    text = PAGE.read_text(encoding="utf-8")
+    for line in page.text([], 0).splitlines():
+        form = re.sub(r"\d+", lambda _: r"\d+", re.escape(line))
+        assert re.search(f"^{form}$", text, re.MULTILINE), line
+    titles = re.findall("^## (.*)$", text, re.MULTILINE)
+    assert titles == ["Exact", "Refused", "Not buildable", "Arguments that no call had"]
+    head, _, rest = text.partition("## Exact\n")
+    tried, *parts = (int(count) for count in re.findall(r"^\| [a-z].* \| (\d+) \|$", head, re.MULTILINE))
+    assert len(parts) == len(page.VERDICTS) and sum(parts) == tried > 1000
+    assert parts[page.VERDICTS.index("wrong")] == 0
+    exact = re.findall(r"[A-Za-z]\w+", rest.partition("\nCalls of these")[0])
+    others = [name for row in re.findall(r"\| \d+: (.*) \|$", rest, re.MULTILINE) for name in row.split(", ")]
+    assert len(exact) == parts[0]
+    assert len({*exact, *others}) == len([*exact, *others]) == tried
+    assert {*exact, *others} <= set(tiny.classes())

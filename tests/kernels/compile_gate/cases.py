@@ -1,0 +1,104 @@
+"""What the compile gate compiles: each entry of the block-size tables through the library's own launch wrappers.
+
+Guarantees: a case is a name, `sm_90/half/128/descriptors/forward`, with a variant of the call after it where there is
+one, and `call_of` gives its launch with small tensors on the CPU. An ordinary call is an engine's: it can end a pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
+from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
+from ringattn.kernels.launch_call import FORMS, LaunchCall, Table
+from tests.kernels.compile_gate import purpose
+
+DTYPES = {"half": torch.bfloat16, "single": torch.float32}
+KERNELS = ("forward", "grad_q", "grad_kv", "grad_fused")
+PURPOSES = {
+    f"sm_80/purpose/0/pointers/{call.__name__}": call
+    for call in (purpose.good, purpose.too_much_shared, purpose.spilling, purpose.crashing)
+}
+WIDE_KEYS = {"wide_keys": 192}
+"""Variant to key dimension, with values of 128: served by the entries for 256."""
+
+
+def arch_of(name: str) -> int:
+    """10 * major + minor of the compute capability."""
+    return int(name.split("/")[0].removeprefix("sm_"))
+
+
+def _entries() -> list[str]:
+    """Every entry of the tables that is not another form's."""
+    names = []
+    for arch in ARCHITECTURES:
+        for precision, dtype in DTYPES.items():
+            for width in DIMS:
+                for form in FORMS:
+                    try:
+                        configs = configs_for(arch, dtype, width, form)
+                    except LookupError:
+                        continue
+                    here = [kernel for kernel in KERNELS if getattr(configs, kernel).form == form]
+                    names += [f"sm_{arch}/{precision}/{width}/{form}/{kernel}" for kernel in here]
+    return names
+
+
+def _variants() -> list[str]:
+    """Calls that are not the ordinary ones, for one architecture of each kind."""
+    forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
+    of_128 = ("forward/softcap", "forward/sinks", "forward/raw", "grad_q/softcap", "grad_kv/softcap")
+    of_256 = ("forward/wide_keys", "grad_q/wide_keys", "grad_kv/wide_keys")
+    widths = [(128, one) for one in of_128] + [(256, one) for one in of_256]
+    return [f"sm_{arch}/half/{width}/{form}/{one}" for arch, form in forms.items() for width, one in widths]
+
+
+ATTENTION = (*_entries(), *_variants())
+ROOMS = {"attention": ATTENTION}
+"""The cases of each room of kernels."""
+
+ENTRIES = tuple(name for cases in ROOMS.values() for name in cases)
+
+
+def _tested(name: str) -> bool:
+    """One architecture of each kind, float32 and variants on one. The rest is compiled when the table is renewed."""
+    _, precision, _, _, _, *variant = name.split("/")
+    return arch_of(name) in ((80, 90, 100) if precision == "half" and not variant else (90,))
+
+
+TESTED = tuple(name for name in ENTRIES if _tested(name))
+
+
+def call_of(name: str) -> LaunchCall:
+    """The launch to compile, with the sizes and alignments of ordinary calls."""
+    if name in PURPOSES:
+        return PURPOSES[name]()
+    _, precision, width, form, kernel, *variants = name.split("/")
+    variant, dtype = (*variants, "")[0], DTYPES[precision]
+    d_k = WIDE_KEYS.get(variant, int(width))
+    d_v = 128 if variant in WIDE_KEYS else d_k
+    config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
+    rows = _rows(d_k, dtype), _rows(d_k, dtype), _rows(d_v, dtype)
+    lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
+    table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 16)
+    scale, softcap = 0.1, 5.0 if variant == "softcap" else None
+    if kernel == "forward":
+        weights = torch.zeros(1, 16, 64) if variant == "raw" else None
+        sinks = torch.zeros(16) if variant == "sinks" else None
+        return forward(
+            *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
+            result=_rows(d_v, dtype), sinks=sinks, weights=weights,
+        )  # fmt: skip
+    seed = *rows, _rows(d_v, dtype), lse, delta
+    if kernel == "grad_q":
+        result = _rows(d_k, dtype)
+        return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result)
+    if kernel == "grad_kv":
+        return grad_kv(*seed, _rows(d_k), _rows(d_v), table, config, scale=scale, softcap=softcap)
+    return grad_fused(*seed, _rows(d_k), _rows(d_k), _rows(d_v), table, config, scale=scale, softcap=softcap)
+
+
+def _rows(dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(64, 1, 16, dim, dtype=dtype)

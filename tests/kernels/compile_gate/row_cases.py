@@ -1,0 +1,211 @@
+"""Compiles the projection and row kernels without a GPU, and reads what came out of the machine code.
+
+`python -m tests.kernels.compile_gate.row_cases FILE CASE ...` writes what it finds to FILE, for the test;
+`python -m tests.kernels.compile_gate.row_cases renew` compiles every case and writes the golden table of the
+installed Triton.
+Guarantees: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers
+with the alignments of ordinary calls; nothing is left in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from ringattn.bench.launch import StubDriver
+from ringattn.kernels.delta import delta_call
+from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.merge import merge_call
+from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
+from ringattn.kernels.qkv_projection import projection_call
+from ringattn.kernels.quantize import quantize_call, restore_call
+from ringattn.kernels.rows import move_rows_call
+from tests.kernels.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, SPILL, TOOLS, loop_spills, write_golden
+
+GOLDEN = Path(__file__).with_name("golden_rows")
+MODEL = 256
+ORDINARY, OTHERS = (64, 4), ((37, 3), (1, 1))
+"""Tokens and heads of the call whose machine code is read, and of those that should need no other."""
+
+
+class FoundRows(NamedTuple):
+    """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
+
+    `loop_spills`: those of the spills that are in the innermost loops with products, which run for every block.
+    `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `compilations`: how many it
+    takes to serve calls of other numbers of tokens and heads as well.
+    """
+
+    registers: int
+    spills: int
+    loop_spills: int
+    shared_bytes: int
+    matrix: str
+    loads: dict[str, int]
+    stores: dict[str, int]
+    compilations: int
+
+
+def _cases() -> Iterable[str]:
+    styles, everything = ("neox", "interleaved"), "norm,bias,rows,two"
+    projections = [f"{dim}/{style},{what}" for dim in (64, 128, 256) for style in styles for what in ("", everything)]
+    projections += [f"128/neox,{what}" for what in everything.split(",")]
+    projections += [f"128/single,{style},{everything}" for style in styles]
+    of_rows = [f"epilogue/128/{style},norm,two" for style in styles]
+    of_rows += [f"epilogue_grad/128/{style},norm,two" for style in styles]
+    of_rows += [f"move_rows/128/{what}" for what in ("", "gather", "scatter", "add", "scatter,add,wider")]
+    of_rows += ["merge/128/", "row_sums/128/", "row_sums/128/dlse", "quantize/128/int8", "restore/128/int8"]
+    for arch in (80, 90, 100):
+        yield from (f"sm_{arch}/project_heads/{what}" for what in projections)
+        yield from (f"sm_{arch}/{what}" for what in of_rows)
+    yield from (f"sm_{arch}/{kernel}/128/fp8" for arch in (89, 90, 100) for kernel in ("quantize", "restore"))
+
+
+CASES = tuple(_cases())
+
+
+class Call:
+    """The tensors of a call over `tokens` tokens, one batch row and `heads` heads of `dim` elements."""
+
+    def __init__(self, tokens: int, heads: int, dim: int, what: frozenset[str]) -> None:
+        self.tokens, self.heads, self.dim, self.what = tokens, heads, dim, what
+        self.dtype = torch.float32 if "single" in what else torch.bfloat16
+
+    def described(self, kernel: str) -> LaunchCall:
+        """The launch."""
+        made: LaunchCall = getattr(self, kernel)()
+        return made
+
+    def project_heads(self) -> LaunchCall:
+        finish, what = self._finish(), self.what
+        columns = finish.heads * self.dim
+        x, weight = (torch.zeros(*shape, MODEL, dtype=self.dtype) for shape in ((1, self.tokens), (columns,)))
+        bias = torch.zeros(columns, dtype=self.dtype) if "bias" in what else None
+        return projection_call(x, weight, bias, finish, self._list() if "rows" in what else None)
+
+    def epilogue(self) -> LaunchCall:
+        finish = self._finish()
+        return epilogue_call(torch.zeros(1, self.tokens, finish.heads * self.dim, dtype=self.dtype), finish)
+
+    def epilogue_grad(self) -> LaunchCall:
+        finish = self._finish()
+        raw, draw = (torch.zeros(1, self.tokens, finish.heads * self.dim, dtype=self.dtype) for _ in range(2))
+        return epilogue_grad_call(raw, finish, draw, norm_parts(finish))
+
+    def move_rows(self) -> LaunchCall:
+        into = self._rows(torch.float32 if "wider" in self.what else self.dtype)
+        lists = {name: self._list() for name in ("gather", "scatter") if name in self.what}
+        return move_rows_call(self._rows(), into, **lists, add="add" in self.what)
+
+    def merge(self) -> LaunchCall:
+        return merge_call(self._rows(torch.float32), self._lse(), self._rows(torch.float32), self._lse())
+
+    def row_sums(self) -> LaunchCall:
+        return delta_call(self._rows(), self._rows(), self._lse() if "dlse" in self.what else None, self._lse())
+
+    def quantize(self) -> LaunchCall:
+        return quantize_call(self._rows(), *self._eight_bits())
+
+    def restore(self) -> LaunchCall:
+        return restore_call(*self._eight_bits(), self._rows())
+
+    def _finish(self) -> Finish:
+        """K and V side by side in a message, or all heads of a token in a row."""
+        record = torch.zeros(1, self.tokens, self.heads, 2 * self.dim, dtype=self.dtype)
+        k, v = record.split(self.dim, 3)
+        places = (k, v) if "two" in self.what else (record.view(1, self.tokens, -1, self.dim), None)
+        angles = torch.zeros(self.tokens, self.dim // 2)
+        norm = torch.zeros(self.dim, dtype=self.dtype) if "norm" in self.what else None
+        return Finish(*places, norm, cos=angles, sin=angles, interleaved="interleaved" in self.what)
+
+    def _rows(self, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(self.tokens, 1, self.heads, self.dim, dtype=dtype or self.dtype)
+
+    def _lse(self) -> Tensor:
+        return torch.zeros(1, self.heads, self.tokens)
+
+    def _list(self) -> Tensor:
+        return torch.zeros(self.tokens, dtype=torch.int64)
+
+    def _eight_bits(self) -> tuple[Tensor, Tensor]:
+        code = torch.int8 if "int8" in self.what else torch.float8_e4m3fn
+        return self._rows(code), torch.zeros(self.tokens, 1, self.heads)
+
+
+def call_of(name: str, tokens: int, heads: int) -> LaunchCall:
+    """A launch of the case."""
+    _, kernel, dim, what = name.split("/")
+    return Call(tokens, heads, int(dim), frozenset(what.split(","))).described(kernel)
+
+
+def compiled(name: str) -> FoundRows:
+    """Compile a case through its launch wrapper, for the GPU that it names."""
+    driver.set_active(StubDriver(int(name.split("/")[0].removeprefix("sm_"))))
+    calls = [call_of(name, *sizes) for sizes in (ORDINARY, *OTHERS)]
+    calls[0].kernel.device_caches.clear()  # they hold the GPU of the process's first case
+    kernel, *others = (call.kernel.warmup(*call.args, grid=call.grid, **call.meta) for call in calls)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, usage
+    units = set(MATRIX.findall(code))
+    return FoundRows(
+        registers=int(registers[1]),
+        spills=len(SPILL.findall(code)),
+        loop_spills=loop_spills(code),
+        shared_bytes=kernel.metadata.shared,
+        matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
+        loads=widths("LDG", code),
+        stores=widths("STG", code),
+        compilations=len({id(one) for one in (kernel, *others)}),
+    )
+
+
+def widths(opcode: str, code: str) -> dict[str, int]:
+    """How many instructions of that opcode there are, by their bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E 32."""
+    found: Counter[int] = Counter()
+    for suffixes in re.findall(rf"\b{opcode}((?:\.\w+)+)", code):
+        told = [int(bits) for bits in re.findall(r"\.[US]?(8|16|64|128|256)\b", suffixes)]
+        found[(*told, 32)[0]] += 1
+    return {str(bits): found[bits] for bits in sorted(found)}
+
+
+def all_compiled(names: Sequence[str]) -> dict[str, FoundRows]:
+    """The findings by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        with ProcessPoolExecutor(AT_ONCE, get_context("fork")) as pool:
+            return dict(zip(names, pool.map(compiled, names), strict=True))
+
+
+def main(words: Sequence[str]) -> None:
+    """Compile the named cases, or all, and write the findings."""
+    renewing = words[0] == "renew"
+    found = {name: one._asdict() for name, one in all_compiled(CASES if renewing else words[1:]).items()}
+    if renewing:
+        write_golden(GOLDEN, found)
+    else:
+        Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

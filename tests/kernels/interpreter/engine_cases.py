@@ -1,0 +1,215 @@
+"""The Triton engine in the interpreter: the engine contract, and what the kernels promise beyond it.
+
+Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_engine_triton.py): Triton decides when a
+kernel is imported whether it is interpreted. Blocks are small, so that every scenario has borders, tails and diagonals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.core.geometry import CAUSAL, Run, Tile
+from ringattn.engine.base import KV, BackwardInputs, Softmax
+from ringattn.engine.blocks import query_blocks
+from ringattn.engine.plain import PlainEngine
+from ringattn.engine.select import choose
+from ringattn.engine.triton import TritonEngine
+from ringattn.errors import UnsupportedError
+from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.configs import Configs
+from ringattn.kernels.launch_call import Config, Table
+from tests.contract.engine_contract import EngineContract
+from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
+from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
+from tests.gpu.kernel_checks import SCALE as CHECK_SCALE
+from tests.gpu.kernel_checks import carried_steps
+from tests.gpu.kernel_checks import inputs as check_inputs
+from tests.kernels.interpreter.bf16_shim import bf16, rounded, stock_interpreter, widened
+
+SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16() -> Iterator[None]:
+    with bf16():
+        yield
+
+
+class TestTriton(EngineContract):
+    """The whole suite; what it tries in float64 is refused by name, and random tiles are tried in float32."""
+
+    def engine(self) -> TritonEngine:
+        return TritonEngine(SMALL)
+
+    def tried(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
+        if dtype == torch.float64:
+            with pytest.raises(UnsupportedError, match=r"float64.*engine='plain'"):
+                super().tried(scenario, dtype, with_dlse, seed)
+        else:
+            super().tried(scenario, dtype, with_dlse, seed)
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_random_tiles(self, seed: int) -> None:
+        self.tried(random_scenario(seed), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
+
+
+def launched(
+    q: Tensor, kv: tuple[Tensor, Tensor], state: tuple[Tensor, ...], tiles: list[Tile], **options: object
+) -> None:
+    """One forward launch with blocks of 16 x 16; `state` is (out, lse) or, raw, (out, lse, weights)."""
+    made = query_blocks(tiles, 16, 16)
+    table = Table(torch.from_numpy(made.blocks), torch.from_numpy(made.entries), made.slots)
+    weights = state[2] if len(state) > 2 else None
+    forward(q, *kv, *state[:2], table, Config(16, 16, 4, 1), scale=SCALE, weights=weights, **options).run()  # type: ignore[arg-type]
+
+
+def unseen(q: Tensor, raw: bool) -> tuple[Tensor, ...]:
+    """The state of rows that have seen no key."""
+    per_row = torch.full((q.shape[1], q.shape[2], q.shape[0]), float("-inf"))
+    return (torch.zeros(q.shape), per_row, torch.zeros_like(per_row))[: 3 if raw else 2]
+
+
+def random_inputs(dtype: torch.dtype, q_rows: int, k_rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """q and (k, v) of two heads of dimension 16."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(n, 1, 2, 16, generator=generator).to(dtype) for n in (q_rows, k_rows, k_rows))
+    return q, (k, v)
+
+
+def ring_tiles(steps: int) -> list[Tile]:
+    """The last of `steps` ranks, 128 tokens in all: its own keys first, then those of the ranks before it."""
+    q, n = strip(80, 48), 128 // steps
+    return [Tile(q, strip(start, n, row=start), CAUSAL, Run(0, 2)) for start in reversed(range(0, 128, n))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_carried_steps_equal_one_launch_bitwise(steps: int, dtype: torch.dtype) -> None:
+    """The raw state leaves and enters without a rounding: cutting one launch into steps changes no bit."""
+    (q, kv), tiles = random_inputs(dtype, 48, 128), ring_tiles(steps)
+    whole, carried = unseen(q, raw=True), unseen(q, raw=True)
+    launched(q, kv, whole, tiles)
+    for tile in tiles:
+        launched(q, kv, carried, [tile])
+    assert all(torch.equal(one, other) for one, other in zip(whole, carried, strict=True))
+    assert whole[1].isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("form", ["pointers", "descriptors", "specialized"])
+def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
+    """Its body, as tests/gpu/test_kernels.py runs it: both sides have the same bits, and are right."""
+    config = Config(16, 16, 4, 1, form)
+    result, lse, whole, whole_lse = carried_steps(config, torch.float16, "cpu", 64, 16, steps)
+    assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
+    q, k, v = (x.double().permute(1, 2, 0, 3) for x in check_inputs(torch.float16, "cpu", 64, 16))
+    logits = (q @ k.mT * CHECK_SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
+    n = 64 // steps
+    truth = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
+    torch.testing.assert_close(result.double(), truth, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1)[..., -n:], rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_more_steps_lose_no_accuracy(steps: int) -> None:
+    """The error of a bfloat16 result of a ring of any size is within 1.25 times that of one step."""
+    (q, kv), alone, plain = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1), PlainEngine()
+    truth, works = plain.begin((), q.double(), 16, None), plain.prepare([alone], Softmax(SCALE), 48, 2)
+    plain.attend(q.double(), KV(*(x.double() for x in kv)), truth, works[0])
+    errors = []
+    for tiles in (alone, ring_tiles(steps)):
+        state = unseen(q, raw=False)
+        for tile in tiles:
+            launched(q, kv, state, [tile])
+        errors.append((state[0].bfloat16().double() - truth.out.finalized(torch.float64)).square().mean().sqrt().item())
+    assert 0 < errors[1] <= 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("programs", [1, 4, 100])
+def test_the_size_of_the_grid_changes_no_bit(programs: int) -> None:
+    """Five programs' work by one, by four (which do not divide it) and by more than there is work for."""
+    (q, kv), tiles = random_inputs(torch.float32, 48, 128), ring_tiles(1)
+    whole, shared = unseen(q, raw=False), unseen(q, raw=False)
+    launched(q, kv, whole, tiles)
+    launched(q, kv, shared, tiles, programs=programs)
+    assert all(torch.equal(one, other) for one, other in zip(whole, shared, strict=True))
+
+
+def test_a_step_without_a_visible_key_leaves_the_state() -> None:
+    """Rows of a block that see none of its keys: at first (0, -inf) stays, later the bits stay."""
+    q, kv = random_inputs(torch.float32, 16, 16)
+    tile = Tile(strip(0, 16), strip(8, 16), CAUSAL, Run(0, 2))  # Rows 0 to 7 see nothing.
+    state = unseen(q, raw=False)
+    launched(q, kv, state, [tile])
+    assert not state[0][:8].any() and state[1][..., :8].isneginf().all() and state[1][..., 8:].isfinite().all()
+
+
+def test_offsets_beyond_int32() -> None:
+    """Rows of q, K and V 2^30 elements apart: the third lies beyond what 32 bits can address."""
+    q, kv = random_inputs(torch.float16, 3, 3)
+    shape, strides = q.shape, (1 << 30, 32, 16, 1)
+    far = [torch.empty((1 << 31) + 32, dtype=torch.float16).as_strided(shape, strides) for _ in range(3)]
+    for near, there in zip((q, *kv), far, strict=True):
+        there.copy_(near)
+    engine, results = TritonEngine(SMALL), []
+    tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, Run(0, 2))]
+    for at, k, v in ((q, *kv), far):
+        works = engine.prepare([tiles], Softmax(SCALE), 3, 2)
+        state, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
+        engine.attend(at, KV(k, v), state, works[0])
+        out, dk, dv = state.out.finalized(q.dtype), *(torch.zeros(shape) for _ in range(2))
+        engine.attend_grad(
+            at, KV(k, v), BackwardInputs(q, out, state.lse, None, torch.zeros_like(state.lse)), dq, KV(dk, dv), works[0]
+        )
+        results.append((out, state.lse, dq.finalized(q.dtype), dk, dv))
+    assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
+    assert all(x.abs().sum() > 0 for x in results[0])
+
+
+@pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
+def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
+    """float32 with the blocks that the engine takes by itself, and the customary scale."""
+    scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), Run(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
+    trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
+    trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
+    trial.check_margins()
+
+
+def test_a_strong_softcap() -> None:
+    """Scores far beyond the cap: tanh saturates without an overflow."""
+    trial = Trial(SCENARIOS["softcap"]._replace(softcap=0.01), torch.float32, True)
+    trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
+
+
+def test_wider_heads_than_the_kernels_hold_are_refused() -> None:
+    q = torch.zeros(1, 1, 1, 257)
+    works = TritonEngine().prepare([()], Softmax(1.0), 1, 1)
+    with pytest.raises(UnsupportedError, match=r"256, not 257.*engine='plain'"):
+        TritonEngine().begin(works, q, 257, None)
+
+
+def test_the_interpreter_is_enough_to_be_chosen_by_name() -> None:
+    assert choose("triton", torch.device("cpu"), torch.float32, 64, 64, None).engine.name == "triton"
+
+
+def test_without_the_shim_bfloat16_is_silently_wrong() -> None:
+    (q, kv), tiles = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1)
+    stock, shimmed = unseen(q, raw=False), unseen(q, raw=False)
+    launched(q, kv, shimmed, tiles)
+    with stock_interpreter():
+        launched(q, kv, stock, tiles)
+    assert (stock[0] - shimmed[0]).abs().nan_to_num(1e30).max() > 1e3
+    assert shimmed[0].abs().max() < 4
+
+
+def test_the_shim_rounds_as_torch_does() -> None:
+    values = torch.cat([torch.randn(10_000), torch.tensor([0.0, -0.0, 1e-40, 3e38, float("inf"), float("nan")])])
+    odd_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # Rounding it up would make it -0.
+    values = torch.cat([values, values.bfloat16().float() * (1 + 2.0**-8), odd_nan])  # The second part are ties.
+    ours, torchs = torch.from_numpy(widened(rounded(values.numpy()))), values.bfloat16().float()
+    assert np.array_equal(ours.numpy(), torchs.numpy(), equal_nan=True)

@@ -1,0 +1,70 @@
+"""Contents gathered out of and added into whole tensors by one launch a value, against copies of runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringattn.core.geometry import Run
+from ringattn.planner.plan import RecordLayout
+from ringattn.runtime import packing
+from ringattn.runtime.records import LocalTensors, PackedBuffer, add, pack
+from ringattn.schedule.content import Content, Part
+from tests.kernels.interpreter_rows.canary import Canaries, random
+
+BATCH, ROWS, HEADS = 2, 40, 3
+CONTENTS: dict[str, Content] = {
+    "one part": (Part(Run(0, 3), (Run(1, 5), Run(9, 4, 3), Run(30, 1))),),
+    "heads of their own": (Part(Run(0, 1), (Run(0, 10, 4), Run(1, 3))), Part(Run(2, 1), (Run(3, 7, 5),))),
+    "uneven parts": (Part(Run(0, 2), (Run(2, 6, 2), Run(25, 2))), Part(Run(2, 1), (Run(5, 30),))),
+}
+
+
+def own(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
+    """(rows, batch, heads, dim): alone, or every second head of a projection's output."""
+    if fused:
+        return canaries.hold(random(BATCH, ROWS, 2 * HEADS, 16, seed=seed), in_place=True)[:, :, 1::2].transpose(0, 1)
+    return canaries.hold(random(BATCH, ROWS, HEADS, 16, seed=seed), in_place=True).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_gathered_and_added(canaries: Canaries, content: str, fused: bool, dtype: torch.dtype) -> None:
+    parts = CONTENTS[content]
+    count = BATCH * sum(part.row_count * part.heads.count for part in parts) * 32
+    local = LocalTensors(own(canaries, fused, 0), own(canaries, fused, 1))
+    ours, wanted = (PackedBuffer(canaries.out((count,), dtype, dense=True), parts, BATCH, RecordLayout((16, 16)), dtype)
+                    for _ in range(2))  # fmt: skip
+    packing.gather(local, ours)
+    for value, theirs in zip(local.values, range(2), strict=True):
+        for part in parts:
+            rows = [row for run in part.rows for row in run.members()]
+            wanted.parts[part.heads][theirs].x.copy_(value.x[rows][:, :, part.heads.start : part.heads.stop])
+    assert torch.equal(ours.flat, wanted.flat)
+    sums = [LocalTensors(own(canaries, fused, 2), own(canaries, fused, 3)) for _ in range(2)]
+    packing.scatter_add(ours, sums[0])
+    for number, value in enumerate(sums[1].values):
+        for part in parts:
+            rows = torch.tensor([row for run in part.rows for row in run.members()])
+            some = value.x[:, :, part.heads.start : part.heads.stop]
+            some.index_add_(0, rows, ours.parts[part.heads][number].x.float())
+    assert all(torch.equal(a.x, b.x) for a, b in zip(sums[0].values, sums[1].values, strict=True))
+
+
+def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = CONTENTS["one part"]
+    records = PackedBuffer(torch.zeros(BATCH * 30 * 32), parts, BATCH, RecordLayout((16, 16)), torch.float32)
+    cuda = torch.device("cuda")
+    assert packing.is_faster(records, cuda) and not packing.is_faster(records, torch.device("cpu"))
+    one_run = (Part(Run(0, 1), (Run(4, 3),)),)
+    single = PackedBuffer(torch.zeros(BATCH * 3 * 32), one_run, BATCH, RecordLayout((16, 16)), torch.float32)
+    assert not packing.is_faster(single, cuda)  # one run is one strided copy
+    called = []
+    monkeypatch.setattr(packing, "is_faster", lambda *_: True)
+    monkeypatch.setattr(packing, "gather", lambda *_: called.append("gather"))
+    monkeypatch.setattr(packing, "scatter_add", lambda *_: called.append("add"))
+    local = LocalTensors(torch.zeros(ROWS, BATCH, HEADS, 16), torch.zeros(ROWS, BATCH, HEADS, 16))
+    pack(local, records)
+    add(records, local)
+    assert called == ["gather", "add"]

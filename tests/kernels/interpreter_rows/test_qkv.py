@@ -1,0 +1,195 @@
+"""The projection kernels against plain torch in float64: values, gradients, places, margins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.core.geometry import Run
+from ringattn.errors import InputError
+from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
+from ringattn.kernels.qkv_projection import projection_call
+from ringattn.layers.projection import project_kv, project_q, project_qkv
+from ringattn.layers.rotary import Rope, rotate, rotation
+from tests.kernels.interpreter_rows.canary import Canaries, error, random
+
+FP32 = 1e-6  # three times the floor that was measured in this interpreter
+BATCH, TOKENS, MODEL, HEADS, KV_HEADS = 2, 37, 72, 4, 2
+FULL = {"bias": True, "norm": True, "rope": Rope("neox")}
+CASES: dict[str, dict[str, Any]] = {
+    "all-neox": FULL,
+    "all-interleaved": {**FULL, "rope": Rope("interleaved", 500_000.0)},
+    "bare": {"bias": False, "norm": False, "rope": None},
+    "bias": {"bias": True, "norm": False, "rope": None},
+    "norm": {"bias": False, "norm": True, "rope": None},
+    "rope": {"bias": False, "norm": False, "rope": Rope("neox")},
+    "xpos": {**FULL, "rope": Rope("interleaved", xpos_scale=20_000.0)},
+}
+
+
+def positions() -> Tensor:
+    """Global positions of the tokens."""
+    return torch.arange(TOKENS) * 1000 + 7
+
+
+def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, rope: Rope | None) -> list[Tensor]:
+    """q, k, v and the gradients of x and of every weight, for inputs that are the same in every dtype."""
+    columns = (HEADS + 2 * KV_HEADS) * dim
+
+    def leaf(*shape: int) -> Tensor:
+        return random(*shape, dtype=torch.bfloat16).to(dtype).requires_grad_()
+
+    x, weight = leaf(BATCH, TOKENS, MODEL), leaf(columns, MODEL)
+    b = leaf(columns) if bias else None
+    q_norm, k_norm = (leaf(dim), leaf(dim)) if norm else (None, None)
+    made = project_qkv(
+        x, weight, b, HEADS, KV_HEADS, dim,
+        q_norm=q_norm, k_norm=k_norm, rope=rope, positions=positions() if rope else None, length=TOKENS * 1000,
+        backend=backend,
+    )  # fmt: skip
+    seeds = [random(*heads.shape, dtype=torch.bfloat16, seed=5).to(dtype) for heads in made]
+    leaves = [one for one in (x, weight, b, q_norm, k_norm) if one is not None]
+    return [*made, *torch.autograd.grad(made, leaves, seeds)]
+
+
+@pytest.mark.parametrize("backend", ["epilogue", "fused"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_in_float32(case: str, backend: str) -> None:
+    truths = results(torch.float64, "plain", 32, **CASES[case])
+    for mine, truth in zip(results(torch.float32, backend, 32, **CASES[case]), truths, strict=True):
+        assert mine.shape == truth.shape and error(mine, truth) < FP32
+
+
+@pytest.mark.parametrize("backend", ["epilogue", "fused"])
+@pytest.mark.parametrize(
+    ("case", "dim"), [("all-neox", 16), ("all-neox", 80), ("all-interleaved", 48), ("all-interleaved", 128)]
+)
+def test_head_dimensions(case: str, dim: int, backend: str) -> None:
+    truths = results(torch.float64, "plain", dim, **CASES[case])
+    for mine, truth in zip(results(torch.float32, backend, dim, **CASES[case]), truths, strict=True):
+        assert error(mine, truth) < FP32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["epilogue", "fused"])
+@pytest.mark.parametrize("case", ["all-neox", "bias"])
+def test_half_precision_errs_no_more_than_plain_torch(case: str, backend: str, dtype: torch.dtype) -> None:
+    truths = results(torch.float64, "plain", 48, **CASES[case])
+    plain = results(dtype, "plain", 48, **CASES[case])
+    for mine, other, truth in zip(results(dtype, backend, 48, **CASES[case]), plain, truths, strict=True):
+        assert error(mine, truth) <= 1.25 * error(other, truth)
+
+
+@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
+def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
+    dim, rows = 32, torch.tensor([36, 3, 4, 20, 0])
+    x, weight = random(BATCH, TOKENS, MODEL).requires_grad_(), random(2 * KV_HEADS * dim, MODEL).requires_grad_()
+    turn = rotation(positions()[rows], dim, 1e4, torch.float32)
+    record = canaries.out((5, BATCH, KV_HEADS, 2 * dim), torch.float32, dense=True)
+    into = record[..., :dim], record[..., dim:]
+    k, v = project_kv(x, weight, None, dim, turn=turn, rows=rows, into=into, backend=backend)
+    assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
+
+    wide_x, wide_w = (one.detach().double().requires_grad_() for one in (x, weight))
+    wide_turn = rotation(positions()[rows], dim, 1e4, torch.float64)
+    raw = (wide_x[:, rows] @ wide_w.T).unflatten(-1, (-1, dim))
+    truth = rotate(raw[:, :, :KV_HEADS], *wide_turn), raw[:, :, KV_HEADS:]
+    seeds = random(*k.shape, seed=1), random(*v.shape, seed=2)
+    mine = [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
+    grads = torch.autograd.grad(truth, (wide_x, wide_w), [seed.double() for seed in seeds])
+    assert all(error(one, other) < FP32 for one, other in zip(mine, [*truth, *grads], strict=True))
+    assert torch.equal(record.transpose(0, 1), torch.cat((k, v), -1))
+
+
+@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
+@pytest.mark.parametrize("run", [Run(1, 12, 3), Run(5, 4, 8)], ids=str)
+def test_dilated_rows_by_list_and_by_slice(run: Run, backend: Any) -> None:
+    """A run of rows as a list, also one that lies in a wider table, and as a view of x, is the same."""
+    dim, x, weight = (
+        32,
+        random(BATCH, TOKENS, MODEL).requires_grad_(),
+        random(2 * KV_HEADS * 32, MODEL).requires_grad_(),
+    )
+    rows = torch.arange(run.start, run.stop, run.stride)
+    turn, norm = rotation(positions()[rows], dim, 1e4, torch.float32), random(dim)
+    seeds = random(BATCH, run.count, KV_HEADS, dim, seed=1), random(BATCH, run.count, KV_HEADS, dim, seed=2)
+
+    def made(of: Tensor, rows: Tensor | None) -> list[Tensor]:
+        k, v = project_kv(of, weight, None, dim, norm=norm, turn=turn, rows=rows, backend=backend)
+        return [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
+
+    by_slice = made(x[:, run.start : run.stop : run.stride], None)
+    in_a_table = torch.stack((rows, torch.full_like(rows, 1 << 40)), 1)[:, 0]
+    for by_list in (made(x, rows), made(x, in_a_table)):
+        assert all(error(one, other) < FP32 for one, other in zip(by_list, by_slice, strict=True))
+        # Other products are of torch, which may take another kernel for other strides.
+        assert backend != "fused" or all(map(torch.equal, by_list[:2], by_slice[:2]))
+
+
+@pytest.mark.parametrize("style", ["neox", "interleaved"])
+@pytest.mark.parametrize("dim", [48, 64])
+def test_nothing_is_read_or_written_beside(canaries: Canaries, dim: int, style: str) -> None:
+    tokens, heads = 41, 2
+    held = canaries.hold
+    cos, sin, _ = rotation(torch.arange(tokens), dim, 1e4, torch.float32)
+    x = held(random(BATCH, tokens, MODEL))
+    weight = held(random(2 * heads * dim, MODEL))
+    bias, norm = held(random(2 * heads * dim), dense=True), held(random(dim), dense=True)
+    turn = {"cos": held(cos, dense=True), "sin": held(sin, dense=True), "interleaved": style == "interleaved"}
+
+    def places() -> tuple[Tensor, Tensor]:
+        return tuple(canaries.out((BATCH, tokens, heads, dim), torch.float32) for _ in range(2))
+
+    finish = Finish(*places(), norm, **turn)
+    raw = held(x @ weight.T + bias, dense=True)
+    epilogue_call(raw, finish).run()
+    fused = finish._replace(**dict(zip(("first", "second"), places(), strict=True)))
+    projection_call(x, weight, bias, fused).run()
+    for mine, other in zip(finish[:2], fused[:2], strict=True):
+        assert error(mine, other) < FP32
+
+    seeds = [held(random(BATCH, tokens, heads, dim, seed=seed)) for seed in (1, 2)]
+    grads = finish._replace(first=seeds[0], second=seeds[1])
+    draw = canaries.out((BATCH, tokens, 2 * heads * dim), torch.float32, dense=True)
+    parts = canaries.out(norm_parts(grads).shape, torch.float32, dense=True)
+    epilogue_grad_call(raw, grads, draw, parts).run()
+    wide, wide_norm = raw.double().requires_grad_(), norm.double().requires_grad_()
+    one, two = wide.unflatten(-1, (-1, dim)).split(heads, 2)
+    one = rotate(F.rms_norm(one, (dim,), wide_norm, 1e-6), cos.double(), sin.double(), style == "interleaved")
+    truth = torch.autograd.grad((one, two), (wide, wide_norm), [seed.double() for seed in seeds])
+    assert error(draw, truth[0]) < FP32 and error(parts.sum((0, 1)), truth[1]) < FP32
+
+
+@pytest.mark.parametrize("backend", ["epilogue", "fused"])
+def test_no_tokens_at_all(backend: str) -> None:
+    x, weight = torch.zeros(1, 0, 16, requires_grad=True), random(64, 16).requires_grad_()
+    q = project_q(x, weight, None, 32, norm=torch.ones(32), backend=backend)
+    assert q.shape == (1, 0, 2, 32)
+    (dweight,) = torch.autograd.grad(q.sum(), weight)
+    assert not dweight.any()
+
+
+@pytest.mark.parametrize("backend", ["epilogue", "fused"])
+def test_what_the_kernels_cannot_do(backend: Any) -> None:
+    with pytest.raises(InputError, match="backend='plain'"):
+        project_q(random(1, 3, 16, dtype=torch.float64), random(32, 16, dtype=torch.float64), None, 16, backend=backend)
+    with pytest.raises(InputError, match="odd head_dim"):
+        project_q(random(1, 3, 16), random(30, 16), None, 15, backend=backend)
+    x = random(1, 3, 16).requires_grad_()
+    q = project_q(x, random(32, 16), None, 16, backend=backend)
+    (dx,) = torch.autograd.grad(q.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
+def test_autocast_gives_its_own_dtype(backend: Any) -> None:
+    x, weight, bias = random(1, 3, 16), random(32, 16), random(32)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        q = project_q(x, weight, bias, 16, norm=torch.ones(16), backend=backend)
+    narrow = [one.bfloat16() for one in (x, weight, bias)]
+    assert torch.equal(q, project_q(*narrow, 16, norm=torch.ones(16), backend=backend))

@@ -1,0 +1,325 @@
+"""The Gluon kernel without a GPU: its source run by a simulated Hopper, its machine code, and what it refuses.
+
+Numbers on a GPU are compared in `tests/gpu/test_gluon.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Tile
+from ringattn.engine.blocks import Blocks, query_blocks
+from ringattn.engine.history import flagged
+from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_scenario, simple, strip
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+from ringattn.kernels import attention_gluon
+from ringattn.kernels.attention_gluon import forward_gluon, gluon_missing, gluon_takes
+from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
+from tests.kernels.gluon_gate.compiling import exponentials_under_products, hasty_arrivals
+from tests.kernels.gluon_gate.simulator import Fault, own_source, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+DIM = 16
+SCALE = 0.3
+PLAIN = {name: scenario for name, scenario in SCENARIOS.items() if scenario.softcap is None}
+
+
+class Pass:
+    """The attend calls of a scenario in float16, and their truth; rows of K/V that no tile holds are NaN."""
+
+    def __init__(self, scenario: Scenario, seed: int, sinks: bool = False) -> None:
+        make, self.scenario = torch.Generator().manual_seed(seed), scenario
+        shape = scenario.batch, scenario.heads, DIM
+        self.q = torch.randn(scenario.q_rows, *shape, generator=make).half()
+        self.kv = [self._kv(step, make) for step in scenario.steps]
+        self.sinks = torch.randn(scenario.heads, generator=make) if sinks else None
+        self.out = torch.zeros(scenario.q_rows, *shape)
+        self.lse = torch.full((*shape[:2], scenario.q_rows), float("-inf"))
+        self.result: Tensor | None = None
+
+    def _kv(self, step: Step, make: torch.Generator) -> tuple[Tensor, Tensor]:
+        made = torch.randn(2, step.k_rows, self.scenario.batch, step.held.count, DIM, generator=make).half()
+        held = {row for tile in step.tiles for row in tile.k.rows.members()}
+        made[:, [row for row in range(step.k_rows) if row not in held]] = float("nan")
+        return made[0], made[1]
+
+    def flagged(self) -> list[Blocks] | None:
+        """Tables that say where rows begin and end, if they can; the state is then undefined, the result comes."""
+        made = [query_blocks(step.tiles, 16, 8) for step in self.scenario.steps]
+        if not flagged(made, self.scenario.q_rows, self.scenario.heads):
+            return None
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+        self.result = torch.full_like(self.out, float("nan"), dtype=torch.float16)
+        return made
+
+    def run(self, rng: Random, tables: Sequence[Blocks] | None = None, **how: Any) -> None:
+        """All launches, with any number of programs and of buffers."""
+        for at, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
+            config = Config(16, 8, 4, rng.choice((1, 2, 2, 3)), "gluon")
+            blocks, entries, slots = tables[at] if tables else query_blocks(step.tiles, 16, 8)
+            call = forward_gluon(
+                self.q, k, v, self.out, self.lse, Table(torch.tensor(blocks), torch.tensor(entries), slots), config,
+                scale=SCALE, group=self.scenario.group, first_kv_head=step.held.start, result=self.result,
+                sinks=self.sinks, programs=rng.choice((1, 2, 3, None)),
+            )  # fmt: skip
+            simulate(call, rng.randrange(1 << 20), **how)
+
+    def truth(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) by a softmax over all that the tiles hold, in float64; a pair of two tiles counts twice."""
+        heads, rows = self.scenario.heads, self.scenario.q_rows
+        logits, values = [], []
+        for step, (k, v) in zip(self.scenario.steps, self.kv, strict=True):
+            kv_heads = torch.arange(heads) // self.scenario.group - step.held.start
+            inside = kv_heads.clamp(0, step.held.count - 1)
+            counts = torch.tensor(np.stack([_counts(step.tiles, head, rows, step.k_rows) for head in range(heads)]))
+            k, v = (x.nan_to_num(0).double()[:, :, inside] for x in (k, v))
+            scores = torch.einsum("nbhd,mbhd->bhnm", self.q.double(), k) * SCALE
+            logits.append(scores + counts.double().log())
+            values.append(v)
+        s = torch.cat(logits, -1)
+        if self.sinks is not None:
+            s = torch.cat((s, self.sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)), -1)
+            values.append(torch.zeros_like(values[0][:1]))
+        lse = s.logsumexp(-1)
+        weights = (s - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+        return torch.einsum("bhnm,mbhd->nbhd", weights, torch.cat(values)), lse
+
+    def check(self) -> None:
+        """Probabilities in float16 have an error of 2 ** -11 each; their weights are summed in float32."""
+        out, lse = self.truth()
+        largest = max(float(v.nan_to_num(0).abs().max()) for _, v in self.kv)
+        found = self.out if self.result is None else self.result
+        torch.testing.assert_close(self.lse.double(), lse, rtol=0, atol=4e-6)
+        torch.testing.assert_close(found.double(), out, rtol=2**-11, atol=largest * 2**-11)
+
+
+def _counts(tiles: Sequence[Tile], head: int, rows: int, k_rows: int) -> np.ndarray:
+    """How many tiles hold each pair of rows of a head."""
+    found = np.zeros((rows, k_rows))
+    for tile in tiles:
+        if head in tile.heads.members():
+            q, k = (np.array(one.positions.members()) for one in (tile.q, tile.k))
+            distance = q[:, None] - k[None, :]
+            allowed = (distance >= tile.band.lo) & (distance <= tile.band.hi)
+            found[np.ix_(tile.q.rows.members(), tile.k.rows.members())] += allowed
+    return found
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_steps_of_the_contract(name: str) -> None:
+    """Masks, strides, ragged rows, groups of heads, several entries a block, several steps carried by the state."""
+    one = Pass(PLAIN[name], 1)
+    one.run(Random(name))
+    one.check()
+
+
+def test_what_must_be_seen_is_right_as_it_is() -> None:
+    for seed, scenario in enumerate(SEEING):
+        one = Pass(scenario, seed)
+        one.run(Random(seed), one.flagged())
+        one.check()
+
+
+@given(st.integers(0, 10_000))
+def test_random_steps(seed: int) -> None:
+    one = Pass(random_scenario(seed), seed)
+    one.run(Random(seed))
+    one.check()
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("whole")])
+def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str, sinks: bool) -> None:
+    one = Pass(PLAIN[name], 2, sinks)
+    one.run(Random(2), tables := one.flagged())
+    assert tables
+    one.check()
+
+
+def test_a_pass_of_one_step_needs_no_state() -> None:
+    one = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), Run(0, 2), 2)._replace(q_rows=40), 3)
+    tables = one.flagged()
+    assert tables and (tables[0].blocks[:, 7] == FIRST | LAST).all()
+    one.out = None  # type: ignore[assignment]
+    one.run(Random(3), tables)
+    one.check()
+
+
+def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
+    """The one and the other keep the state that they had, or begin and end with none."""
+    for flags in (0, FIRST | LAST):
+        one = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), Run(0, 2), 2)._replace(q_rows=32), 4)
+        blocks, entries, slots = query_blocks(one.scenario.steps[0].tiles, 16, 8)
+        empty = np.array([[0, 1, 16, 0, 2, 0, 0, 0]], np.int32)
+        assert blocks[:, 0].tolist() == [16]  # rows 16 to 19 of it see nothing
+        one.out.fill_(0.0 if flags == 0 else float("nan"))
+        one.lse.fill_(float("-inf") if flags == 0 else float("nan"))
+        one.result = torch.full_like(one.out, float("nan"), dtype=torch.float16) if flags else None
+        table = Blocks(np.concatenate((empty, blocks, empty * 0)), entries, slots)
+        table.blocks[:, 7] = flags
+        one.run(Random(4), [table])
+        one.check()
+
+
+def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
+    made = [Pass(PLAIN["zigzag"], 5) for _ in range(6)]
+    for seed, one in enumerate(made):
+        one.run(Random(seed))
+        assert torch.equal(one.out, made[0].out) and torch.equal(one.lse, made[0].lse)
+
+
+WRONG = {
+    "q is loaded while it is read": ("mbarrier.wait(q_empty, items & 1 ^ 1)", "pass"),
+    "q is never free": ("mbarrier.wait(q_empty, items & 1 ^ 1)", "mbarrier.wait(q_empty, items & 1)"),
+    "q is never given back": ("mbarrier.arrive(barriers[1])", "pass"),
+    "q is read before it is there": ("mbarrier.wait(barriers[0], items & 1)", "pass"),
+    "k and v are loaded while they are read": ("mbarrier.wait(empty.index(slot), parity ^ 1)", "pass"),
+    "k and v are never free": ("wait(empty.index(slot), parity ^ 1)", "wait(empty.index(slot), parity)"),
+    "descriptors are made over others": ("mbarrier.wait(k_full.index(slot), parity ^ 1)", "pass"),
+    "k is read before it is there": ("mbarrier.wait(k_full.index(slot), parity)", "pass"),
+    "v is read before it is there": ("    mbarrier.wait(v_full.index(old_slot), old_parity)\n", ""),
+    "phases never turn": ("turn // SLOTS & 1", "turn * 0"),
+    "v of the same key block": ("old_parity = slot_of(turn - 1, SLOTS)", "old_parity = slot_of(turn, SLOTS)"),
+    "one consumer frees for both": ("count=CONSUMERS", "count=1"),
+    "the logits are not waited for": ("warpgroup_mma_wait(1, deps=(s,))", "warpgroup_mma_wait(2, deps=(s,))"),
+    "the values are not waited for": ("warpgroup_mma_wait(0, deps=(acc,))", "warpgroup_mma_wait(1, deps=(acc,))"),
+    "the roles differ in their order": ("visited(nth, start, full, full_end) * BLOCK_N", "(start + nth) * BLOCK_N"),
+    "the first block is met twice": ("gl.where(index == first, 1, 0)", "0"),
+    "limits are rounded down": ("(far + band[1] - 1) // band[1]", "far // band[1]"),
+    "limits are rounded up": ("gl.where(near < 0, -1, near // band[1])", "near // band[1]"),
+    "the entry has no end": ("gl.minimum(last, rows[2] - 1)", "last"),
+    "a blind row has a peak": ('gl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED', "new_peak if MASKED"),
+    "idle items have rows": ("gl.where(idle, 0, run_of(block)[2])", "run_of(block)[2]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_simulation_sees(name: str) -> None:
+    """What is wrong is found in a few of the contract's steps: as a fault, or by the truth."""
+    old, new = WRONG[name]
+    assert old in own_source()
+    for seed, scenario in enumerate(SEEING * 3):
+        one = Pass(scenario, seed)
+        try:
+            one.run(Random(seed), one.flagged(), source=own_source().replace(old, new))
+            one.check()
+        except (Fault, AssertionError, IndexError):
+            return
+    pytest.fail("nothing was found")
+
+
+DOCUMENTS = tuple(Tile(strip(0, 16), strip(40 * i, 40, row=40 * i), FULL, Run(0, 1)) for i in range(3))
+UNEQUAL = tuple(Tile(strip(0, 20), strip(40 * i, 40, row=40 * i), FULL, Run(i, 1 + i)) for i in range(2))
+SEEING = (
+    Scenario((Step(DOCUMENTS, 120, Run(0, 1)),), 16, 1),
+    Scenario((Step(UNEQUAL, 80, Run(0, 3)),), 20, 3),
+    simple(((strip(0, 20), strip(1, 20, 3), CAUSAL),), Run(0, 1), 1),
+    simple(((strip(0, 70), strip(0, 70), Band(0, 44)),), Run(0, 1), 1),
+    *(PLAIN[name] for name in ("dilated", "blind", "both-sides", "zigzag")),
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """In a child, since a compiler that fails an assertion ends its process."""
+    folder = tmp_path_factory.mktemp("compiled")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    command = [sys.executable, "-m", "tests.kernels.gluon_gate.compiling", str(folder / "found"), "64", "128"]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert child.returncode == 0, child.stdout + child.stderr
+    found: dict[str, dict[str, Any]] = json.loads((folder / "found").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.unchanged("compile gate of Gluon")
+@pytest.mark.parametrize("name", ["64/everything", "64/state", "128/everything", "128/state"])
+def test_the_machine_code(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """Warpgroups that share registers anew, TMA, no spill, each softmax but the first under a product."""
+    if why := gluon_missing(90):
+        pytest.skip(why)
+    found, dim = compiled[name], int(name.split("/")[0])
+    opcodes = found["opcodes"]
+    assert found["threads"] == 384 and found["registers"] == 168
+    assert found["shared_bytes"] <= 232_448
+    assert not opcodes["LDL"] and not opcodes["STL"] and not opcodes["HMMA"]
+    # Of each consumer: the first block's logits, full and masked blocks' products, the last block's values.
+    assert opcodes["HGMMA"] == 2 * 3 * (dim // 16 + 128 // 16)
+    assert opcodes["UTMALDG"] == 3 * dim // 64
+    assert opcodes["USETMAXREG"] >= 6 and opcodes["SYNCS"] >= 24
+    assert len(found["under_products"]) == 4 and min(found["under_products"]) >= 64
+    assert not found["hasty_arrivals"]
+
+
+def test_the_gate_reads_code() -> None:
+    """What no compiler does on request."""
+    product, wait, softmax = "HGMMA ;", "WARPGROUP.DEPBAR.LE gsb0 ;", "MUFU.EX2 R1, R2 ;"
+    assert exponentials_under_products(" ".join((product, wait, softmax, softmax, wait, softmax))) == [2]
+    assert exponentials_under_products(" ".join((product, wait, wait, softmax))) == [0]
+    assert exponentials_under_products(" ".join((product, wait, softmax, product, wait))) == []
+    left, met, said = "wgmma.wait_group.sync.aligned 1;", "bar.sync 2, 128;", "mbarrier.arrive.shared::cta.b64 _;"
+    assert hasty_arrivals(left + met + said) == 0
+    assert hasty_arrivals(left + said) == hasty_arrivals(met + left + said) == 1
+
+
+def rows_like(dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> Tensor:
+    return torch.zeros(8, 1, 2, dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({}, None),
+        ({"arch": 100}, "is for sm_90, not sm_100"),
+        ({"softcap": 2.0}, "has no softcap"),
+        ({"q": rows_like(dim=96), "k": rows_like(dim=96), "v": rows_like(dim=96)}, "64 or 128, .*not 96 and 96"),
+        ({"v": rows_like(dim=64)}, "not 128 and 64"),
+        ({"q": rows_like(torch.float32)}, "torch.float32"),
+        ({"k": torch.zeros(8, 1, 2, 129, dtype=torch.bfloat16)[..., :128]}, "multiples of 16 bytes"),
+    ],
+)
+def test_what_it_takes(case: dict[str, Any], why: str | None) -> None:
+    facts: dict[str, Any] = {"q": rows_like(), "k": rows_like(), "v": rows_like(), "arch": 90} | case
+    found = gluon_takes(**facts)
+    assert found is None if why is None else re.search(why, str(found))
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0.0+git1"])
+def test_other_versions_of_triton_are_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gluon_missing.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_gluon.triton, "__version__", version)
+        assert gluon_missing(90) == f"the Gluon kernel needs Triton 3.6 to 3.8, not {version}"
+    gluon_missing.cache_clear()
+
+
+def test_a_triton_without_gluon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gluon_missing.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_gluon.triton, "__version__", "3.6.0")
+        patch.setattr(attention_gluon, "GLUON", "triton.experimental.no_gluon.language")
+        assert "has no triton.experimental.no_gluon.language" in str(gluon_missing(90))
+    gluon_missing.cache_clear()
+
+
+def test_without_state_and_result_there_is_nowhere_to_write() -> None:
+    q, table = rows_like(), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
+    with pytest.raises(ValueError, match="pass one"):
+        forward_gluon(q, q, q, None, torch.zeros(1, 2, 8), table, Config(128, 128, 4, 2), scale=1.0)

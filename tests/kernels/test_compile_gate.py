@@ -1,0 +1,194 @@
+"""The compile gate: the attention kernels as machine code, for GPUs that are not here.
+
+Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's own launch wrappers
+with a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute
+Capability"; tensor memory of sm_100 is 512 columns. Half entries must not spill in the loop over matrix products;
+spills elsewhere, and those of float32, whose products run without matrix units, must not be more than the golden table
+says. There is a table for each Triton that was tried, since each brings its own assembler.
+`python -m tests.kernels.compile_gate.compiling renew`, by hand after a change of a kernel or an entry, with each
+of these versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER), compiles all
+architectures and writes the golden table; `test_the_golden_tables_are_whole` then says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
+from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables, loop_spills
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+TENSOR_COLUMNS = 512
+SLACK_REGISTERS = 8
+MATRIX = {80: ("HMMA",), 86: ("HMMA",), 89: ("HMMA",), 90: ("HGMMA", "HMMA"), 100: ("UTC", "HMMA"), 120: ("HMMA",)}
+Finding = dict[str, Any] | str
+
+
+def may_spill(name: str) -> bool:
+    """Whether only the golden table bounds a case's spills in its loop."""
+    return "/single/" in name
+
+
+def units(name: str) -> tuple[str, ...]:
+    """The matrix units that a case may run on."""
+    if "/single/" in name:
+        return ("FFMA",)
+    # The warp group's unit wants 64 rows of keys, which a block of dK and dV at dimension 256 does not have.
+    if name.startswith("sm_90") and "/pointers/" not in name and not ("/256/" in name and "/grad_kv" in name):
+        return ("HGMMA",) if "/256/descriptors/grad_fused" not in name else ("HMMA",)
+    return MATRIX[arch_of(name)]
+
+
+def faults(name: str, finding: Finding) -> list[str]:
+    """What is wrong with a compiled case, whatever the golden table says."""
+    if isinstance(finding, str):
+        return [f"did not compile: {finding}"]
+    found, arch = Found(**finding), arch_of(name)
+    wrong = []
+    if found.loop_spills and not may_spill(name):
+        wrong.append(f"{found.loop_spills} spill instructions in the loop over matrix products")
+    if found.shared_bytes > SHARED_BYTES[arch]:
+        wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
+    if found.tensor_columns > TENSOR_COLUMNS:
+        wrong.append(f"{found.tensor_columns} columns of tensor memory, more than {TENSOR_COLUMNS}")
+    if found.matrix not in units(name):
+        wrong.append(f"multiplies matrices by {found.matrix or 'nothing'}: its body may be a trap")
+    if bool(found.bulk_loads) != ("/pointers/" not in name):
+        wrong.append(f"{found.bulk_loads} loads through tensor descriptors")
+    if bool(found.handovers) != ("/specialized/" in name):
+        wrong.append(f"{found.handovers} handovers of registers between groups of warps")
+    return wrong
+
+
+def drift(finding: Found, golden: Found) -> list[str]:
+    """How a case differs from the golden table, beyond the slack."""
+    wrong = []
+    for part in ("spills", "loop_spills"):
+        if getattr(finding, part) > getattr(golden, part):
+            wrong.append(f"{getattr(finding, part)} {part}, {getattr(golden, part)} in the golden table")
+    if abs(finding.registers - golden.registers) > SLACK_REGISTERS:
+        wrong.append(f"{finding.registers} registers, {golden.registers} in the golden table")
+    if finding.matrix != golden.matrix:
+        wrong.append(f"{finding.matrix}, {golden.matrix} in the golden table")
+    return wrong
+
+
+def findings(names: tuple[str, ...], folder: Path) -> dict[str, Finding]:
+    """The cases compiled in a process of their own, which may set a driver and fork."""
+    result = folder / "found.json"
+    command = [sys.executable, "-m", "tests.kernels.compile_gate.compiling", str(result), *names]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
+    assert child.returncode == 0, child.stdout + child.stderr
+    found: dict[str, Finding] = json.loads(result.read_text(encoding="utf-8"))
+    assert tuple(sorted(found)) == tuple(sorted(names))
+    return found
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
+    return findings(TESTED, tmp_path_factory.mktemp("entries"))
+
+
+@pytest.fixture(scope="module")
+def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
+    return findings(tuple(PURPOSES), tmp_path_factory.mktemp("purposes"))
+
+
+TABLES = golden_tables(GOLDEN)
+
+
+@pytest.mark.unchanged("compile gate")
+@pytest.mark.timeout(1800)  # six times what it takes alone on a core; a hang is what it is for
+@pytest.mark.parametrize("name", TESTED)
+def test_an_entry(name: str, entries: dict[str, Finding]) -> None:
+    finding = entries[name]
+    assert not faults(name, finding) and not isinstance(finding, str)
+    if table := TABLES.get(triton.__version__):
+        assert not drift(Found(**finding), Found(**table[name]))
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_the_golden_tables_are_whole(version: str) -> None:
+    """Every entry, of the architectures that are not compiled here too, and none that is at fault.
+
+    3.6.0 is what a GPU machine's torch 2.11 brings, 3.7.1 what these tests are run with.
+    """
+    table = TABLES[version]
+    assert tuple(table) == ENTRIES
+    assert not {name: wrong for name in ENTRIES if (wrong := faults(name, table[name]))}
+
+
+LOOPS = """
+        /*0000*/ STL [R1], R2 ;
+.L_x_1:
+        /*0010*/ STL [R1], R2 ;
+.L_x_2:
+        /*0020*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0030*/ LDL R2, [R1] ;
+        /*0040*/ @!P0 BRA `(.L_x_2) ;
+        /*0050*/ LDL R2, [R1] ;
+        /*0060*/ @P1 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/ LDL R2, [R1] ;
+        /*0080*/ @P1 BRA `(.L_x_3) ;
+        /*0090*/ EXIT ;
+.L_x_4:
+        /*00a0*/ LDL R2, [R1] ;
+        /*00b0*/ BRA `(.L_x_2) ;
+.L_x_5:
+        /*00c0*/ BRA `(.L_x_5);
+"""
+
+
+def test_spills_of_the_innermost_products_are_told_apart() -> None:
+    """Not those around it, of a loop without products, or behind the body."""
+    assert loop_spills(LOOPS) == 1
+    assert loop_spills(LOOPS.replace("HGMMA", "MOV")) == 0
+    assert loop_spills(LOOPS.replace("BRA `(.L_x_2) ;\n        /*0050", "MOV R1, R2 ;\n        /*0050")) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("good", ""),
+        ("spilling", "spill instructions in the loop"),
+        ("too_much_shared", "bytes of shared memory, more than 166912"),
+        ("crashing", "did not compile: status 6"),
+    ],
+)
+def test_the_gate_sees(name: str, wrong: str, purposes: dict[str, Finding]) -> None:
+    found = faults(case := f"sm_80/purpose/0/pointers/{name}", purposes[case])
+    assert any(wrong in one for one in found) if wrong else not found
+
+
+def test_the_gate_reads_numbers() -> None:
+    """What no small kernel brings about by itself."""
+    case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 0, 1000, 512, "UTC", 4, 0)
+    assert not faults(case, good._asdict())
+    assert "576 columns" in faults(case, good._replace(tensor_columns=576)._asdict())[0]
+    assert "nothing: its body may be a trap" in faults(case, good._replace(matrix="")._asdict())[0]
+    assert "by FFMA" in faults(case, good._replace(matrix="FFMA")._asdict())[0]
+    assert not drift(good, good._replace(registers=192)) and drift(good, good._replace(registers=191))
+    assert drift(good, good._replace(matrix="HMMA"))
+    assert "0 loads" in faults(case, good._replace(bulk_loads=0)._asdict())[0]
+    assert "4 loads" in faults("sm_100/half/128/pointers/forward", good._asdict())[0]
+    split, warps = "sm_90/half/128/specialized/forward", good._replace(matrix="HGMMA", handovers=8)
+    assert not faults(split, warps._asdict())
+    assert "0 handovers" in faults(split, warps._replace(handovers=0)._asdict())[0]
+    assert "by HMMA" in faults(split, warps._replace(matrix="HMMA")._asdict())[0]
+    spilling = good._replace(spills=1, loop_spills=1)
+    assert "1 spill instructions" in faults(case, spilling._asdict())[0]
+    assert not faults(case, good._replace(spills=1)._asdict()) and len(drift(good._replace(spills=1), good)) == 1
+    single = spilling._replace(matrix="FFMA", bulk_loads=0)
+    assert not faults("sm_100/single/128/pointers/forward", single._asdict())
+    assert drift(spilling, good) and not drift(good, spilling)

@@ -1,0 +1,173 @@
+"""The compile gate of the projection and row kernels: their machine code, for GPUs that are not here.
+
+What moves rows must do so by vectors: a bf16 row of 128 by 16 bytes a thread and instruction. Only vectors of one
+number for each row, such as an lse, and angles in the order of a matrix unit's results come narrower. None may spill in
+a loop over products, nor elsewhere more than the golden table of the installed Triton says.
+`python -m tests.kernels.compile_gate.row_cases renew`, after a change of a kernel, compiles every case and writes the
+golden table of the installed Triton; `test_the_golden_tables_are_whole` then says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tests.kernels.compile_gate.compiling import golden_tables
+from tests.kernels.compile_gate.row_cases import CASES, GOLDEN, FoundRows, widths
+from tests.kernels.test_compile_gate import SHARED_BYTES, SLACK_REGISTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTC"}
+EVERYTHING = "norm,bias,rows,two"
+ON_ALL = (
+    f"project_heads/128/neox,{EVERYTHING}",
+    "epilogue_grad/128/interleaved,norm,two",
+    "move_rows/128/scatter,add,wider",
+)
+ON_ONE = (
+    f"project_heads/256/interleaved,{EVERYTHING}",
+    "epilogue/128/neox,norm,two",
+    "epilogue_grad/128/neox,norm,two",
+    "move_rows/128/gather",
+    "merge/128/",
+    "row_sums/128/dlse",
+    "quantize/128/int8",
+    "quantize/128/fp8",
+    "restore/128/fp8",
+)
+TESTED = (*(f"sm_{arch}/{case}" for arch in (80, 90, 100) for case in ON_ALL), *(f"sm_90/{case}" for case in ON_ONE))
+"""The rest is compiled when the golden table is renewed."""
+
+FEW = 4
+"""Loads narrower than 32 bits that a kernel may have: of weights, once for all rows."""
+
+
+def faults(name: str, found: FoundRows) -> list[str]:
+    """What is wrong with a compiled case, whatever the golden table says."""
+    arch, kernel = int(name.split("/")[0].removeprefix("sm_")), name.split("/")[1]
+    wrong = []
+    if found.loop_spills:
+        wrong.append(f"{found.loop_spills} spill instructions in the loop over products")
+    if found.shared_bytes > SHARED_BYTES[arch]:
+        wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
+    if kernel == "project_heads" and found.matrix != ("FFMA" if "single" in name else MATRIX[arch]):
+        wrong.append(f"multiplies matrices by {found.matrix or 'nothing'}")
+    if found.compilations > 1 and kernel not in ("quantize", "restore"):
+        wrong.append(f"{found.compilations} compilations for calls of several sizes")
+    moved = {"loads": found.loads, "stores": found.stores}
+    if kernel == "row_sums":
+        del moved["stores"]  # one number a row
+    for what, by_bits in moved.items():
+        narrow = sum(count for bits, count in by_bits.items() if int(bits) < 32)
+        if "128" not in by_bits or narrow > FEW:
+            wrong.append(f"{what} by their bits: {by_bits}")
+    return wrong
+
+
+def drift(found: FoundRows, golden: FoundRows) -> list[str]:
+    """How a case differs from the golden table, beyond the slack of the registers."""
+    wrong = []
+    if abs(found.registers - golden.registers) > SLACK_REGISTERS:
+        wrong.append(f"{found.registers} registers, {golden.registers} in the golden table")
+    if found.spills > golden.spills:
+        wrong.append(f"{found.spills} spills, {golden.spills} in the golden table")
+    for part in ("shared_bytes", "matrix", "loads", "stores", "compilations"):
+        if getattr(found, part) != getattr(golden, part):
+            wrong.append(f"{part} {getattr(found, part)}, {getattr(golden, part)} in the golden table")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
+    """Compiled in a process of its own, which may set a driver and fork."""
+    result = tmp_path_factory.mktemp("rows") / "found.json"
+    command = [sys.executable, "-m", "tests.kernels.compile_gate.row_cases", str(result), *TESTED]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return {name: FoundRows(**one) for name, one in json.loads(result.read_text(encoding="utf-8")).items()}
+
+
+TABLES = golden_tables(GOLDEN)
+
+
+@pytest.mark.unchanged("compile gate of rows")
+@pytest.mark.parametrize("name", TESTED)
+def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
+    assert not faults(name, found[name])
+    if table := TABLES.get(triton.__version__):  # each brings its own assembler, which allots registers in its own way
+        assert not drift(found[name], FoundRows(**table[name]))
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_the_golden_tables_are_whole(version: str) -> None:
+    """Every case and no other, and none that is at fault."""
+    table = TABLES[version]
+    assert tuple(table) == CASES and set(TESTED) <= set(CASES)
+    wrong = {name: faults(name, FoundRows(**table[name])) for name in CASES}
+    assert not {name: why for name, why in wrong.items() if why}
+
+
+GOOD = FoundRows(200, 0, 0, 90_000, "HGMMA", {"64": 4, "128": 8}, {"128": 4}, 1)
+PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"loop_spills": 2}, "2 spill instructions in the loop"),
+        ({"shared_bytes": 232_449}, "232449 bytes of shared memory, more than 232448"),
+        ({"matrix": "FFMA"}, "multiplies matrices by FFMA"),
+        ({"matrix": ""}, "multiplies matrices by nothing"),
+        ({"loads": {"16": 5, "128": 8}}, "loads by their bits"),
+        ({"compilations": 2}, "2 compilations"),
+        ({"stores": {"64": 8}}, "stores by their bits"),
+        ({"stores": {"16": 64, "128": 1}}, "stores by their bits"),
+    ],
+)
+def test_the_gate_sees(changed: dict[str, Any], told: str) -> None:
+    assert not faults(PROJECTION, GOOD)
+    assert told in faults(PROJECTION, GOOD._replace(**changed))[0]
+
+
+def test_what_each_kernel_may() -> None:
+    """Sums of rows are stored number by number; float32 products have no matrix unit, and others no FFMA."""
+    sums, single = "sm_90/row_sums/128/", f"sm_90/project_heads/128/single,neox,{EVERYTHING}"
+    assert not faults(sums, GOOD._replace(stores={"32": 1})) and faults(
+        "sm_90/merge/128/", GOOD._replace(stores={"32": 1})
+    )
+    assert not faults(single, GOOD._replace(matrix="FFMA")) and faults(single, GOOD)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"spills": 1},
+        {"registers": 209},
+        {"registers": 191},
+        {"shared_bytes": 1},
+        {"matrix": "HMMA"},
+        {"loads": {}},
+        {"stores": {}},
+        {"compilations": 3},
+    ],
+)
+def test_a_change_is_seen(changed: dict[str, Any]) -> None:
+    assert not drift(GOOD, GOOD) and not drift(GOOD._replace(registers=208), GOOD)
+    assert len(drift(GOOD._replace(**changed), GOOD)) == 1
+
+
+def test_bits_of_an_instruction() -> None:
+    code = (
+        "LDG.E.U16.CONSTANT R1 ; @!P0 LDG.E.LTC128B.128 R4 ; LDG.E.U8 R1 ; LDG.E R2 ; LDG.E.64 R2 ; LDGSTS.E.128 [R1] ;"
+    )
+    code += "STG.E.128 [R2]"
+    assert widths("LDG", code) == {"8": 1, "16": 1, "32": 1, "64": 1, "128": 1}
+    assert widths("STG", code) == {"128": 1}

@@ -1,0 +1,275 @@
+"""Kept handles against Triton's own launch, with a driver that launches nothing; and the look-up of block sizes.
+
+The kernel is one of the compile gate's, so that nothing compiled here for a GPU that is not there stays in a kernel of
+the library.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime import _allocation, driver
+
+from ringattn.bench.launch import StubDriver
+from ringattn.kernels import configs, launch
+from ringattn.kernels.configs import configs_for, put_config
+from ringattn.kernels.launch import Kept, Repeat, layouts
+from ringattn.kernels.launch_call import Config, LaunchCall
+from ringattn.kernels.scratch import allocate
+from tests.kernels.compile_gate.purpose import product
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubDriver]:
+    """In the place of the process's driver."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    stub = StubDriver(80)
+    monkeypatch.setattr(driver, "_active", stub)
+    product.device_caches.clear()
+    yield stub
+    product.device_caches.clear()
+
+
+def call_with(
+    dtype: torch.dtype = torch.float16, offset: int = 0, size: int = 32, scale: float = 48, warps: int = 4
+) -> LaunchCall:
+    """A small matrix product; `offset`: elements from an aligned address."""
+    a, b = (torch.zeros(size * 16 + 16, dtype=dtype)[start:] for start in (offset, 0))
+    meta = {"SIZE": size, "DEPTH": 16, "num_warps": warps, "num_stages": 1}
+    return LaunchCall(product, (3,), (a, b, torch.zeros(size, size), 4, scale), meta)
+
+
+def repeated(call: LaunchCall, spare: int = 0) -> Repeat:
+    return Kept().repeat(call, call.args[:3], spare)
+
+
+def test_launches_what_triton_launches(stub: StubDriver) -> None:
+    """Grid, stream, function, and all arguments in the kernel's order; but the metadata and hooks of profilers."""
+    stub.launched, stub.stream, call = [], 7, call_with()
+    call.run()
+    repeated(call)(call.args[:3])
+    theirs, ours = (one[:6] + one[9:] for one in stub.launched)
+    assert theirs[:4] == (3, 1, 1, 7) and len(theirs) == 6 + len(product.arg_names)
+    assert all(x is y or x == y for x, y in zip(theirs, ours, strict=True))
+
+
+def test_the_tensors_of_each_launch_take_their_places(stub: StubDriver) -> None:
+    """One tensor may be two operands at one launch and not at the next; those left out at first stay so."""
+    call, stub.launched = call_with(), []
+    repeat = Kept().repeat(call, (None, *call.args[:2]))
+    x, y = torch.zeros(1), torch.zeros(1)
+    repeat((None, x, x))
+    repeat((None, y, x))
+    first, second = (one[9:] for one in stub.launched)
+    assert first[0] is x and first[1] is x and second[0] is y and second[1] is x
+    assert first[2] is second[2] is call.args[2] and first[3:] == second[3:] == (4, 48, *call.meta.values())[:4]
+
+
+@pytest.mark.parametrize(("spare", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
+def test_spared_multiprocessors_make_the_grid_smaller(spare: int, programs: int, stub: StubDriver) -> None:
+    """108 multiprocessors that hold one block each; one is always used. Without a margin there is no bound."""
+    stub.launched, call = [], call_with()
+    stub.properties |= {"max_num_regs": 0}
+    repeated(call, spare)(call.args[:3])
+    assert stub.launched[0][0] == programs
+
+
+def test_a_persistent_call_gets_a_program_for_each_block_that_fits(stub: StubDriver) -> None:
+    stub.launched, call = [], call_with()._replace(grid=(2000,), persistent=True)
+    stub.registers = 40
+    repeated(call)(call.args[:3])
+    assert stub.launched[0][0] == 108 * 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "resident"),
+    [
+        ({"max_num_regs": 1 << 20}, 16),  # 4 warps: 2048 threads at once
+        ({}, 12),  # 40 registers of 64 K for each of 128 threads
+        ({"max_num_regs": 128 * 40 * 5 + 9}, 5),
+        ({"max_shared_mem": 3 * (4096 + 1024) - 1024}, 3),  # 4 KiB a block, and 1 KiB that each takes beside
+        ({"max_shared_mem": 100}, 1),
+    ],
+    ids=str,
+)
+def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], resident: int, stub: StubDriver) -> None:
+    stub.properties |= changed
+    stub.registers = 40
+    assert Kept().compile(call_with()).resident == resident
+
+
+def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
+    stub.launched, call = [], call_with()._replace(grid=(0,))
+    repeated(call)(call.args[:3])
+    repeated(call, spare=8)(call.args[:3])
+    assert stub.launched == []
+
+
+def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are set when the stub driver launches."""
+    seen: list[Any] = []
+    monkeypatch.setattr(StubDriver, "launch", lambda self, *args: seen.append(_allocation._allocator.get()))
+    return seen
+
+
+def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's allocator belongs to a context, and autograd calls from a thread of its own."""
+    seen, call, kept = allocators(monkeypatch), call_with(), Kept()
+    handle = kept.compile(call)
+    for scratch in (True, False):
+        repeat = Repeat(call, call.args[:3], handle._replace(scratch=scratch), 0, None)
+        thread = threading.Thread(target=repeat, args=(call.args[:3],))
+        thread.start()
+        thread.join()
+    assert seen == [allocate, _allocation._NULL_ALLOCATOR]
+
+
+def test_a_plain_launch_has_memory_to_ask_for(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises "no allocator was set" for descriptors made in a kernel where its caller has set none."""
+    seen = allocators(monkeypatch)
+    call_with().run()
+    assert seen == [allocate]
+
+
+def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a plain launch and a repeated one, and after one that fails."""
+
+    def theirs(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        raise AssertionError("asked")
+
+    def launch(self: StubDriver, *args: Any) -> None:
+        seen.append(_allocation._allocator.get())
+        assert len(seen) <= 2, "fails"
+
+    seen: list[Any] = []
+    monkeypatch.setattr(StubDriver, "launch", launch)
+    call, context = call_with(), contextvars.copy_context()
+    repeat = Repeat(call, call.args[:3], Kept().compile(call)._replace(scratch=True), 0, None)
+    context.run(triton.set_allocator, theirs)
+    for launched in (call.run, lambda: repeat(call.args[:3])) * 2:
+        with pytest.raises(AssertionError, match="fails") if len(seen) >= 2 else nullcontext():
+            context.run(launched)
+        assert context[_allocation._allocator] is theirs
+    assert seen == 4 * [allocate]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(8, 4).T, torch.zeros(36)[1:33].view(4, 8), None])
+def test_what_a_described_call_rests_on(other: torch.Tensor | None) -> None:
+    one, same = torch.zeros(4, 8), torch.ones(4, 8)
+    assert layouts((one, None)) == layouts((same, None)) and layouts((one,)) != layouts((other,))
+    assert hash(layouts((one, None))) == hash(layouts((same, None)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"dtype": torch.bfloat16}),
+        ({}, {"offset": 1}),
+        ({}, {"size": 16}),
+        ({}, {"warps": 8}),
+        ({}, {"scale": 47}),
+        ({}, {"scale": 1}),
+        ({}, {"scale": 48.0}),
+        ({}, {"scale": 1 << 40}),
+        ({"scale": 1}, {"scale": True}),
+        ({"scale": 1.0}, {"scale": True}),
+    ],
+    ids=str,
+)
+def test_what_triton_tells_apart_is_told_apart(one: dict[str, Any], other: dict[str, Any], stub: StubDriver) -> None:
+    kept, first, second = Kept(), call_with(**one), call_with(**other)
+    handles = [kept.compile(first), kept.compile(second)]
+    assert handles[0].run is not handles[1].run
+    for call, handle in zip((first, second), handles, strict=True):
+        assert handle.run is call.kernel.warmup(*call.args, grid=call.grid, **call.meta).run
+
+
+def test_what_was_seen_is_not_bound_again(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    kept.compile(call_with())
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_compiled", lambda call: pytest.fail("bound again"))
+        kept.compile(call_with())
+        stub.device = 1
+        with pytest.raises(pytest.fail.Exception, match="bound again"):
+            kept.compile(call_with())
+
+
+def test_handles_do_not_grow_without_end(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_HANDLES", 2)
+    kept = Kept()
+    for scale in (16, 32, 48, 16):
+        kept.compile(call_with(scale=scale))
+        assert len(kept._handles) <= 2
+
+
+def test_the_smallest_entry_that_holds_the_dimension() -> None:
+    assert configs_for(90, torch.float16, 65) is configs_for(90, torch.bfloat16, 128)
+    assert configs_for(90, torch.float16, 64) is not configs_for(90, torch.float16, 65)
+    assert configs_for(90, torch.float32, 128) is not configs_for(90, torch.float16, 128)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim", "why"),
+    [
+        (75, torch.float16, 64, "sm_75; there are some for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+        (90, torch.float64, 64, "torch.float64; there are some for float32, float16 and bfloat16"),
+        (90, torch.float16, 257, "head dimension 257; there are some for dimensions to 256"),
+    ],
+)
+def test_what_has_no_entry_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int, why: str) -> None:
+    with pytest.raises(LookupError, match=why):
+        configs_for(arch, dtype, dim)
+
+
+def test_a_written_entry_is_read_by_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    held = tmp_path / "configs.json"
+    held.write_text(configs.TABLE.read_text())
+    monkeypatch.setattr(configs, "TABLE", held)
+    before, tried = configs_for(90, torch.bfloat16, 128), Config(64, 128, 4, 3, "descriptors")
+    put_config(90, 128, "descriptors", "grad_q", tried)
+    assert configs_for(90, torch.bfloat16, 128) is before
+    for cached in (configs._entries, configs._table):
+        cached.cache_clear()
+    try:
+        assert configs_for(90, torch.bfloat16, 128) == before._replace(grad_q=tried)
+        assert configs_for(90, torch.bfloat16, 64).grad_q != tried
+        assert len(held.read_text().splitlines()) == len(Path(__file__).parents[2].joinpath(
+            "kernels/configs.json").read_text().splitlines())  # fmt: skip
+    finally:
+        for cached in (configs._entries, configs._table):
+            cached.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """In a process of its own, since it compiles the library's kernel for a GPU that is not there."""
+    command = [sys.executable, "-m", "ringattn.bench.launch", "rounds=1", f"results={tmp_path}"]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads((tmp_path / "launch.json").read_text())["us"]
+    assert all(len(times) == 1 and times[0] > 0 for times in found.values())
+    assert list(found) == [
+        "kernel[grid](...)",
+        "describing and kernel[grid](...)",
+        "handle, arguments at hand",
+        "repeat",
+        "engine, forward",
+        "engine, backward",
+    ]

@@ -1,0 +1,87 @@
+"""The folder `kernels/` and Hugging Face's package of that name: models import from the root of the repository.
+
+With a package `kernels` there and without one; `tests/test_repository.py` says why the folder has no `__init__.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+IMPORT_A_MODEL = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.import_utils import is_kernels_available
+shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10}
+LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, **shape))
+found = "none"
+if len(sys.argv) > 1:
+    import kernels
+    found = kernels.__file__
+import ringattn.kernels.configs
+print(is_kernels_available(), found, ringattn.kernels.configs.__file__)
+"""
+
+STAND_IN = """
+class Anything:
+    def __init__(self, *args, **kwargs): ...
+    def __call__(self, decorated):
+        return decorated
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (Anything,), {})
+"""
+
+
+def from_root(*installed: Path) -> list[str]:
+    """Whether transformers takes a package `kernels` for usable, whose file it is, and the file of one of ours."""
+    path = os.pathsep.join(map(str, (ROOT, *installed)))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_A_MODEL, *map(str, installed)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.slow
+def test_without_the_package() -> None:
+    usable, _, ours = from_root()
+    assert usable == "False" and ours == str(ROOT / "ringattn" / "kernels" / "configs.py")
+
+
+@pytest.mark.slow
+def test_beside_a_package_of_the_version_that_transformers_wants(tmp_path: Path) -> None:
+    """A stand-in, which has any name that transformers may ask it for."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(STAND_IN)
+    facts = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    usable, found, ours = from_root(tmp_path)
+    assert usable == "True" and found == str(tmp_path / "kernels" / "__init__.py")
+    assert ours == str(ROOT / "ringattn" / "kernels" / "configs.py")
+
+
+@pytest.mark.slow
+def test_beside_the_package_itself(tmp_path: Path) -> None:
+    install = ["install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "10", "--target", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pip", *install, "kernels"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"kernels cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
+    _, found, ours = from_root(tmp_path)
+    assert found == str(tmp_path / "kernels" / "__init__.py")
+    assert ours == str(ROOT / "ringattn" / "kernels" / "configs.py")

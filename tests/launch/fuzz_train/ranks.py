@@ -1,0 +1,106 @@
+"""Runs of several processes that start in milliseconds: forked from one that has torch loaded, as torchrun's would be.
+
+A run is a command process that holds the ranks' store, starts the ranks and ends them when one fails. A fault is a
+signal that a rank sends, to itself or to the command, at a drawn call.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer loads, in seconds
+import torch.distributed as dist
+
+import ringattn.launch.train.sharding
+from ringattn.launch import worker
+from ringattn.launch.parent import AGENT
+from ringattn.launch.train import loop
+from ringattn.launch.train.config import TrainConfig
+from tests.launch.fuzz_train.faults import at
+
+LIMIT_S = 60.0
+"""How long a run may take."""
+assert ringattn.launch.train.sharding  # loaded before the fork
+
+
+def forked(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> multiprocessing.Process:
+    """A command that trains `config`, its files in `folder`; `fault` is who gets which signal, where and when."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.launch.fuzz_train.ranks"])
+    command = context.Process(target=run_command, args=(str(folder), asdict(config), fault))
+    command.start()
+    return command  # type: ignore[no-any-return]
+
+
+def run_command(folder: str, config: dict[str, Any], fault: dict[str, Any] | None) -> None:
+    """What a command does: start the ranks, wait, end them all when one fails."""
+    world_size = config["ranks"] * config["replicas"]
+    spec = {"runs": [config], "keeps_result": True, "fault": fault}
+    job = Path(folder) / "job.json"
+    job.write_text(
+        json.dumps({"entry": "tests.launch.fuzz_train.ranks:train_with_fault", "spec": spec}), encoding="utf-8"
+    )
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ.update({**places, "TORCHELASTIC_USE_AGENT_STORE": "True", AGENT: str(os.getpid())})
+    pids = {}
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _live(rank, job)
+        pids[pid] = rank
+        (Path(folder) / f"pid-{rank}").write_text(str(pid), encoding="utf-8")
+    failed = False
+    while pids:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            time.sleep(fault["pause_s"] if fault else 0.0)
+            os.kill(pid, signal.SIGCONT)
+            continue
+        del pids[pid]
+        if status and not failed:
+            failed = True
+            time.sleep(1.0)  # the others find it out themselves, and say so
+            for other in pids:
+                os.kill(other, signal.SIGTERM)
+    os._exit(int(failed))
+
+
+def _live(rank: int, job: Path) -> None:
+    """A rank's life."""
+    code = 1
+    try:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        with (job.parent / f"output-{rank}.txt").open("wb") as output:
+            os.dup2(output.fileno(), 1)
+        code = worker.main(job)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def train_with_fault(spec: dict[str, Any]) -> dict[str, Any]:
+    """Entry of a rank: train, and send the signal when it is time."""
+    torch.set_num_threads(1)
+    fault = spec.pop("fault")
+    with ExitStack() as stack:
+        if fault and int(os.environ["RANK"]) == fault["rank"]:
+            pid = os.getppid() if fault["to"] == "command" else os.getpid()
+
+            def act() -> None:
+                (Path(spec["runs"][0]["out_dir"]) / "happened").touch()
+                os.kill(pid, fault["signal"])
+
+            stack.enter_context(at(fault["place"], fault["count"], act))
+        return loop.train_rank(spec)

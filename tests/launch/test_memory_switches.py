@@ -1,0 +1,360 @@
+"""Switches that trade memory for time: the same training where promised, bounded elsewhere.
+
+Threads in float64 for exactness, processes for FSDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from ringattn import Ring
+from ringattn.bench.processes import run_in_processes
+from ringattn.errors import InputError
+from ringattn.launch.train import loop, optimizers, saved_activations, train
+from ringattn.launch.train.batches import Part
+from ringattn.launch.train.config import TrainConfig, from_spec
+from ringattn.launch.train.memory_switches import check_switches
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.saved_activations import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
+from ringattn.testing import run_ranks
+
+TINY = TrainConfig(length_tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+EXACT: list[dict[str, Any]] = [
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"chunked_loss_tokens": 7},
+    {"chunked_loss_tokens": 1000},
+    {"recompute": "full", "chunked_loss_tokens": 7},
+]
+STEP = {"int8": 1 / 127, "fp8": 1 / 16}
+"""One rounding step of the format: of a row's greatest element in int8, of each element in e4m3 (half of 2**-3)."""
+
+
+def trained(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """The result of a run on threads."""
+    results = run_ranks(world_size, lambda ring: loop.train(ring, config))
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    return dict(results[0])
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return trained(TINY, 1)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses and gradient norms agree to 1e-10."""
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-10)
+
+
+# --- exact switches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("change", EXACT)
+def test_recomputing_and_chunks_change_nothing(plain: dict[str, Any], world_size: int, change: dict[str, Any]) -> None:
+    same(trained(replace(TINY, **change), world_size), plain)
+
+
+def test_exact_switches_with_ranks_that_have_no_tokens() -> None:
+    few = replace(TINY, length_tokens=3, layout="contiguous")
+    same(trained(replace(few, recompute="full", chunked_loss_tokens=1), 5), trained(few, 1))
+    packed = replace(few, saved_activations="int8")
+    same(trained(packed, 5), trained(packed, 1))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
+def test_only_full_attends_again(recompute: str, passes: int) -> None:
+    found = trained(replace(TINY, recompute=recompute), 2)
+    assert found["counters"]["passes"] == passes * TINY.steps * TINY.model.layers
+
+
+def train_on_rank(ring: Ring, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entry of a process: the result of each run."""
+    return [loop.train(ring, from_spec(run)) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_training_is_the_same(world_size: int) -> None:
+    changes: list[dict[str, Any]] = [
+        {"sharding": "zero2"},
+        {"sharding": "zero3", "recompute": "full", "chunked_loss_tokens": 7},
+        {"sharding": "zero3", "saved_activations": "int8"},
+        {"sharding": "zero3", "optimizer": "lion"},
+        {"sharding": "zero2", "optimizer": "sgd"},
+    ]
+    sharded = [replace(TINY, **change) for change in changes]
+    whole = [replace(config, sharding="none") for config in sharded]
+    spec = {"runs": [asdict(config) for config in (*sharded, *whole)]}
+    by_rank = run_in_processes(world_size, "tests.launch.test_memory_switches:train_on_rank", spec, print)
+    for results in by_rank:
+        for found, expected in zip(results[: len(sharded)], results[len(sharded) :], strict=True):
+            same(found, expected)
+    weights = [weight.numel() for weight in Transformer(TINY.model, 256, torch.float64, 0).parameters()]
+    steps = 4 * len(weights)  # AdamW counts steps in a float32 for each weight
+    # Weights, gradients and two moments; every number of rows is even.
+    assert {results[0]["replicated_bytes"] for results in by_rank} == {4 * 8 * sum(weights) // world_size + steps}
+    assert {results[len(sharded)]["replicated_bytes"] for results in by_rank} == {4 * 8 * sum(weights) + steps}
+
+
+def test_threads_cannot_shard() -> None:
+    with pytest.raises(InputError, match=r"^sharding: the ranks are threads"):
+        trained(replace(TINY, sharding="zero3"), 2)
+
+
+# --- eight bits ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    exponents=st.lists(st.floats(-30, 30), min_size=1, max_size=6),
+    elements=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_packed_rows_stay_within_their_bound(
+    exponents: list[float], elements: int, dtype: torch.dtype, seed: int
+) -> None:
+    drawn = torch.randn(len(exponents), elements, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = (drawn * torch.tensor(exponents, dtype=torch.float64)[:, None].exp()).to(dtype)
+    greatest = x.double().abs().amax(-1, keepdim=True)
+    # A few roundings of the scale's arithmetic, in float32 unless x is float64, and one to x's dtype.
+    noise = greatest * (torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps)
+    bounds = {
+        torch.int8: greatest / 254,
+        torch.float8_e4m3fn: torch.maximum(x.double().abs() / 16, greatest / 448 / 1024),
+    }
+    for narrow, bound in bounds.items():
+        packed = pack_rows(x, narrow)
+        assert packed.values.dtype == narrow and packed.scales.shape == (len(exponents), 1)
+        back = unpack_rows(packed)
+        assert back.dtype == dtype
+        assert ((back.double() - x.double()).abs() <= bound + noise).all()
+
+
+@pytest.mark.parametrize("narrow", EIGHT_BIT.values())
+def test_packing_hides_nothing(narrow: torch.dtype) -> None:
+    x = torch.tensor([[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0], [1e-44, 0.0], [3.0, -3.0]])
+    back = unpack_rows(pack_rows(x, narrow))
+    assert back[0].tolist() == [0.0, 0.0] and back[4].tolist() == [3.0, -3.0]
+    assert back[1:3].isnan().any(-1).all()
+    assert back[3].isfinite().all()
+
+
+@pytest.mark.parametrize("how", EIGHT_BIT)
+def test_gradients_of_a_linear_layer_are_within_the_rounding(how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(1, 50, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    layer = nn.Linear(64, 64, bias=False).double()
+    saved = SavedActivations(how, layer.parameters(), rows=50, row_elements=64)
+    with saved.packing():
+        y = layer(x.requires_grad_())
+    y.backward(dy)
+    assert layer.weight.grad is not None and x.grad is not None
+    error = (layer.weight.grad - dy[0].T @ x[0].detach()).abs()
+    greatest = x.detach()[0].abs().amax(-1, keepdim=True)
+    rounding = greatest / 254 if how == "int8" else torch.maximum(x.detach()[0].abs() / 16, greatest / 448 / 1024)
+    bound = dy[0].abs().T @ rounding.expand(50, 64)
+    assert (error <= bound * (1 + 1e-9)).all() and error.max() > bound.max() / 1000
+    torch.testing.assert_close(x.grad, dy @ layer.weight.detach(), rtol=0, atol=0)  # weights are never rounded
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("how", EIGHT_BIT)
+def test_packed_activations_round_only_gradients(plain: dict[str, Any], how: str, recompute: str) -> None:
+    found = trained(replace(TINY, saved_activations=how, recompute=recompute), 1)
+    assert found["losses"][0] == plain["losses"][0] and found["grad_norms"] != plain["grad_norms"]
+    exact, rounded = gradients(TINY), gradients(replace(TINY, saved_activations=how, recompute=recompute))
+    assert (rounded - exact).norm() <= STEP[how] * exact.norm()
+    again = trained(replace(TINY, saved_activations=how, recompute=recompute), 2)
+    assert again["losses"] == pytest.approx(found["losses"], rel=1e-10)
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, 3e-3])
+def test_packed_gradients_stay_within_the_rounding_along_a_training(learning_rate: float) -> None:
+    # Gradients at the weights of the exact training: curves themselves part chaotically, by amounts that a machine's
+    # instruction set decides, and so say nothing about the rounding.
+    config = replace(TINY, learning_rate=learning_rate)
+
+    def of_rank(ring: Ring) -> list[dict[str, Tensor]]:
+        model, optimizer = loop.make_model(ring, config)
+        parts, found = [Part(ring.sequence(config.length_tokens), batch_of(config))], []
+        for _ in range(12):
+            found.append({how: flat_gradients(ring, parts, model, config, how) for how in (*EIGHT_BIT, "keep")})
+            optimizer.step()  # by the exact gradients, which came last
+        return found
+
+    steps = run_ranks(1, of_rank)[0]
+    relative = {how: [float((g[how] - g["keep"]).norm() / g["keep"].norm()) for g in steps] for how in EIGHT_BIT}
+    assert (steps[-1]["keep"] - steps[0]["keep"]).norm() > steps[0]["keep"].norm() / 10  # the weights have moved
+    for int8, fp8 in zip(relative["int8"], relative["fp8"], strict=True):
+        assert 0 < int8 <= STEP["int8"] and int8 < fp8 <= STEP["fp8"]
+
+
+@pytest.mark.parametrize("how", EIGHT_BIT)
+def test_a_model_learns_with_packed_activations(how: str) -> None:
+    losses = trained(replace(TINY, steps=30, learning_rate=1e-3, saved_activations=how), 1)["losses"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def flat_gradients(ring: Ring, parts: list[Part], model: Transformer, config: TrainConfig, how: str) -> Tensor:
+    """All gradients of a step in one vector, with activations saved in this way; also left in the model."""
+    model.zero_grad()
+    loop.backward(ring, ring, parts, model, replace(config, saved_activations=how))
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+def gradients(config: TrainConfig) -> Tensor:
+    """All gradients of a first step in one vector."""
+
+    def of_rank(ring: Ring) -> Tensor:
+        model, _ = loop.make_model(ring, config)
+        parts = [Part(ring.sequence(config.length_tokens), batch_of(config))]
+        return flat_gradients(ring, parts, model, config, config.saved_activations)
+
+    return run_ranks(1, of_rank)[0]
+
+
+def batch_of(config: TrainConfig) -> Tensor:
+    """Tokens for one step."""
+    return torch.randint(0, 256, (config.batch, config.length_tokens), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_only_activations_are_packed(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    # As many tokens as the model is wide, so that a weight has as many rows as there are tokens.
+    config = replace(TINY, batch=1, length_tokens=48, dtype=dtype, saved_activations="int8",
+                     model=ModelConfig(1, 48, 4, 4, 48))  # fmt: skip
+    packed: list[Tensor] = []
+    pack = SavedActivations._pack
+
+    def watched(self: SavedActivations, tensor: Tensor) -> Any:
+        result = pack(self, tensor)
+        if not isinstance(result, Tensor):
+            packed.append(tensor.detach().clone())
+        return result
+
+    monkeypatch.setattr(SavedActivations, "_pack", watched)
+    model = Transformer(config.model, 256, loop.DTYPES[dtype], config.seed)
+    gradients(config)
+    # Three norms save their input twice and the normalized rows; then the outputs of two, gate, up, silu, product.
+    assert len(packed) == 3 * 3 + 2 + 4 and {one.shape[-1] for one in packed} == {48}
+    for weight in model.parameters():
+        for one in packed:
+            assert all(not torch.equal(one.flatten().float().sort().values, cast.flatten().float().sort().values)
+                       for cast in (weight.detach(), weight.detach().to(one.dtype)))  # fmt: skip
+
+
+def test_weights_and_other_rows_are_left_alone() -> None:
+    weight = nn.Parameter(torch.randn(5, 8))
+    for weights, rows, shared in (([weight], 5, True), ([], 6, True), ([], 5, False)):
+        with SavedActivations("int8", weights, rows, row_elements=8).packing():
+            y = torch.ones(5, 8, requires_grad=True) * weight
+        saved = y.grad_fn._saved_other  # type: ignore[union-attr]
+        assert torch.equal(saved, weight) is shared
+
+
+def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    host = save_on_cpu
+
+    def watched(**options: Any) -> Any:
+        hooks = host(**options)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: (moved.append(tensor.numel()), pack(tensor))[1]
+        return hooks
+
+    monkeypatch.setattr(saved_activations, "save_on_cpu", watched)
+    assert torch.equal(gradients(replace(TINY, saved_activations="offload")), gradients(TINY))
+    rows, (blocks, dim, hidden) = TINY.batch * TINY.length_tokens, (TINY.model.layers, 32, 48)
+    assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)  # as the test above counts them
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_lion_follows_the_paper() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    lion = optimizers.Lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    weight.grad = torch.tensor([3.0, -1.0], dtype=torch.float64)
+    lion.step()  # momentum 0: the sign of the gradient; weights shrink by lr * decay first
+    assert weight.tolist() == pytest.approx([1.0 * 0.95 - 0.1, -2.0 * 0.95 + 0.1], rel=1e-12)
+    weight.grad = torch.tensor([-0.2, -1.0], dtype=torch.float64)
+    first, second = weight.tolist()
+    lion.step()  # 0.9 * 0.03 - 0.1 * 0.2 > 0: the momentum outweighs the gradient
+    assert weight.tolist() == pytest.approx([first * 0.95 - 0.1, second * 0.95 + 0.1], rel=1e-12)
+    assert lion.state[weight]["momentum"].tolist() == pytest.approx([0.03 * 0.99 - 0.002, -0.01 * 0.99 - 0.01])
+
+
+def test_state_of_the_optimizers() -> None:
+    matrix, vector, count = nn.Parameter(torch.ones(24, 16)), nn.Parameter(torch.ones(16)), 24 * 16 + 16
+    # A step counter each for the first and the last; Adafactor keeps rows and columns of a matrix, all of a vector.
+    expected = {"adamw": 8 * count + 8, "lion": 4 * count, "sgd": 0, "adafactor": 4 * (24 + 16 + 16) + 8}
+    for name, nbytes in expected.items():
+        optimizer = optimizers.make_optimizer(name, [matrix, vector], lr=0.1, weight_decay=0.0)
+        before = matrix.detach().clone()
+        matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+        optimizer.step()
+        assert (matrix < before).all(), name
+        assert optimizers.state_bytes(optimizer) == nbytes, name
+
+
+def test_eight_bit_adamw_is_taken_from_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^optimizer=adamw8bit: .* pip install torchao"):
+        check_switches(replace(TINY, optimizer="adamw8bit", dtype="fp32"), "cpu")
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: name == "bitsandbytes" or None)
+    monkeypatch.setattr(optimizers, "import_module", lambda name: SimpleNamespace(AdamW8bit=name))
+    assert optimizers.eight_bit_adamw() == "bitsandbytes.optim"
+    with pytest.raises(InputError, match=r"^optimizer=adamw8bit: .* dtype=fp64"):
+        check_switches(replace(TINY, optimizer="adamw8bit"), "cpu")
+
+
+def test_learning_rates_are_numbers_or_tensors() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    kept = torch.tensor(0.5)
+    for optimizer in (torch.optim.SGD([weight], lr=0.5), torch.optim.AdamW([weight], lr=kept)):
+        optimizers.set_learning_rate(optimizer, 0.25)
+        assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    assert float(kept) == 0.25
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "lion"])
+def test_optimizers_train_alike_on_two_ranks(optimizer: str) -> None:
+    config = replace(TINY, optimizer=optimizer)
+    same(trained(config, 2), trained(config, 1))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"saved_activations": "offload"}, "saved_activations=offload: .* on a CPU"),
+        ({"sharding": "zero2", "optimizer": "adafactor"}, "optimizer=adafactor: .* sharding=zero2"),
+    ],
+)
+def test_switches_that_do_not_go_together(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        trained(replace(TINY, **change), 2)
+
+
+def test_the_command_refuses_with_the_key_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_run", lambda config: pytest.fail("ranks were started"))
+    assert train.main(["saved_activations=offload", "transport=gloo"]) == 2
+    assert capsys.readouterr().err.startswith("ringattn train: saved_activations=offload: ")
+    assert train.main(["recompute=some"]) == 2
+    assert capsys.readouterr().err.startswith("ringattn train: recompute=some: choose one of none, selective, full")

@@ -1,0 +1,307 @@
+"""`ringattn report`: what is read, which points make a series, what the figures are, and what the files say."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ringattn.cli import main
+from ringattn.launch.report import page as report_page
+from ringattn.launch.report.charts import COLORS, charts_of
+from ringattn.launch.report.points import read_sweep
+from ringattn.launch.report.report import summary_of
+from ringattn.launch.report.series import LINES, SINGLE, STRONG, panels_of, scaling, series_of
+from ringattn.launch.report.tables import BEST, UNKNOWN, results
+from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, record, strong, weak
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_sweep_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+    path = folder(tmp_path, strong()) / "points.jsonl"
+    path.write_text(path.read_text() + '{"hash": "abc", "stat')
+    sweep = read_sweep(tmp_path)
+    assert (len(sweep.points), sweep.unreadable, sweep.repeated) == (12, 1, 0)
+
+
+def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
+    failed, done = record(2, 4096, status="error", message="lost"), record(2, 4096)
+    sweep = read_sweep(folder(tmp_path, [failed, record(1, 4096), done]))
+    assert (len(sweep.points), sweep.repeated, len(sweep.failed)) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "holds no points.jsonl"),
+        ("", "none of its 0 lines"),
+        ('{"hash": "a"}\n3\nx\n', "none of its 3 lines"),
+        (b"\xff\xfe\n{}\n", "none of its 2 lines"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(
+    tmp_path: Path, content: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "points.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--help"]) == 0 and "usage: ringattn report DIR" in capsys.readouterr().out
+    assert main(["report"]) == 2 and main(["report", "a", "b"]) == 2
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "is not a folder; name the folder that `ringattn sweep` wrote" in capsys.readouterr().err
+
+
+# --- series ----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(path: Path, records: list[Record]) -> dict[str, list[tuple[int, int]]]:
+    """(ranks, tokens) of each series, by its view and name."""
+    found = series_of(read_sweep(folder(path, records)))
+    return {f"{s.view.name}: {s.label}": [(p.world_size, p.tokens) for p in s.points] for s in found}
+
+
+def test_series_of_a_strong_sweep(tmp_path: Path) -> None:
+    name = "strong: schedule {}, tokens 16,384"
+    assert lines_of(tmp_path, strong()) == {
+        name.format("all_gather"): [(2, 16384), (4, 16384), (8, 16384)],  # it had no memory on one rank
+        name.format("direct"): [(1, 16384), (2, 16384), (4, 16384)],  # and eight ranks took too long
+        name.format("ring"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],
+    }
+
+
+def test_series_of_a_weak_sweep_and_of_lengths(tmp_path: Path) -> None:
+    expected = [(1, 4096), (2, 8192), (4, 16384), (8, 32768)]
+    assert lines_of(tmp_path, weak()) == {
+        f"weak: layout {layout}, tokens per rank 4,096": expected for layout in ("contiguous", "zigzag")
+    }
+    records = [record(2, tokens) for tokens in (8192, 4096)]
+    assert lines_of(tmp_path, records) == {"length: ranks 2": [(2, 4096), (2, 8192)]}
+
+
+def test_a_weak_sweep_that_meets_a_strong_one_keeps_its_last_point(tmp_path: Path) -> None:
+    records = [record(1, 16384), record(2, 16384), record(4, 16384), record(1, 4096), record(2, 8192)]
+    assert lines_of(tmp_path, records) == {
+        "strong: tokens 16,384": [(1, 16384), (2, 16384), (4, 16384)],
+        "weak: tokens per rank 4,096": [(1, 4096), (2, 8192), (4, 16384)],
+    }
+
+
+def test_a_grid_is_read_along_the_ranks_alone(tmp_path: Path) -> None:
+    found = series_of(read_sweep(folder(tmp_path, grid())))
+    assert {series.view for series in found} == {STRONG}
+    assert [len(series.points) for series in found] == [5] * 40
+    panels = panels_of(found)
+    assert sum(len(panel.lines) for panel in panels) == 40
+    assert len({panel.title for panel in panels}) == len(panels) == 10
+    for panel in panels:
+        assert len({name for name, _ in panel.lines}) == len(panel.lines) == 4
+
+
+def test_more_lines_than_colors_go_to_further_panels(tmp_path: Path) -> None:
+    records = [dict(record(p, 4096), hash=f"{p}-{n}") for n in range(15) for p in (1, 2)]
+    for line, n in zip(records, [n for n in range(15) for _ in (1, 2)], strict=True):
+        line["config"] = {**line["config"], "schedule": {"name": f"s{n}"}}
+    panels = panels_of(series_of(read_sweep(folder(tmp_path, records))))
+    assert [len(panel.lines) for panel in panels] == [LINES, LINES, 3]
+
+
+def test_points_that_share_nothing_stand_side_by_side(tmp_path: Path) -> None:
+    found = series_of(read_sweep(folder(tmp_path, [record(2, 4096), record(2, 4096, "direct")])))
+    assert [series.view for series in found] == [SINGLE, SINGLE]
+    assert [name for name, _ in panels_of(found)[0].lines] == ["schedule direct", "schedule ring"]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def timed(line: Record, forward: float, backward: float, tflops: float | None) -> Record:
+    """The record with these milliseconds and this rate."""
+    times = {
+        f"{name}_ms": {"median": ms, "p10": ms, "p90": ms, "samples": 3}
+        for name, ms in (("forward", forward), ("backward", backward))
+    }
+    return {**line, **times, "tflops": tflops}
+
+
+def test_strong_speed_up_is_that_of_time(tmp_path: Path) -> None:
+    records = [timed(record(p, 4096), 100 / p + 5, 200 / p, None) for p in (2, 4, 8)]
+    sweep = read_sweep(folder(tmp_path, records))
+    found = scaling(sweep, series_of(sweep)[0])
+    times = [155.0, 80.0, 42.5]
+    assert [one and one.speed_up for one in found] == pytest.approx([2 * times[0] / t for t in times])
+    assert [one and one.efficiency for one in found] == pytest.approx(
+        [times[0] / t * 2 / p for t, p in zip(times, (2, 4, 8), strict=True)]
+    )
+
+
+def test_weak_speed_up_is_that_of_the_rate_of_work(tmp_path: Path) -> None:
+    # Causal work grows with the square of the tokens: ranks that are as fast as one take p times as long.
+    records = [timed(record(p, 1024 * p), 10.0 * p, 20.0 * p, 0.5 * p) for p in (1, 2, 4)]
+    sweep = read_sweep(folder(tmp_path, records))
+    found = scaling(sweep, series_of(sweep)[0])
+    assert [one and one.efficiency for one in found] == pytest.approx([1.0, 1.0, 1.0])
+    unknown = read_sweep(folder(tmp_path, records, lambda line: {**line, "tflops": None}))
+    assert scaling(unknown, series_of(unknown)[0]) == [None, None, None]
+
+
+def test_forward_alone_counts_where_a_backward_is_missing(tmp_path: Path) -> None:
+    records = [timed(record(1, 4096), 8.0, 90.0, None), {**timed(record(2, 4096), 4.0, 1.0, None), "backward_ms": None}]
+    sweep = read_sweep(folder(tmp_path, records))
+    assert sweep.passes == ("forward",)
+    found = scaling(sweep, series_of(sweep)[0])
+    assert [one and one.speed_up for one in found] == [1.0, 2.0]
+
+
+def test_results_mark_the_best_of_each_group_and_leave_out_what_nobody_knows(tmp_path: Path) -> None:
+    sweep = read_sweep(folder(tmp_path, strong(), lambda line: {**line, "overlap": None}))
+    table = results(sweep)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["schedule"] for row in rows if row["best"] == BEST] == ["ring"] * 4
+    assert [n for n, row in enumerate(rows) if row["best"]] == sorted(table.marked)
+    assert "overlap" not in table.columns and "exposed ms" in table.columns
+    assert rows[-1]["greatest error"] == "6.0e-07"
+    alone = results(read_sweep(folder(tmp_path, [record(2, 4096)])))
+    assert "best" not in alone.columns and not alone.marked
+
+
+def test_bytes_and_waits_are_of_the_worst_rank(tmp_path: Path) -> None:
+    uneven = {"bytes_sent": [2**20, 3 * 2**20], "exposed_ms": {"forward": [1.0, 2.0], "backward": [5.0, 1.5]}}
+    table = results(read_sweep(folder(tmp_path, [{**record(2, 4096), **uneven}])))
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["sent MiB"], row["exposed ms"]) == ("3", "6")
+
+
+def test_charts_have_lines_of_their_own_and_the_ink_of_the_page(tmp_path: Path) -> None:
+    sweep = read_sweep(folder(tmp_path, strong()))
+    (panel,) = panels_of(series_of(sweep))
+    charts = {chart.title: chart for chart in charts_of(sweep, panel)}
+    assert list(charts) == ["Speed-up", "Efficiency", "Throughput", "Time of a pass, and its prediction", "Prediction",
+                            "Exposed communication", "Memory of a rank", "Sent by a rank", "Overlap"]  # fmt: skip
+    for chart in charts.values():
+        assert all(color in chart.svg for color in COLORS[:3]) and COLORS[3] not in chart.svg
+        assert "currentColor" in chart.svg and "0badf0" not in chart.svg
+    for title in ("Time of a pass, and its prediction", "Prediction"):
+        assert "Predictions are for: cpu-core (calibrated)." in charts[title].note
+
+
+def test_charts_without_values_are_left_out(tmp_path: Path) -> None:
+    gone = {"predicted": None, "exposed_ms": None, "peak_bytes": None, "pool_bytes": None, "overlap": None}
+    sweep = read_sweep(folder(tmp_path, weak(), lambda line: {**line, **gone, "tflops": None, "bytes_sent": None}))
+    titles = [chart.title for chart in charts_of(sweep, panels_of(series_of(sweep))[0])]
+    assert titles == ["Throughput", "Time of a pass"]
+
+
+def test_predictions_for_other_machines_are_told_and_not_drawn(tmp_path: Path) -> None:
+    def elsewhere(line: Record) -> Record:
+        predicted = {"cluster": "H100", "calibrated": False, "forward_ms": 1e-4, "backward_ms": 2e-4}
+        return {**line, "predicted": predicted if line["predicted"] else None}
+
+    sweep = read_sweep(folder(tmp_path, strong(), elsewhere))
+    charts = {chart.title: chart for chart in charts_of(sweep, panels_of(series_of(sweep))[0])}
+    assert "Prediction" not in charts
+    words = "Predictions are for: H100 (not calibrated)."
+    assert f"{words} They are far from these times, and not drawn." in charts["Time of a pass"].note
+    table = results(sweep)
+    assert words in table.note and "0.0001" in table.rows[0]
+
+
+def test_how_ranks_were_started_names_no_series(tmp_path: Path) -> None:
+    def started(line: Record) -> Record:
+        nodes = line["world_size"] // 2 or 1
+        beside = {"nnodes": nodes, "rdzv_endpoint": f"node0:{nodes}", "threads_per_rank": nodes, "tokens_per_rank": 1}
+        return {**line, "config": {**line["config"], **beside}}
+
+    sweep = read_sweep(folder(tmp_path, [record(p, 4096) for p in (1, 2, 4)], started))
+    assert sweep.varying == [] and [len(series.points) for series in series_of(sweep)] == [3]
+
+
+def test_environments_are_told_once_and_then_where_they_differ(tmp_path: Path) -> None:
+    other = {**ENVIRONMENT, "variables": {"OMP_NUM_THREADS": "2"}}
+    folder(tmp_path, [record(1, 4096), {**record(2, 4096), "environment": "e2"}])
+    (tmp_path / "environments.json").write_text(json.dumps({"e1": ENVIRONMENT, "e2": other}))
+    assert main(["report", str(tmp_path)]) == 0
+    markdown = (tmp_path / "report.md").read_text()
+    assert "in 2 environments that differ in variables.OMP_NUM_THREADS." in markdown
+    assert markdown.count("- python: 3.11.7") == 1 and "- variables.OMP_NUM_THREADS: 2" in markdown
+    (tmp_path / "environments.json").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    (tmp_path / "environments.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_dirty_commit_says_so(tmp_path: Path) -> None:
+    sweep = read_sweep(folder(tmp_path, [record(1, 4096)], lambda line: {**line, "commit": "ab12cd34ef56-dirty"}))
+    assert summary_of(sweep).endswith("commit ab12cd34ef56-dirty.")
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def reported(path: Path, records: list[Record]) -> tuple[str, str]:
+    """The Markdown and the HTML."""
+    assert main(["report", str(folder(path, records))]) == 0
+    return (path / "report.md").read_text(), (path / "report.html").read_text()
+
+
+def test_what_a_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    markdown, page = reported(tmp_path, strong())
+    printed = capsys.readouterr().out
+    for text in (markdown, page, printed):
+        assert "12 points: 10 with results, 2 without. Run 2026-11-21, commit ab12cd34ef56." in text
+        assert "timeout" in text and "8 ranks did not end within 60 s" in text
+        assert "Predictions are for: cpu-core (calibrated)" in text
+    for text in (markdown, page):
+        assert "ringattn run nproc=8 tokens=16384 schedule=ring layout=zigzag dtype=float32" in text
+        assert "OMP_NUM_THREADS" in text
+    assert "| ★ | ring | 16,384 | 8 |" in markdown
+    assert "1.25 GiB \\| choose schedule=ring" in markdown  # a bar of a message ends no cell
+    assert "&lt;slots&gt;" in page and "<slots>" not in page
+
+
+def test_a_report_of_failures_alone(tmp_path: Path) -> None:
+    markdown, page = reported(tmp_path, [record(2, 4096, status="oom", message="no memory")])
+    assert "1 point: 0 with results, 1 without" in markdown and "no memory" in page and "<figure" not in page
+
+
+@pytest.mark.slow
+def test_a_report_of_one_point_and_of_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, page = reported(tmp_path / "one", [record(2, 4096)])
+    assert "<figure" not in page and UNKNOWN not in results(read_sweep(tmp_path / "one")).rows[0]
+    monkeypatch.setattr(report_page, "OPEN_PANELS", 1)
+    monkeypatch.setattr(report_page, "DRAWN_PANELS", 3)
+    _, page = reported(tmp_path / "many", grid())
+    assert page.count("<figure") == 27 and page.count('<tr class="best">') == 50 and page.count("<tr") == 402
+    assert "<summary>2 more panels</summary>" in page
+    assert "7 more panels are not drawn; their points are in the tables." in page
+
+
+class Links(HTMLParser):
+    """Collects whatever a page would load, and every id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data", "srcset") and not (value or "").startswith(("#", "data:")):
+                self.loaded.append(f"{tag} {value}")
+        if tag in ("script", "iframe", "object"):
+            self.loaded.append(tag)
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    _, page = reported(tmp_path, strong())
+    links = Links()
+    links.feed(page)
+    assert links.loaded == []
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)

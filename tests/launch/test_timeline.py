@@ -1,0 +1,215 @@
+"""`ringattn timeline`: runs on processes or reads recordings; its trace, its picture, its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+
+from ringattn import InputError, Ring
+from ringattn.cli import main
+from ringattn.core.span import COMM, COMPUTE, Span
+from ringattn.launch.pictures.alignment import clock_offset
+from ringattn.launch.pictures.timeline import (
+    TimelineConfig,
+    predicted_spans,
+    read_tracks,
+    record_rank,
+    table,
+    write_tracks,
+)
+from ringattn.launch.pictures.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
+from ringattn.launch.pictures.trace import Track
+from ringattn.observe.spans import RecordedPass
+from ringattn.planner.cluster import CLUSTERS
+from ringattn.testing import run_ranks
+
+
+def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
+    """Half a pass of work, and messages that it hides, or a second half of nothing else."""
+    end = 8000.0 if exposed else 3900.0
+    spans = Span("step 0 attend", COMPUTE, 0.0, 4000.0), Span("step 0 exchange", COMM, 100.0, end, 64)
+    passes = tuple(RecordedPass(name, 0.0, 8000.0, spans) for name in ("forward", "backward"))
+    return [Track(rank, passes, arrivals_known, 0.0) for rank in range(ranks)]
+
+
+def shares(path: Path) -> dict[str, float]:
+    """Of the picture's pixels, those of a color."""
+    pixels = matplotlib.image.imread(path)[:, :, :3]
+    colors = ATTEND, MESSAGES, EXPOSED
+    return {color: float((np.abs(pixels - to_rgb(color)).max(2) < 0.01).mean()) for color in colors}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(16, marks=pytest.mark.slow)])
+def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ranks: int) -> None:
+    hidden, exposed = tmp_path / "hidden.png", tmp_path / "exposed.png"
+    draw_timeline(hidden, scripted(ranks, exposed=False))
+    draw_timeline(exposed, scripted(ranks))
+    before, after = shares(hidden), shares(exposed)
+    assert before[ATTEND] > 0.05 and after[ATTEND] == pytest.approx(before[ATTEND], rel=0.02)
+    assert before[MESSAGES] == pytest.approx(before[ATTEND], rel=0.15)  # 3900 us of 4000, and no numbers on it
+    # Half of a hatched bar is white; the legend and the labels are orange in both.
+    assert after[EXPOSED] - before[EXPOSED] > 0.3 * before[ATTEND]
+
+
+@pytest.mark.slow
+def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
+    tracks, alone, beside = scripted(4), tmp_path / "alone.png", tmp_path / "beside.png"
+    draw_timeline(alone, tracks)
+    draw_timeline(beside, tracks, [[track.passes[0].spans for track in tracks]] * 2, "a made-up machine")
+    one, other = (matplotlib.image.imread(path) for path in (alone, beside))
+    assert other.shape[0] > one.shape[0] and one.shape[1] == other.shape[1]
+    pale = np.abs(other[:, :, :3] - (0.45 * np.array(to_rgb(ATTEND)) + 0.55)).max(2) < 0.02
+    assert pale.mean() > 0.01
+
+
+def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
+    assert main(["timeline", "ranks=2", "length_tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
+    printed = capfd.readouterr().out
+    for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev"):
+        assert words in printed
+    trace = json.loads((tmp_path / "a.json").read_text())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    assert trace["otherData"]["overlap is"] == "an upper bound"
+    assert matplotlib.image.imread(tmp_path / "a.png").shape[1] == 1950
+    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["recording-0.json", "recording-1.json"]
+
+    again = tmp_path / "b.json"
+    assert main(["timeline", f"recorded={tmp_path / 'kept'}", f"trace={again}", "picture="]) == 0
+    assert json.loads(again.read_text()) == trace
+    rows = [line for line in printed.splitlines() if line.startswith(("forward", "backward"))]
+    assert len(rows) == 4 and all(row in capfd.readouterr().out.splitlines() for row in rows[:1])
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_forward_alone_has_one_pass() -> None:
+    config = TimelineConfig(length_tokens=40, head_dim=8, backward=False, warm_ups=0)
+    for track in run_ranks(2, lambda ring: record_rank(ring, config)):
+        assert [one.name for one in track.passes] == ["forward"]
+
+
+def test_the_table_says_what_was_exposed() -> None:
+    lines = table(scripted(2), []).splitlines()
+    assert len(lines) == 5 and lines[1].split() == ["forward", "0", "8.00", "7.90", "4.00", "49.4%"]
+    assert "upper bounds" in table(scripted(2, arrivals_known=False), [])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"holds no recording-<rank>\.json"),
+        ({"recording-0.json": "{"}, "recording-0.json is not a recording"),
+        ({"recording-0.json": '{"rank": 0}'}, "recording-0.json is not a recording"),
+        ({"recording-0.json": "[]"}, "recording-0.json is not a recording"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, content: dict[str, str] | None, words: str) -> None:
+    for name, text in (content or {}).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_tracks(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    write_tracks(tmp_path, scripted(11)[1:])
+    with pytest.raises(InputError, match="in order, got"):
+        read_tracks(tmp_path)
+    write_tracks(tmp_path, scripted(11))
+    assert [track.rank for track in read_tracks(tmp_path)] == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["heads=3"], "kv_heads=2: does not divide heads=3"), (["rank=4"], "did you mean ranks"),
+     (["ranks=0"], "must be at least 1")],
+)  # fmt: skip
+def test_wrong_words_are_refused(words: list[str], message: str, capsys: Any) -> None:
+    assert main(["timeline", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys: Any) -> None:
+    assert main(["timeline", "--help"]) == 0
+    assert "recorded" in capsys.readouterr().out
+
+
+# --- what was predicted ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with the recording of a call of two ranks."""
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring", warm_ups=0)
+    write_tracks(tmp_path / "kept", run_ranks(2, lambda ring: record_rank(ring, config)))
+    return tmp_path / "kept"
+
+
+CALL = ["ranks=2", "length_tokens=64", "head_dim=8", "schedule=ring", "cluster=a100"]
+
+
+def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -> None:
+    trace, picture = tmp_path / "a.json", tmp_path / "a.png"
+    assert main(["timeline", f"recorded={kept}", *CALL, f"trace={trace}", f"picture={picture}"]) == 0
+    printed = capsys.readouterr().out
+    told = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith(("forward", "backward"))]
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    foretold = predicted_spans(config, CLUSTERS["a100"], read_tracks(kept))
+    ends_ms = [max(span.end_us for span in spans) / 1e3 for by_rank in foretold for spans in by_rank]
+    assert "predicted ms" in printed and told == pytest.approx(ends_ms, abs=0.006)
+    events = json.loads(trace.read_text())
+    names = [event["args"]["name"] for event in events["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "predicted rank 0", "predicted rank 1"]
+    assert events["otherData"]["predicted by"] == CLUSTERS["a100"].name
+    assert picture.exists()
+
+
+def test_predicted_and_measured_steps_have_the_same_names(kept: Path) -> None:
+    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    tracks = read_tracks(kept)
+    for number, by_rank in enumerate(predicted_spans(config, CLUSTERS["a100"], tracks)):
+        for track, foretold in zip(tracks, by_rank, strict=True):
+            measured = {span.name: span for span in track.passes[number].spans}
+            known = {span.name: span for span in foretold}
+            assert {name for name in measured if name.endswith("attend")} <= known.keys()
+            assert {name: span.nbytes for name, span in measured.items() if span.lane == COMM} == {
+                name: span.nbytes for name, span in known.items() if span.lane == COMM
+            }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ranks=3"], "ranks=3: 2 ranks were recorded; describe the recorded call"),
+        (["backward=false"], "2 passes were recorded and 1 predicted"),
+        (["cluster=a10"], "a100"),
+    ],
+)
+def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str], message: str, capsys: Any) -> None:
+    call = [word for word in CALL if word.split("=")[0] != words[0].split("=")[0]]
+    assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *call, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"folder": tmp_path, "clock_offset": clock_offset}
+    names |= {"Track": Track, "write_tracks": write_tracks}
+    exec(code, names)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(40)
+        q = torch.ones(1, seq.counts[ring.rank], 2, 8).requires_grad_()
+        names["recorded"](ring, q, q, q, seq)
+
+    run_ranks(2, body)
+    assert capsys.readouterr().out.count("exposed, overlap") == 2
+    assert main(["timeline", f"recorded={tmp_path}", "trace=", "picture="]) == 0

@@ -1,0 +1,384 @@
+"""Training on several ranks is training on one: losses, gradients, and what would be wrong instead.
+
+Threads in float64, where only a wrong rule can show; then real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.errors import InputError, RingError
+from ringattn.launch.memory import PeakMemory
+from ringattn.launch.pictures.curves import Agreement, Bars, draw_losses, draw_memory
+from ringattn.launch.ranks import RanksError, agreed_ranks, run_ranks_in_processes, threads_for
+from ringattn.launch.train import loop, train
+from ringattn.launch.train.alike import locked_folder
+from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.testing import run_ranks
+
+TINY = TrainConfig(length_tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def losses(config: TrainConfig, world_size: int) -> list[float]:
+    """The losses of a run on threads; all ranks must report the same."""
+    results = run_ranks(world_size, lambda ring: loop.train(ring, config))
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    assert all(result["grad_norms"] == results[0]["grad_norms"] for result in results)
+    return list(results[0]["losses"])
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return losses(TINY, 1)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "auto"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_losses_do_not_depend_on_the_ranks(alone: list[float], world_size: int, layout: str) -> None:
+    # 61 is a prime number: the ranks' counts differ.
+    assert losses(replace(TINY, layout=layout), world_size) == pytest.approx(alone, rel=1e-10)
+
+
+def test_the_model_learns(alone: list[float]) -> None:
+    assert alone[0] == pytest.approx(5.55, abs=0.2)  # log 256: nothing is known yet
+    assert losses(replace(TINY, steps=30, learning_rate=1e-2), 2)[-1] < alone[0] - 1
+
+
+@pytest.mark.parametrize("change", [{"tied": False}, {"kv_heads": 4}, {"kv_heads": 1}])
+def test_losses_agree_for_other_models(change: dict[str, Any]) -> None:
+    config = replace(TINY, model=replace(TINY.model, **change))
+    assert losses(config, 3) == pytest.approx(losses(config, 1), rel=1e-10)
+
+
+def test_labels_that_fall_on_few_ranks_count_right() -> None:
+    # 40 of 61 tokens are read only; of four contiguous shards the first two have no label at all.
+    config = replace(TINY, prompt_tokens=40, layout="contiguous")
+    assert losses(config, 4) == pytest.approx(losses(config, 1), rel=1e-10)
+
+
+def test_ranks_without_tokens_take_part() -> None:
+    config = replace(TINY, length_tokens=3, layout="contiguous")
+    assert losses(config, 5) == pytest.approx(losses(config, 1), rel=1e-10)
+
+
+def mean_of_means(ring_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """The rule that looks right: every rank's own mean, averaged over the ranks."""
+
+    def rule(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=loop.IGNORE) / ring_size
+
+    return rule
+
+
+def test_a_mean_of_means_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, prompt_tokens=20, layout="contiguous", steps=2)
+    right = losses(config, 2)
+    monkeypatch.setattr(loop, "local_loss", mean_of_means(2))
+    wrong = losses(config, 2)
+    assert abs(wrong[0] - right[0]) / right[0] > 1e-6
+    assert abs(wrong[1] - right[1]) / right[1] > 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
+    def of_rank(ring: Ring) -> None:  # one rank's clock is enough
+        loop.train(ring, replace(TINY, steps=10**6, timeout_s=2.0 if ring.rank == world_size - 1 else 3600.0))
+
+    with pytest.raises(RingError, match=r"^timeout_s=2: .* after \d+ of 1000000 steps; raise timeout_s"):
+        run_ranks(world_size, of_rank)
+
+
+def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=3", "timeout_s=0.001", f"out_dir={tmp_path}"]
+    assert train.main(words) == 1
+    assert capsys.readouterr().err.startswith("ringattn train: timeout_s=0.001: ")
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_local_positions_are_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = losses(replace(TINY, layout="zigzag"), 2)
+    monkeypatch.setattr("ringattn.Sequence.positions", lambda seq, **_: torch.arange(seq.counts[seq.ring.rank]))
+    assert losses(replace(TINY, layout="zigzag"), 2) != pytest.approx(right, rel=1e-8)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_labels_cross_the_borders_of_shards(layout: str) -> None:
+    tokens = torch.arange(100, 117).repeat(2, 1)
+
+    def of_rank(ring: Ring) -> tuple[Tensor, Tensor]:
+        seq = ring.sequence(17, layout=layout)
+        return seq.positions(), seq.shard_labels(tokens, ignore_index=loop.IGNORE)
+
+    for positions, labels in run_ranks(4, of_rank):
+        expected = torch.where(positions == 16, loop.IGNORE, positions + 101)
+        assert torch.equal(labels, expected.expand(2, -1))
+
+
+def test_ranks_start_from_rank_0s_weights() -> None:
+    def of_rank(ring: Ring) -> Tensor:
+        model, _ = loop.make_model(ring, replace(TINY, seed=ring.rank))
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    first, second = run_ranks(2, of_rank)
+    assert torch.equal(first, second)
+
+
+def test_weights_are_the_same_in_every_dtype() -> None:
+    wide, narrow = (Transformer(TINY.model, 256, dtype, seed=3) for dtype in (torch.float64, torch.float32))
+    for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert a.dtype == torch.float64 and torch.equal(a.float(), b)
+
+
+def test_bf16_keeps_its_weights_in_fp32() -> None:
+    model = Transformer(TINY.model, 256, torch.bfloat16, seed=3)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert losses(replace(TINY, dtype="bf16"), 2) == pytest.approx(losses(TINY, 1), rel=1e-2)
+
+
+def test_memory_counts_what_is_allocated_after_the_start() -> None:
+    before = torch.ones(30 << 20, dtype=torch.uint8)
+    memory = PeakMemory(torch.device("cpu"))
+    torch.ones(50 << 20, dtype=torch.uint8)
+    assert memory.growth_bytes() == pytest.approx(50 << 20, rel=0.1)
+    del before
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def ringattn(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`ringattn train` as a person would run it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "ringattn", "train", *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) -> None:
+    sizes = ["length_tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
+    shape = ["model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48"]
+    done = ringattn("ranks=2", *sizes, *shape, "layout=striped", "out_dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 4/4" in done.stdout and "wrote run/result.json" in done.stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["losses"] == pytest.approx(alone, rel=1e-10)
+    assert result["tokens_of_rank"] == [31, 30]
+    assert len(result["memory_growth_bytes"]) == 2 and min(result["memory_growth_bytes"]) > 0
+    assert result["config"]["model"]["dim"] == 32 and result["counters"]["bytes_sent"] > 0
+
+
+def test_bad_options_start_nothing(tmp_path: Path) -> None:
+    done = ringattn("ranks=2", "text=nowhere.txt", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ringattn train: text=nowhere.txt: No such file or directory\n"
+
+
+def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
+    """An entry whose rank 0 outlives rank 1."""
+    if os.environ["RANK"] == "1":
+        raise ValueError(f"planted {spec['word']}")
+    time.sleep(60)
+    return {}
+
+
+def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
+    """An entry that says where it runs and never ends."""
+    (Path(spec["folder"]) / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(300)
+    return {}
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the entries above, which the workers can import under a name of its own."""
+    code = Path(__file__).read_text(encoding="utf-8")
+    wanted = ("def fail_on_rank_1", "def wait_for_end")
+    bodies = [block for block in code.split("\n\n\n") if block.startswith(wanted)]
+    imports = "import os, time\nfrom pathlib import Path\nfrom typing import Any\n"
+    (tmp_path / "planted_entries.py").write_text(imports + "\n\n\n".join(bodies))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "planted_entries"
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_rank_and_shows_its_traceback(planted: str) -> None:
+    with pytest.raises(RanksError, match="rank 1 failed first: ValueError: planted word") as raised:
+        run_ranks_in_processes(f"{planted}:fail_on_rank_1", {"word": "word"}, 2, timeout_s=50)
+    assert "in fail_on_rank_1" in str(raised.value)
+
+
+def all_end(pids: list[int]) -> bool:
+    """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
+    for _ in range(50):
+        if not any(runs(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not yet waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def written_pids(folder: Path, ranks: int) -> list[int]:
+    """The process ids of all ranks, once they are there."""
+    for _ in range(600):
+        files = [folder / str(rank) for rank in range(ranks)]
+        if all(file.exists() and file.read_text() for file in files):
+            return [int(file.read_text()) for file in files]
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["timeout", "torchrun is killed"])
+def test_no_process_is_left(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    class Watched(subprocess.Popen):  # type: ignore[type-arg]
+        """Ends as told once all ranks run, so that the test does not depend on how fast they start."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 99.0:
+                written_pids(tmp_path, 2)
+                if end == "timeout":
+                    raise subprocess.TimeoutExpired("torchrun", timeout)
+                self.kill()
+            return super().wait(timeout)
+
+    monkeypatch.setattr("ringattn.launch.ranks.subprocess.Popen", Watched)
+    message = "2 ranks did not end within 99 s" if end == "timeout" else "without a Python error .exit code -9"
+    with pytest.raises(RanksError, match=message):
+        run_ranks_in_processes(f"{planted}:wait_for_end", {"folder": str(tmp_path)}, 2, timeout_s=99.0)
+    assert all_end(written_pids(tmp_path, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        # A test run that was started in the background inherits an ignored SIGINT.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ringattn.launch.ranks import run_ranks_in_processes as run\n"
+        f"run('{planted}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
+    )
+    # What a command that is killed cannot take away is its folder of the ranks' words.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+    pids = written_pids(tmp_path, 2)
+    agents, shared = [parent_of(pid) for pid in pids], set(os.listdir("/dev/shm"))
+    parent.send_signal(number)
+    parent.communicate(timeout=60)
+    assert parent.returncode
+    assert all_end([*pids, *agents])
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def parent_of(pid: int) -> int:
+    """Who started a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
+    words = ["length_tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    agent = subprocess.Popen(
+        [*torchrun, "-m", "ringattn", "train", *words, f"out_dir={tmp_path}"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for _ in range(1200):
+        if list(tmp_path.glob("checkpoints/step-*/run.json")):
+            break
+        time.sleep(0.1)
+    ranks = [
+        int(one.name) for one in Path("/proc").glob("[0-9]*") if runs(int(one.name)) and parent_of_any(one) == agent.pid
+    ]
+    assert len(ranks) == 2
+    agent.kill()
+    agent.wait()
+    assert all_end(ranks)
+    with locked_folder(str(tmp_path)):  # nobody writes there any more
+        pass
+
+
+def parent_of_any(process: Path) -> int | None:
+    """Who started it, None where it has ended meanwhile."""
+    try:
+        return parent_of(int(process.name))
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_process_ends_with_its_parent(kernel: bool) -> None:
+    """The kernel's signal, and the look at the parent where there is no such kernel; also if it had ended before."""
+    child = (
+        "import sys, time\nfrom ringattn.launch import parent\n"
+        f"parent._asked_the_kernel = parent._asked_the_kernel if {kernel} else lambda number: False\n"
+        "parent.LOOK_S = 0.05\nparent.end_with_parent(int(sys.argv[1]))\nprint('lives', flush=True)\ntime.sleep(60)"
+    )
+    starts = (
+        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())],"
+        " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\nsys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", starts, child], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert runs(pid)
+    starter.kill()
+    starter.communicate()
+    assert all_end([pid])
+    of_another = subprocess.run([sys.executable, "-c", child, "1"], env=environment, capture_output=True)
+    assert (of_another.returncode, of_another.stdout) == (-signal.SIGKILL, b"")
+
+
+def test_torchruns_ranks_are_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (agreed_ranks(None), agreed_ranks(3)) == (1, 3)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (agreed_ranks(None), agreed_ranks(4)) == (4, 4)
+    with pytest.raises(InputError, match=r"^ranks=2: torchrun started 4"):
+        agreed_ranks(2)
+    assert train.main(["ranks=2"]) == 2
+
+
+def test_threads_share_the_cores() -> None:
+    assert threads_for(10_000) == 1
+    assert threads_for(1) == len(os.sched_getaffinity(0))
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    curves = {"1 process": [3.0, 2.0, 1.5], "4 processes": [3.0, 2.0, 1.5]}
+    agreements = [Agreement("fp32", [0.0, 1e-7, 2e-7], 1e-4), Agreement("fp64", [0.0, 0.0], 1e-9)]
+    draw_losses(tmp_path / "loss.png", curves, agreements)
+    bars = [Bars("1 process", 1 << 20, [9 << 20]), Bars("2 processes", 1 << 20, [5 << 20, 5 << 20])]
+    draw_memory(tmp_path / "memory.png", bars, "how it was measured")
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000

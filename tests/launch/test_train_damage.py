@@ -1,0 +1,272 @@
+"""A checkpoint that is not what was written is named and passed over; a full disk and a second run cost no good one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ringattn.errors import InputError, RingError
+from ringattn.launch.folders import locked, write_json
+from ringattn.launch.train import alike, checkpoints, loop, train
+from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.model import ModelConfig
+from ringattn.testing import run_ranks
+
+TINY = TrainConfig(length_tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    return run_ranks(1, lambda ring: loop.train(ring, config))[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> TrainConfig:
+    """A run that has left checkpoints after its steps 2 and 4, and would go on to 6."""
+    config = replace(TINY, checkpoint_every_steps=2, out_dir=str(tmp_path / "run"))
+    run(replace(config, steps=4))
+    return config
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (flipped, "is damaged"),
+    "truncated": (truncated, "is (truncated|damaged)"),
+    "empty": (lambda path: os.truncate(path, 0), "is (truncated|damaged)"),
+    "missing": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("part", ["__0_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    saved: TrainConfig, capsys: pytest.CaptureFixture[str], part: str, fault: str
+) -> None:
+    whole = run(TINY)
+    spoil, told = FAULTS[fault]
+    broken = Path(saved.out_dir) / "checkpoints" / "step-00000004"
+    spoil(broken / part)
+    resumed = run(saved)
+    assert resumed["first_step"] == 2
+    assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
+    (line,) = resumed["damaged_checkpoints"]
+    assert re.fullmatch(rf".*{broken / part} {told}.*; going on from .*/step-00000002", line)
+    assert f"ringattn train: {line}\n" in capsys.readouterr().err
+    assert names(Path(saved.out_dir)) == ["step-00000004", "step-00000006"]
+    assert run(saved)["damaged_checkpoints"] == []
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_next_good_one(saved: TrainConfig) -> None:
+    folder = Path(saved.out_dir) / "checkpoints"
+    flipped(folder / "step-00000004" / "__0_0.distcp")
+    config = replace(saved, out_dir=f"{saved.out_dir}-2", resume=str(folder / "step-00000004"))
+    with pytest.raises(InputError, match=r"__0_0\.distcp is damaged.*the next older good one is .*/step-00000002$"):
+        run(config)
+    assert run(replace(config, resume=str(folder / "step-00000002")))["first_step"] == 2
+
+
+def test_a_run_does_not_begin_anew_where_all_are_damaged(saved: TrainConfig) -> None:
+    folder = Path(saved.out_dir) / "checkpoints"
+    truncated(folder / "step-00000002" / "__0_0.distcp")
+    (folder / "step-00000004" / "run.json").unlink()
+    with pytest.raises(
+        InputError, match=r"^resume=auto: .*4/run.json is missing; .*2/__0_0.distcp is truncated .*no older"
+    ):
+        run(saved)
+    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+
+
+def test_a_damaged_checkpoint_evicts_no_good_one(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged while the run goes on: of two that are kept one would be worth nothing."""
+    save = checkpoints.Checkpoints.save
+
+    def damages(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+        flipped(self.folder / "step-00000004" / "__0_0.distcp")
+        save(self, model, optimizer, curve)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoints.Checkpoints, "save", damages)
+        run(saved)
+    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004", "step-00000006"]
+    run(replace(saved, steps=8))
+    assert names(Path(saved.out_dir)) == ["step-00000006", "step-00000008"]
+
+
+def test_the_curve_in_a_checkpoint_has_a_digest(saved: TrainConfig) -> None:
+    path = Path(saved.out_dir) / "checkpoints" / "step-00000004" / "run.json"
+    content = json.loads(path.read_text())
+    content["losses"][0] += 1.0
+    path.write_text(json.dumps(content))
+    assert "run.json is damaged (its digest differs)" in run(saved)["damaged_checkpoints"][0]
+
+
+def test_a_checkpoint_that_does_not_load_is_an_error_of_the_run(
+    saved: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointException("load", {0: (ValueError("planted"), None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(checkpoints.dcp, "load", fails)
+    with pytest.raises(RingError, match=r"step-00000004 could not be loaded: ValueError: planted"):
+        run(saved)
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_in_torch(*_: Any, **__: Any) -> Any:
+    raise CheckpointException("write", {0: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "how"),
+    [(checkpoints.dcp, "save", full_in_torch), (checkpoints, "write_run", full), (checkpoints, "described", full)],
+)
+def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
+    saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, how: Any
+) -> None:
+    with monkeypatch.context() as filled:
+        filled.setattr(where, name, how)
+        with pytest.raises(
+            RingError, match=r"/step-00000006 could not be written: No space left on device; it needs about"
+        ) as raised:
+            run(saved)
+    assert "MiB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
+    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    assert run(saved)["first_step"] == 4
+
+
+LIMITED = """
+import resource, sys
+from ringattn.launch.train import checkpoints
+from ringattn.launch.train import train
+save = checkpoints.Checkpoints.save
+def limited(self, model, optimizer, curve):
+    if len(curve.losses) == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    save(self, model, optimizer, curve)
+checkpoints.Checkpoints.save = limited
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
+    """A real write that fails half way, by the limit on a file's size: the error comes out of torch's own writer."""
+    words = [
+        "model=tiny",
+        "length_tokens=32",
+        "transport=gloo",
+        "steps=6",
+        "checkpoint_every_steps=2",
+        f"out_dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"ringattn train: {tmp_path}/checkpoints/step-00000004 could not be written: ")
+    assert "Traceback" not in done.stderr and "needs about" in done.stderr
+    assert names(tmp_path) == ["step-00000002"]
+    assert train.main(words) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["first_step"] == 2
+
+
+def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_json(tmp_path / "result.json", {"old": 1})
+    with monkeypatch.context() as filled:
+        filled.setattr(Path, "rename", full)
+        with pytest.raises(RingError, match=r"result\.json could not be written: No space left on device"):
+            write_json(path, {"new": 2})
+    assert json.loads(path.read_text()) == {"old": 1} and [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+# --- two runs in one folder ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "DYING_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_second_run_in_a_folder_is_refused(saved: TrainConfig) -> None:
+    before = names(Path(saved.out_dir))
+    with alike.locked_folder(saved.out_dir):
+        with pytest.raises(
+            InputError, match=rf"^out_dir=.*/run: another run is writing there, process {os.getpid()} on "
+        ):
+            run(saved)
+        assert names(Path(saved.out_dir)) == before
+        run(replace(saved, checkpoint_every_steps=None))  # writes nothing there
+    assert run(saved)["first_step"] == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_command_is_refused_before_its_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with alike.locked_folder(str(tmp_path)):
+        assert train.main(["ranks=2", "length_tokens=64", f"out_dir={tmp_path}"]) == 2
+    assert "another run is writing there" in capsys.readouterr().err
+
+
+def test_a_run_waits_a_moment_for_one_that_dies(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); "
+        "fcntl.flock(lock, 2); print(flush=True); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(InputError), locked(tmp_path, "out_dir", "run", "", wait_s=0.0):
+        pass
+    holder.send_signal(signal.SIGKILL)  # a lock ends with its process, however that ends
+    with locked(tmp_path, "out_dir", "run", "", wait_s=5.0) as lock:
+        assert lock.lost() is None
+    holder.wait()
+
+
+def test_a_folder_that_was_replaced_meanwhile_is_not_written_to(
+    saved: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoints.Checkpoints.save
+
+    def moved(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+        Path(saved.out_dir).rename(f"{saved.out_dir}-moved")
+        Path(saved.out_dir).mkdir()
+        save(self, model, optimizer, curve)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", moved)
+    with pytest.raises(RingError, match=r"^out_dir=.*/run: the folder was removed or replaced"):
+        run(saved)
+    assert not list(Path(saved.out_dir).iterdir())

@@ -1,0 +1,205 @@
+"""Training over a mesh of replicas and rings is training in one process: any shape, any sharding, any accumulation.
+
+Threads where torch's process group is not needed, then one set of four processes for everything that needs it; in
+float64 unless said, against one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Ring
+from ringattn.errors import InputError
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.launch.train import loop, train
+from ringattn.launch.train.batches import Part
+from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.mesh import agreed_ranks_of_ring
+from ringattn.launch.train.model import ModelConfig
+from ringattn.observe.storages import StorageMeter
+from ringattn.testing import run_ranks
+from ringattn.transport.local import LocalWorld
+
+# 61 is a prime number, so that the ranks of a ring have different counts.
+TINY = TrainConfig(length_tokens=61, batch=4, steps=6, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+CLIPPED: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.5, "clip_norm": 0.1, "weight_decay": 0.0}
+"""Plain SGD, because AdamW hardly minds a gradient of the wrong length."""
+FEW_LABELS: dict[str, Any] = {"prompt_tokens": 40, "layout": "contiguous"}
+DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, 3]}
+
+
+def alone(config: TrainConfig) -> dict[str, Any]:
+    """The result of the same run in one process, from its first step."""
+    one = replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
+                  resume="never", out_dir=TINY.out_dir)  # fmt: skip
+    return run_ranks(1, lambda ring: loop.train(ring, one))[0]
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every loss and every norm before clipping agree to 1e-10, in other dtypes than float64 as far as these go."""
+    rel = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}[expected["config"]["dtype"]]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
+    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=rel)
+
+
+def on_threads(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
+    """The results of a mesh of threads, whose rings are worlds of their own."""
+    rings = [LocalWorld(ranks, 60.0) for _ in range(config.replicas)]
+
+    def of_rank(everyone: Ring) -> dict[str, Any]:
+        replica, rank = divmod(everyone.rank, ranks)
+        with Ring(transport=rings[replica].transport(rank)) as ring:
+            return loop.train(ring, config, everyone=everyone)
+
+    return run_ranks(config.replicas * ranks, of_rank)
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "change"),
+    [
+        (2, 2, {}),
+        (2, 2, {"micro_batch": 1}),
+        (4, 1, {}),
+        (1, 2, {"micro_batch": 3}),  # three sequences, then one
+        (2, 2, FEW_LABELS),
+        (2, 1, {**CLIPPED, "micro_batch": 1}),
+        (2, 2, DILATED),
+        (1, 3, DILATED),
+        (2, 1, {"saved_activations": "int8", "micro_batch": 1}),
+    ],
+)
+def test_a_mesh_of_threads_trains_like_one_process(replicas: int, ranks: int, change: dict[str, Any]) -> None:
+    config = replace(TINY, replicas=replicas, steps=4, **change)
+    results = on_threads(config, ranks)
+    expected = alone(config)
+    for result in results:
+        same(result, expected)
+    assert {(result["replicas"], result["ranks"]) for result in results} == {(replicas, ranks)}
+    assert len(results[0]["memory_growth_bytes"]) == replicas * ranks
+
+
+def test_attention_is_what_the_configuration_says() -> None:
+    full, dilated = alone(TINY), alone(replace(TINY, **DILATED))
+    assert dilated["losses"][-1] != pytest.approx(full["losses"][-1], rel=1e-6)
+    # One branch that keeps every position of one segment is full attention.
+    whole = replace(TINY, attention="dilated", segment_lengths=[61], dilation_rates=[1])
+    same(alone(whole), full)
+
+
+@pytest.mark.slow
+def test_accumulating_holds_the_activations_of_a_part() -> None:
+    big = replace(TINY, batch=8, length_tokens=512, dtype="fp32")
+    batch = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(1))
+
+    def peak_bytes(config: TrainConfig) -> int:
+        def of_rank(ring: Ring) -> int:
+            model, _ = loop.make_model(ring, config)
+            parts = [Part(ring.sequence(512), some) for some in batch.split(config.micro_batch or 8)]
+            loop.backward(ring, ring, parts, model, config)  # the ring's pool is made here
+            with StorageMeter() as storages:
+                loop.backward(ring, ring, parts, model, config)
+            return storages.peak_bytes
+
+        return run_ranks(1, of_rank)[0]
+
+    assert peak_bytes(replace(big, micro_batch=1)) < peak_bytes(big) / 4  # an eighth, and gradients and tokens
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["replicas=2", "batch=3"], "batch=3: cannot be dealt out to replicas=2"),
+        (["segment_lengths=[8]"], r"segment_lengths=\[8\]: attention=full has no branches"),
+        (["attention=dilated", "dilation_rates=[1]"], "segment_lengths: attention=dilated needs them"),
+        (["attention=dilated", "segment_lengths=[8]"], "dilation_rates: attention=dilated needs them"),
+        (
+            ["attention=dilated", "segment_lengths=[8,16]", "dilation_rates=[1]"],
+            r"segment_lengths=\[8, 16\]: every branch needs",
+        ),
+        (["attention=dilated", "segment_lengths=[8]", "dilation_rates=[0]"], r"segment_lengths=\[8\]: dilation_rates"),
+        (["attention=window"], "attention=window: choose one of full, dilated"),
+        (["micro_batch=0"], "micro_batch=0: must be at least 1"),
+        (["restarts=1"], "restarts=1: there is nothing to go on from"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_key(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        load_train(words)
+
+
+def test_branches_that_reach_too_little_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_run", lambda config: (_ for _ in ()).throw(InputError("no rank is started")))
+    assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[8]"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("ringattn train: branch (w=16, r=8): 4 heads have 4 of 8 offsets") and len(told) > 1
+    assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[1]"]) == 2
+    assert capsys.readouterr().err == "ringattn train: no rank is started\n"
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^replicas=2: 2 ranks train in rings of 2"):
+        run_ranks(2, lambda ring: loop.train(ring, replace(TINY, replicas=2)))
+
+
+def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (agreed_ranks_of_ring(None, 3), agreed_ranks_of_ring(4, 2)) == (1, 4)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert (agreed_ranks_of_ring(None, 3), agreed_ranks_of_ring(3, 2), agreed_ranks_of_ring(None, 1)) == (2, 3, 6)
+    with pytest.raises(InputError, match=r"^replicas=4: torchrun started 6 processes"):
+        agreed_ranks_of_ring(None, 4)
+    with pytest.raises(InputError, match=r"^ranks=4: with replicas=2 these are 8 processes, and torchrun started 6"):
+        agreed_ranks_of_ring(4, 2)
+    assert train.main(["replicas=4", "batch=4"]) == 2
+    assert train.main(["restarts=1", "checkpoint_every_steps=1"]) == 2
+    assert "restarts=1: torchrun restarts its own ranks" in capsys.readouterr().err
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
+    saved = str(tmp_path / "first" / "checkpoints" / "step-00000003")
+    mesh = replace(TINY, replicas=2, ranks=2, transport="gloo")
+    first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out_dir=str(tmp_path / "first"))
+    resumed = replace(mesh, resume=saved, out_dir=str(tmp_path / "second"))
+    runs = [
+        first,
+        replace(resumed, replicas=4, ranks=1, sharding="zero2"),
+        replace(resumed, replicas=1, ranks=4, sharding="none", micro_batch=2),
+        replace(resumed, sharding="zero3", recompute="full", layout="striped"),
+        replace(mesh, sharding="none", micro_batch=1, **CLIPPED),
+        replace(mesh, sharding="zero2", micro_batch=1, **CLIPPED),
+        replace(mesh, sharding="zero3", **CLIPPED),
+        replace(mesh, sharding="zero3", **FEW_LABELS),
+        replace(mesh, sharding="zero2", **DILATED),
+        # FSDP reduces float64 in another way than these.
+        replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
+        replace(mesh, sharding="zero3", dtype="bf16", steps=2),
+    ]
+    spec = {"runs": [asdict(run) for run in runs], "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1))}
+    answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, timeout_s=200)
+    expected = [alone(run) for run in runs]
+    assert max(expected[4]["grad_norms"]) > 3 * CLIPPED["clip_norm"]  # clipping has something to do
+    for answer in answers:
+        for found, wanted in zip(answer["runs"], expected, strict=True):
+            same(found, wanted)
+        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0]
+        assert answer["reductions"] == answer["sharded_parts"]  # two micro steps, one reduction of each part
+    back = run_ranks(1, lambda ring: loop.train(ring, replace(TINY, resume=saved)))[0]
+    assert back["first_step"] == 3
+    same(back, expected[0])

@@ -1,0 +1,299 @@
+"""The capacity planner: against hand calculations, published counts, what autograd keeps, and the real placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.errors import InputError
+from ringattn.launch.capacity.activations import PRECISIONS, head_kept, layer_parts
+from ringattn.launch.capacity.fitting import longest_tokens
+from ringattn.launch.capacity.hardware import hardware
+from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
+from ringattn.launch.capacity.slots import Attention, _planned, attention_slots, ring_slots_bytes
+from ringattn.launch.capacity.training_bytes import (
+    GATHERED_LAYERS,
+    Run,
+    cast_bytes,
+    data_bytes,
+    gradient_bytes,
+    host_bytes,
+    moments,
+    optimizer_bytes,
+    parameter_bytes,
+    training_bytes,
+)
+from ringattn.launch.train.batches import Part
+from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.loop import backward, clip, local_loss, make_model, update
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.text import VOCABULARY, windows
+from ringattn.observe.storages import StorageMeter
+from ringattn.ring import Ring
+from ringattn.testing import run_ranks
+
+GIB = 2**30
+TRAINED = ModelShape(2, 96, 6, 2, 200, VOCABULARY, True)
+TRAIN_PRECISION = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16_cast"}
+TORCH = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+# --- hand calculations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "heads", "none_k", "full_m"),
+    [("125M", 12, 768, 12, 265, 1.76), ("350M", 24, 1024, 16, 95, 0.91), ("1.3B", 24, 2048, 16, 38, 0.37)],
+)
+def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: int, none_k: int, full_m: float) -> None:
+    # 16 bytes a parameter; 34 L d a token, or 2 L d and one live layer; 4 d for the last norm and the output product.
+    parameters = 12 * layers * width**2 + 50_257 * width
+    none, full = 34 * layers * width + 4 * width, 2 * layers * width + 34 * width + 4 * width
+    assert int((80 * GIB - 16 * parameters) / none / 1e3) == none_k
+    assert round((80 * GIB - 16 * parameters) / full / 1e6, 2) == full_m
+    # What that leaves out: biases and norms (13 d a layer, 2 d), the normalizer of each head, ids, labels, positions.
+    fixed = 16 * (parameters + 13 * layers * width + 2 * width)
+    for recompute, per_token in (("none", none + 4 * heads * layers + 24), ("full", full + 4 * heads + 24)):
+        run = Run(model_shape(name), 1, recompute=recompute, transients=False)
+        assert longest_tokens(run, 80 * GIB) == (80 * GIB - fixed) // per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("125M", 124_439_808 - 1024 * 768),  # GPT-2's released model, less its table of positions
+        ("7B", 6_738_415_616),
+        ("13B", 13_015_864_320),
+        ("70B", 68_976_648_192),
+        ("405B", 405_853_388_800),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
+)
+def test_presets_have_the_parameters_of_the_released_models(name: str, count: int) -> None:
+    assert model_shape(name).parameters == count
+
+
+def test_presets_are_as_large_as_their_names() -> None:
+    for name, size in (("350M", 0.35e9), ("760M", 0.76e9), ("1.3B", 1.3e9)):
+        assert model_shape(name).parameters == pytest.approx(size, rel=0.02)
+
+
+def test_zero_divides_what_its_stage_says() -> None:
+    shape, degree = model_shape("7B"), 8
+    whole = Run(shape, 8192, degree)
+    state = [(parameter_bytes(one), gradient_bytes(one), optimizer_bytes(one))
+             for one in (replace(whole, zero_stage=stage) for stage in range(4))]  # fmt: skip
+    p, layer, tables = shape.parameters, shape.layer_parameters, shape.head_parameters
+    assert state[0] == (2 * p, 2 * p, 12 * p)
+    assert state[1] == (2 * p, 2 * p, 12 * p / 8)
+    assert state[2] == (2 * p, 2 * p / 8 + 2 * (layer + tables), 12 * p / 8)
+    assert state[3] == (2 * p / 8 + 2 * (GATHERED_LAYERS * layer + tables), state[2][1], 12 * p / 8)
+    assert optimizer_bytes(replace(whole, zero_stage=1, zero_degree=64)) == 12 * p / 64
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "alone", "with_master"),
+    [("adamw", 8, 12), ("adam_mini", 4, 8), ("lion", 4, 8), ("sgd", 0, 4), ("sgd_momentum", 4, 8),
+     ("adamw8bit", 2 + 8 / 256, 6 + 8 / 256)],
+)  # fmt: skip
+def test_optimizer_bytes_of_a_parameter(optimizer: str, alone: float, with_master: float) -> None:
+    shape = model_shape("350M")
+    for precision, expected in (("fp32", alone), ("bf16_master", with_master)):
+        assert optimizer_bytes(Run(shape, 1, precision=precision, optimizer=optimizer)) == expected * shape.parameters
+
+
+def test_adafactor_keeps_what_torch_keeps() -> None:
+    model = Transformer(ModelConfig(2, 96, 6, 2, 200), VOCABULARY, torch.float32, 0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    held = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
+    kept = sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
+    assert optimizer_bytes(Run(TRAINED, 1, precision="fp32", optimizer="adafactor")) == kept
+
+
+# --- the model that is really trained --------------------------------------------------------------------------------
+
+
+def saved_bytes(ring: Ring, dtype: str, layers: int, length: int) -> dict[str, int]:
+    """Bytes of all storages that autograd keeps after a forward pass, but for parameters: model and loss."""
+    config = ModelConfig(layers, TRAINED.width, TRAINED.heads, TRAINED.kv_heads, TRAINED.ffn)
+    model, seq = Transformer(config, VOCABULARY, TORCH[dtype], 0), ring.sequence(length)
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage
+        return x
+
+    tokens = torch.randint(VOCABULARY, (1, length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logits = model(seq.shard(tokens), seq.positions(), lambda q, k, v: ring.attention(q, k, v, seq, causal=True))
+        of_model = sum(storage.nbytes() for storage in seen.values())
+        local_loss(logits, seq.shard_labels(tokens), 1)
+    return {"model": of_model, "all": sum(storage.nbytes() for storage in seen.values())}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
+def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
+    shape, numbers, tokens = TRAINED, PRECISIONS[TRAIN_PRECISION[dtype]], 64
+    two, three = (run_ranks(2, lambda ring, n=n: saved_bytes(ring, dtype, n, 2 * tokens))[0] for n in (2, 3))
+    casts = cast_bytes(Run(shape, 1, precision=TRAIN_PRECISION[dtype]))
+    of_layer = casts - cast_bytes(Run(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
+    assert three["model"] - two["model"] == tokens * layer_parts(shape, numbers).all.total + of_layer
+    kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_kept(shape, numbers).total) + casts
+    ids = tokens * 8
+    assert two["model"] == kept + ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "length", "moment"),
+    [("fp32", 2, 1024, "loss"), ("bf16", 3, 1024, "loss"), ("fp64", 2, 512, "loss"), ("fp32", 4, 64, "first layer")],
+)
+def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: int, moment: str) -> None:
+    config = TrainConfig(length_tokens=length, dtype=dtype, model=ModelConfig(layers, 128, 4, 2, 384))
+    text = torch.randint(VOCABULARY, (2 * length,), dtype=torch.uint8)
+
+    def steps(ring: Ring) -> int:
+        seq = ring.sequence(length)
+        with StorageMeter() as storages:
+            model, optimizer = make_model(ring, config)
+            for step in range(2):  # the optimizer's state is there from the second on
+                backward(ring, ring, [Part(seq, windows(text, step, 1, length, 0))], model, config)
+                clip(model, config)
+                update(model, optimizer)
+        return storages.peak_bytes
+
+    shape = ModelShape(layers, 128, 4, 2, 384, VOCABULARY, True)
+    run = Run(shape, length, precision=TRAIN_PRECISION[dtype], gradients_kept=False, data="whole")
+    account = training_bytes(run)
+    assert account.moment == moment
+    assert account.peak.total == pytest.approx(run_ranks(1, steps)[0], rel=0.02)  # issue's bound for storages
+
+
+# --- slots -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["causal", "full"])
+@pytest.mark.parametrize("ranks", [4, 5, 16, 40])
+def test_a_ring_takes_what_the_closed_form_says(ranks: int, kind: str, dtype: str) -> None:
+    placed = _planned(Attention(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
+    assert (placed.forward, placed.backward) == ring_slots_bytes(256, 64, dtype, kind == "causal")
+    scaled = attention_slots(Attention(kind), 10**6 * ranks, ranks, 3, 4, 2, 32, dtype)
+    expected = ring_slots_bytes(10**6, 64, dtype, kind == "causal")
+    assert (scaled.forward, scaled.backward) == (3 * expected[0], 3 * expected[1])
+
+
+@pytest.mark.parametrize(
+    ("attention", "ranks"),
+    [
+        (Attention("window", window_tokens=1536), 16),
+        (Attention("window", window_tokens=6144), 8),
+        (Attention("dilated", 0, (512, 16384), (1, 4)), 8),
+        (Attention("dilated", 0, (512, 8192, 32768), (1, 4, 16)), 8),
+    ],
+)
+def test_slots_scale_with_the_lengths(attention: Attention, ranks: int) -> None:
+    facts = 4, 2, 32, "bfloat16"
+    real = _planned(attention, 4096 * ranks, ranks, *facts, "auto")
+    assert real.arena > 0
+    assert attention_slots(attention, 4096 * ranks, ranks, 1, *facts) == real
+
+
+def test_one_rank_has_no_slots_and_wide_segments_travel_round() -> None:
+    assert attention_slots(Attention(), 4096, 1, 1, 4, 2, 32, "bfloat16").arena == 0
+    wide = Attention("dilated", 0, (2**20,), (64,))
+    slots = attention_slots(wide, 2**20, 64, 1, 4, 2, 32, "bfloat16")
+    assert (slots.route, slots.forward, slots.backward) == ("ring", *ring_slots_bytes(2**14, 64, "bfloat16", False))
+
+
+# --- switches --------------------------------------------------------------------------------------------------------
+
+LONG = Run(model_shape("1.3B"), 8 * 65536, 8)
+
+
+def test_each_switch_saves_what_it_says() -> None:
+    shape, tokens = LONG.model, LONG.tokens
+    width, layers = shape.width, shape.layers
+    whole = moments(LONG)["loss"]
+
+    def saved(key: str, **settings: Any) -> float:
+        return whole.parts()[key] - moments(replace(LONG, **settings))["loss"].parts()[key]
+
+    per_layer = 34 * width + 4 * shape.heads
+    assert saved("activations", recompute="full") == tokens * layers * (per_layer - 2 * width)
+    assert saved("activations", recompute="selective") == tokens * layers * (per_layer - 10 * width - 4 * shape.heads)
+    assert saved("activations", recompute="offloaded") == tokens * (layers * per_layer - 2 * 2 * width)
+    assert host_bytes(replace(LONG, recompute="offloaded")) == tokens * layers * 2 * width
+    # 12 numbers of two bytes a width, in six rows of a layer, and two rows at the head; attention's stay as they are.
+    eight_bit = layers * (12 * width + 6 * 4) + 2 * (width + 4)
+    assert saved("activations", saved_activations="int8") == tokens * ((24 * layers + 4) * width - eight_bit)
+    assert saved("logits", chunked_loss_tokens=1024) == (tokens - 1024) * 12 * shape.vocabulary
+    assert saved("optimizer", offload="optimizer") == 12 * shape.parameters
+    assert saved("gradients", gradients_kept=False) == 2 * shape.parameters
+    assert saved("data", data="whole") == -2 * 8 * LONG.length_tokens
+    assert saved("framework", framework_bytes=7) == -7
+
+
+def test_what_is_offloaded_is_on_the_host() -> None:
+    run = replace(LONG, zero_stage=3, offload="parameters")
+    share = LONG.model.parameters / 8
+    assert host_bytes(run) == (12 + 2 + 2) * share
+    on_device = parameter_bytes(replace(run, offload="none")) - parameter_bytes(run)
+    assert on_device == 2 * share
+
+
+def test_recomputed_layers_live_while_their_backward_runs() -> None:
+    full = moments(replace(LONG, recompute="full", transients=False))["stored"]
+    assert full.live_layer == LONG.tokens * layer_parts(LONG.model, LONG.numbers).all.total
+    assert training_bytes(replace(LONG, recompute="full")).peak.total > full.total
+
+
+def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> None:
+    short = replace(LONG, length_tokens=64)
+    assert training_bytes(short).moment == "reduction"
+    assert moments(short)["reduction"].gradients == 3 * 2 * LONG.model.parameters
+    assert "reduction" not in moments(replace(short, zero_stage=1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: model_shape("1.3b"), "preset=1.3b: did you mean 1.3B"),
+        (lambda: hardware("a100"), "hardware=a100: did you mean a100-40"),
+        (lambda: Run(TRAINED, 8, precision="bf16master"), "precision=bf16master: did you mean bf16_master"),
+        (lambda: Run(TRAINED, 8, optimizer="adam"), "optimizer=adam: did you mean adamw"),
+        (lambda: Run(TRAINED, 8, recompute="fall"), "recompute=fall: did you mean full"),
+        (lambda: Run(TRAINED, 8, saved_activations="int4"), "saved_activations=int4: did you mean int8"),
+        (lambda: Run(TRAINED, 8, offload="optimiser"), "offload=optimiser: did you mean optimizer"),
+        (lambda: Run(TRAINED, 8, data="shards"), "data=shards: did you mean shard"),
+        (lambda: Run(TRAINED, 8, zero_stage=4), "zero_stage=4"),
+        (lambda: Run(TRAINED, 8, offload="parameters"), "zero_stage=3"),
+        (lambda: Run(TRAINED, 8, 9), "ring=9: more ranks than tokens"),
+        (lambda: Run(TRAINED, 8, batch=0), "batch=0"),
+        (lambda: Attention("causual"), "attention=causual: did you mean causal"),
+        (lambda: Attention("window"), "window_tokens=0"),
+        (lambda: Attention("dilated", 0, (4,), ()), "dilation rate"),
+        (lambda: training_bytes(Run(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
+        (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
+        (lambda: replace(TRAINED, kv_heads=4), "kv_heads=4: does not divide heads"),
+        (lambda: replace(TRAINED, layers=0), "layers=0"),
+        (lambda: replace(TRAINED, block="swigelu"), "block=swigelu: did you mean swiglu"),
+        (lambda: replace(hardware("h100"), flops=0.0), "flops=0.0"),
+    ],
+)  # fmt: skip
+def test_wrong_words_and_sizes_are_refused(wrong: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        wrong()
+
+
+def test_tokens_of_a_rank_take_three_integers_each() -> None:
+    assert data_bytes(LONG) == 24 * 65536

@@ -1,0 +1,158 @@
+"""What training memory comes to: every switch saves what the sizes say, and the benchmark that weighs them runs.
+
+Storages of one rank, seen by a dispatch mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Ring
+from ringattn.bench import training_memory
+from ringattn.bench.gate import GateError
+from ringattn.launch.capacity.model_shapes import ModelShape
+from ringattn.launch.capacity.training_bytes import Run, training_bytes
+from ringattn.launch.train import loop
+from ringattn.launch.train.batches import Part
+from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.model import ModelConfig
+from ringattn.observe.storages import StorageMeter
+from ringattn.testing import run_ranks
+
+BIG = TrainConfig(length_tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))
+ROWS, DIM, HIDDEN, FLOAT_BYTES = 512, 64, 192, 4
+
+
+def peak_bytes(config: TrainConfig) -> int:
+    """The most that the storages of one step take at once, weights aside."""
+    batch = torch.randint(0, 256, (config.batch, config.length_tokens), generator=torch.Generator().manual_seed(1))
+
+    def of_rank(ring: Ring) -> int:
+        model, optimizer = loop.make_model(ring, config)
+        seq = ring.sequence(config.length_tokens)
+        loop.backward(ring, ring, [Part(seq, batch)], model, config)  # the ring's pool is made here
+        optimizer.zero_grad()
+        with StorageMeter() as storages:
+            loop.backward(ring, ring, [Part(seq, batch)], model, config)
+        return storages.peak_bytes
+
+    return run_ranks(1, of_rank)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "saved_of_a_block"),
+    [
+        # Normalized rows and outputs of both norms, the stream between, gate, up, silu(gate) and the product.
+        ({"recompute": "selective"}, FLOAT_BYTES * (5 * DIM + 4 * HIDDEN)),
+        # Those, and attention's queries and output.
+        ({"recompute": "full"}, FLOAT_BYTES * (7 * DIM + 4 * HIDDEN)),
+        # Selective's and the block's input become bytes, both norms' inputs twice, with twelve scales a token.
+        ({"saved_activations": "int8"}, FLOAT_BYTES * (6 * DIM + 4 * HIDDEN - 12) - (8 * DIM + 4 * HIDDEN)),
+        ({"saved_activations": "fp8"}, FLOAT_BYTES * (6 * DIM + 4 * HIDDEN - 12) - (8 * DIM + 4 * HIDDEN)),
+    ],
+)
+def test_every_block_but_the_live_one_takes_less(change: dict[str, Any], saved_of_a_block: int) -> None:
+    saved = peak_bytes(BIG) - peak_bytes(replace(BIG, **change))
+    assert saved >= (BIG.model.layers - 1) * ROWS * saved_of_a_block
+
+
+@pytest.mark.slow
+def test_recompute_and_packing_save_together() -> None:
+    # So many rows, in four sequences, that what is left of a block, its input, outweighs the gradients of its weights.
+    full = replace(BIG, batch=4, recompute="full", model=ModelConfig(8, 64, 4, 2, 64))
+    saved = peak_bytes(full) - peak_bytes(replace(full, saved_activations="int8"))
+    # Seven inputs in bytes with a scale a token; the live block's is there twice, packed and unpacked.
+    assert saved >= 4 * ROWS * (7 * (3 * DIM - FLOAT_BYTES) - (DIM + FLOAT_BYTES))
+
+
+def test_chunked_loss_holds_no_logits_of_all_tokens() -> None:
+    narrow = replace(BIG, model=ModelConfig(1, 16, 2, 1, 16))
+    saved = peak_bytes(narrow) - peak_bytes(replace(narrow, chunked_loss_tokens=ROWS // 8))
+    # At once there are log-probabilities, their gradient and that of the logits; of a chunk these and its logits.
+    assert saved >= (3 - 4 / 8) * ROWS * 256 * FLOAT_BYTES
+
+
+def predicted_bytes(config: TrainConfig) -> float:
+    """What the capacity planner says of one step, weights and optimizer aside."""
+    shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
+    peak = training_bytes(Run(
+        shape, config.length_tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
+        saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
+    )).peak  # fmt: skip
+    return peak.total - peak.parameters - peak.optimizer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"recompute": "selective"}, {"recompute": "full"}, {"saved_activations": "int8"},
+        {"saved_activations": "fp8"}, {"recompute": "full", "saved_activations": "int8"}, {"chunked_loss_tokens": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any]) -> None:
+    config = replace(BIG, **change)
+    assert peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
+
+
+# --- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def test_storages_count_while_they_live() -> None:
+    old = torch.ones(100)
+    with StorageMeter() as meter:
+        view = old[:50].t()
+        a = torch.ones(1000)
+        b = a.view(10, 100)
+        assert meter.live_bytes == 4000
+        c = a + 1
+        del a, c
+        assert (meter.live_bytes, meter.peak_bytes) == (4000, 8000)
+        del b
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 8000)
+        for _ in range(20):  # whoever comes next may get the identity of who went
+            one = torch.ones(1000)
+            assert meter.live_bytes == 4000
+            del one
+    assert view.numel() == 50
+
+
+def test_twelve_combinations() -> None:
+    options = training_memory.Options()
+    runs = [load_train(training_memory.words_of(run, options)) for run in training_memory.COMBINATIONS]
+    assert len({(run.recompute, run.optimizer, run.ranks) for run in runs}) == 12 == options.combinations
+    assert {run.ranks for run in runs} == {1, 2, 4} and len({run.recompute for run in runs}) == 3
+    assert all(run.model == ModelConfig(4, 256, 4, 2, 768) for run in runs)
+
+
+def test_other_losses_stop_the_benchmark() -> None:
+    def record(optimizer: str, *losses: float) -> dict[str, Any]:
+        return {"optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
+
+    first = {"optimizer": "adamw", "by_rank": [{"losses": [5.0, 4.0]}]}
+    training_memory.check_losses([first, record("adamw", 5.00001, 4.0)], "right")
+    training_memory.check_losses([first, record("sgd", 5.0, 4.9)], "right")
+    for wrong in (record("adamw", 5.0, 4.001), record("sgd", 5.001, 4.0), record("adamw", float("nan"), 4.0)):
+        with pytest.raises(GateError, match="nothing is measured"):
+            training_memory.check_losses([first, wrong], "wrong")
+
+
+@pytest.mark.slow
+def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = training_memory.Combination("none", "adamw", 1), training_memory.Combination("full", "sgd", 2)
+    monkeypatch.setattr(training_memory, "COMBINATIONS", runs)
+    data = training_memory.main([f"results={tmp_path}"])
+    alone, shared = data["runs"]
+    assert len(shared["by_rank"]) == 2
+    for rank in (*alone["by_rank"], *shared["by_rank"]):
+        assert rank["resident_bytes"] >= 0.9 * rank["storage_bytes"] > rank["kept_bytes"]
+    assert shared["by_rank"][0]["storage_bytes"] < alone["by_rank"][0]["storage_bytes"] / 2
+    for record in data["runs"]:
+        greatest = max(rank["resident_bytes"] for rank in record["by_rank"])
+        assert record["predicted_bytes"] == pytest.approx(greatest, rel=0.1)
+    assert "predicted / resident" in (tmp_path / "training_memory.md").read_text()

@@ -1,0 +1,353 @@
+"""Layers of dilated attention: options arrive, two forms are one layer, copies and weights travel, warnings come."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringattn import Ring, RingMultiheadAttention
+from ringattn.errors import InputError
+from ringattn.layers.dilated import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+)
+from ringattn.layers.projection import project_qkv
+from ringattn.layers.rotary import Rope
+from ringattn.testing import run_ranks
+from tests.core.dilated_truth import dilated_truth
+from tests.face import errors
+
+TOKENS, EMBED, HEADS = 23, 24, 4
+LENGTHS, RATES = (4, 12), (1, 3)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X, SEED = random(2, TOKENS, EMBED, seed=1), random(2, TOKENS, EMBED, seed=2)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal-block": {"causal": True, "offset": "block", "scale": 0.3},
+    "kv-head-softcap": {"offset": "kv_head", "softcap": 2.0},
+    "rotated": {"offset": "layer_rotated", "layer": 3, "causal": True},
+    "torchscale": {"offset": "block", "grad": "detached", "tail": "zero_pad"},
+}
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "longnet": {"causal": True, "layer_norm": True, "rope": "interleaved", "xpos_scale": 5.0},
+    "llm": {"num_kv_heads": 2, "qk_norm": True, "norm_eps": 0.1, "rope": "neox", "rope_base": 500.0, "head_dim": 10},
+    "torchscale": {"bias": False, "layer_norm": True, **OPTIONS["torchscale"]},
+    "rest": {"causal": True, "offset": "layer_rotated", "layer": 1, "softcap": 2.0, "scale": 0.3, "num_kv_heads": 1},
+}
+
+
+def drawn(made: nn.Module) -> nn.Module:
+    """The same numbers at each call, none of them 0 or 1."""
+    generator = torch.Generator().manual_seed(5)
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    return made
+
+
+def single(**options: Any) -> MultiheadDilatedAttention:
+    layer = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, dtype=torch.float64, **options)
+    assert drawn(layer) is layer
+    return layer
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.detach().clone().requires_grad_() for x in tensors)
+
+
+def close(mine: Any, truth: Any) -> None:
+    torch.testing.assert_close(mine, truth, rtol=1e-10, atol=1e-10)
+
+
+# --- the attention alone ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:branch")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_arrive(name: str) -> None:
+    q, k, v = random(2, TOKENS, 4, 6, seed=3), random(2, TOKENS, 2, 6, seed=4), random(2, TOKENS, 2, 6, seed=5)
+    dout, mine, truth = random(2, TOKENS, 4, 6, seed=6), leaves(q, k, v), leaves(q, k, v)
+    out = DilatedAttention(LENGTHS, RATES, **OPTIONS[name])(*mine)
+    expected, _ = dilated_truth(*truth, segment_lengths=LENGTHS, dilation_rates=RATES, **OPTIONS[name])
+    close(out, expected)
+    close(torch.autograd.grad(out, mine, dout), torch.autograd.grad(expected, truth, dout))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attention_over_ranks(world_size: int) -> None:
+    q = random(2, TOKENS, 4, 6, seed=3)
+    attend = RingDilatedAttention(LENGTHS, RATES, causal=True, schedule="all_gather")
+    asked: list[str] = []
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(TOKENS, layout="striped")
+        whole = ring.dilated_attention
+
+        def noted(*tensors: Any, schedule: str, **options: Any) -> Any:
+            asked.append(schedule)
+            return whole(*tensors, schedule=schedule, **options)
+
+        ring.dilated_attention = noted  # type: ignore[method-assign]
+        return seq.gather(attend(*[seq.shard(q)] * 3, seq))
+
+    truth = DilatedAttention(LENGTHS, RATES, causal=True)(q, q, q)
+    for out in run_ranks(world_size, body):
+        close(out, truth)
+    assert asked == ["all_gather"] * world_size
+    assert "segment_lengths=(4, 12)" in repr(attend) and "schedule='all_gather'" in repr(attend)
+
+
+# --- the layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:branch")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_call_between_its_projections(name: str) -> None:
+    layer, options = single(**LAYERS[name]), dict(LAYERS[name])
+    norm_eps, rope, xpos = options.pop("norm_eps", 1e-6), options.pop("rope", None), options.pop("xpos_scale", None)
+    base = options.pop("rope_base", 10_000.0)
+    for other in ("num_kv_heads", "head_dim", "bias", "qk_norm", "layer_norm"):
+        options.pop(other, None)
+
+    def by_hand(ring: Ring) -> Tensor:
+        q, k, v = project_qkv(
+            X, layer.in_proj_weight, layer.in_proj_bias, HEADS, layer.num_kv_heads, layer.head_dim,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=norm_eps, rope=Rope(rope, base, xpos) if rope else None,
+            positions=torch.arange(TOKENS) if rope else None, length=TOKENS,
+        )  # fmt: skip
+        seq = ring.sequence(TOKENS)
+        heads = ring.dilated_attention(q, k, v, seq, segment_lengths=LENGTHS, dilation_rates=RATES, **options)
+        heads = heads.flatten(2)
+        if layer.layer_norm is not None:
+            heads = F.layer_norm(heads, heads.shape[2:], layer.layer_norm.weight, layer.layer_norm.bias)
+        return F.linear(heads, layer.out_proj.weight, layer.out_proj.bias).detach()
+
+    (truth,) = run_ranks(1, by_hand)
+    close(layer(X).detach(), truth)
+
+
+@pytest.mark.filterwarnings("ignore:branch")
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "contiguous"), (3, "zigzag"), (2, "striped")])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_over_ranks_is_the_layer_alone(name: str, world_size: int, layout: str) -> None:
+    alone = single(**LAYERS[name])
+    (x,) = leaves(X)
+    out = alone(x)
+    out.backward(SEED)
+    assert x.grad is not None
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, dtype=torch.float64, **LAYERS[name])
+        layer.load_state_dict(alone.state_dict(), strict=True)
+        seq = ring.sequence(TOKENS, layout=layout)
+        (mine,) = leaves(X)
+        attended = layer(seq.shard(mine), seq)
+        attended.backward(seq.shard(SEED))
+        grads = {key: weight.grad for key, weight in layer.named_parameters()} | {"x": mine.grad}
+        found = {key: grad for key, grad in grads.items() if grad is not None}
+        ring.all_reduce(list(found.values()))
+        return {**found, "out": seq.gather(attended.detach())}
+
+    truth = {key: weight.grad for key, weight in alone.named_parameters()} | {"x": x.grad, "out": out.detach()}
+    for found in run_ranks(world_size, body):
+        assert found.keys() == truth.keys()
+        for key, value in truth.items():
+            close(found[key], value)
+
+
+def test_state_loads_both_ways_and_from_other_layers() -> None:
+    options: dict[str, Any] = {"num_kv_heads": 2, "qk_norm": True, "layer_norm": True}
+    alone, ring = (
+        kind(EMBED, HEADS, LENGTHS, RATES, **options)
+        for kind in (MultiheadDilatedAttention, RingMultiheadDilatedAttention)
+    )
+    alone(X.float())
+    shapes = {name: tuple(weight.shape) for name, weight in alone.state_dict().items()}
+    assert shapes == {
+        "in_proj_weight": (48, EMBED), "in_proj_bias": (48,), "q_norm": (6,), "k_norm": (6,),
+        "layer_norm.weight": (EMBED,), "layer_norm.bias": (EMBED,),
+        "out_proj.weight": (EMBED, EMBED), "out_proj.bias": (EMBED,),
+    }  # fmt: skip
+    ring.load_state_dict(alone.state_dict(), strict=True)
+    alone.load_state_dict(ring.state_dict(), strict=True)
+    dense = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True)
+    plain = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, qk_norm=True)
+    plain.load_state_dict(dense.state_dict(), strict=True)
+    assert DilatedAttention(LENGTHS, RATES).state_dict() == {}
+
+
+def test_new_layers_are_drawn_well() -> None:
+    made = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, qk_norm=True, layer_norm=True)
+
+    def check() -> None:
+        assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
+        assert made.out_proj.weight.abs().max().item() <= EMBED**-0.5
+        assert all(
+            made.get_parameter(one).unique().tolist() == [1] for one in ("q_norm", "k_norm", "layer_norm.weight")
+        )
+        assert not any(made.get_parameter(one).any() for one in ("in_proj_bias", "out_proj.bias", "layer_norm.bias"))
+
+    check()
+    drawn(made)
+    made.reset_parameters()
+    check()
+    placed = MultiheadDilatedAttention(
+        EMBED, HEADS, LENGTHS, RATES, qk_norm=True, layer_norm=True, device="meta", dtype=torch.bfloat16
+    )
+    assert {(one.device.type, one.dtype) for one in placed.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_xpos_too_short_for_the_sequence_is_refused_on_all() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, rope="neox", xpos_scale=0.3)
+        layer(seq.shard(X.float()), seq)
+
+    assert all("use an xpos_scale of at least 1" in str(error) for error in errors(body))
+
+
+# --- a layer alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_work_and_carry_no_ring(copied: Callable[[Any], Any]) -> None:
+    for layer, given in ((single(causal=True), (X,)), (DilatedAttention(LENGTHS, RATES), [X.unflatten(2, (4, 6))] * 3)):
+        out = layer(*given)
+        other = copied(layer)
+        assert torch.equal(other(*given), out)
+        assert other.ring is not layer.ring and other.ring.memory_info()["plans"] == 1
+        layer.ring.close()
+        assert torch.equal(copied(layer)(*given), out), "a copy opens a ring of its own"
+
+
+def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    layer = single()
+    assert layer(X).shape == X.shape and layer.ring.world_size == 1
+
+
+def test_memory_info() -> None:
+    own = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 48 + EMBED), "kv_bytes_per_token": 2 * 2 * 6 * 2}
+    layer = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, dtype=torch.bfloat16)
+    layer(X.bfloat16())
+    assert layer.get_memory_info() == {**own, **layer.ring.memory_info()}
+    assert layer.get_memory_info()["plans"] == 1
+    over_ranks = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, dtype=torch.bfloat16)
+    assert over_ranks.get_memory_info() == own
+
+    def after_a_call(ring: Ring) -> dict[str, int]:
+        seq = ring.sequence(TOKENS, layout="striped")
+        over_ranks(seq.shard(X.bfloat16()), seq)
+        assert over_ranks.get_memory_info(seq) == {**own, **ring.memory_info()}
+        assert RingDilatedAttention(LENGTHS, RATES).get_memory_info(seq) == ring.memory_info()
+        return over_ranks.get_memory_info(seq)
+
+    assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))
+    q = X.unflatten(2, (4, 6))
+    attend = DilatedAttention(LENGTHS, RATES)
+    attend(q, q, q)
+    alone = dict.fromkeys(attend.ring.memory_info(), 0) | {"world_size": 1, "plans": 1, "pool_reuses": 1}
+    assert attend.get_memory_info() == alone
+
+
+# --- warnings and refusals -------------------------------------------------------------------------------------------
+
+
+def test_branches_that_cannot_reach_every_query_are_warned_of_once() -> None:
+    q = X.unflatten(2, (4, 6))
+    attend = DilatedAttention((4, 16), (1, 8))
+    with pytest.warns(UserWarning, match=r"\(w=16, r=8\): 4 heads have 4 of 8 offsets, so it reaches 50 %") as first:
+        attend(q, q, q)
+    with pytest.warns(UserWarning, match=r"2 K/V heads have 2 of 8 offsets, so it reaches 25 %") as built:
+        layer = MultiheadDilatedAttention(EMBED, HEADS, (4, 16), (1, 8), num_kv_heads=2, offset="kv_head")
+    assert len(first) == len(built) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(q, q, q)
+        layer(X.float())
+    with pytest.warns(UserWarning, match=r"no branch has r=1: 50 % of the rows"):
+        RingMultiheadDilatedAttention(EMBED, HEADS, (4,), (2,))
+
+
+def test_what_covers_is_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        single()(X)
+        MultiheadDilatedAttention(EMBED, HEADS, (5, 12), (1, 3))(X.float())
+        DilatedAttention(LENGTHS, RATES)(*[X.unflatten(2, (4, 6))] * 3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda x: x[:, 1:], r"rank 1: x must be \(batch, 8, 24\), .* got \(2, 7, 24\); pass seq.shard"),
+        (lambda x: x[..., 1:], r"rank 1: x must be \(batch, 8, 24\), .* got \(2, 8, 23\)"),
+        (lambda x: x[0], r"rank 1: x must be \(batch, 8, 24\), .* got \(8, 24\)"),
+        (lambda x: x.half(), "x is torch.float16, the weight is torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"rope": "neox"}, {"grad": "detached", "rope": "neox"}])
+def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any], spoil: Any, told: str) -> None:
+    def body(ring: Ring) -> None:
+        layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, **options)
+        seq = ring.sequence(TOKENS)
+        x = seq.shard(X.float())
+        layer(spoil(x) if ring.rank == 1 else x, seq)
+
+    found = errors(body)
+    assert all(isinstance(error, InputError) for error in found)
+    assert "rank 1 refused" in str(found[0]) and re.search(told, str(found[1]))
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (X[0], r"takes \(batch, tokens, ...\) tensors, got \(23, 24\)"),
+        (X[..., 1:], r"x must be \(batch, 23, 24\), .* got \(2, 23, 23\)"),
+        ("x", "takes .* got str"),
+        (X[None], r"x must be \(batch, 2, 24\)"),
+    ],
+)
+def test_a_wrong_input_of_a_layer_alone(x: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        single()(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
+        ({"num_kv_heads": 0}, "num_kv_heads must divide"),
+        ({"num_heads": 5}, "embed_dim 24 is no multiple of num_heads 5"),
+        ({"rope": "gptj"}, "use neox or interleaved"),
+        ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
+        ({"xpos_scale": 512.0}, "xpos_scale=512.0 needs rotary positions"),
+        ({"rope": "neox", "xpos_scale": -1.0}, "xpos_scale must be a positive number"),
+        ({"dilation_rates": (1,)}, "every branch needs"),
+        ({"offset": "modulo"}, "choose one of mod, block, kv_head, layer_rotated"),
+        ({"offset": "layer_rotated"}, "layer"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
+    fitting = {"embed_dim": EMBED, "num_heads": HEADS, "segment_lengths": LENGTHS, "dilation_rates": RATES}
+    with pytest.raises(InputError, match=told):
+        MultiheadDilatedAttention(**{**fitting, **options})

@@ -1,0 +1,242 @@
+"""The projection in plain torch: against its definition in float64, its refusals, and how a backend is chosen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.errors import InputError
+from ringattn.layers import projection
+from ringattn.layers.projection import (
+    MeasuredProjection,
+    backend_for,
+    measured_projections,
+    project_kv,
+    project_q,
+    project_qkv,
+)
+from ringattn.layers.rotary import Rope, rotate, rotation
+
+BATCH, TOKENS, MODEL, HEADS, KV_HEADS, DIM = 2, 11, 24, 4, 2, 8
+POSITIONS = torch.randperm(1000, generator=torch.Generator().manual_seed(3))[:TOKENS]
+PLACED: dict[str, Any] = {"positions": POSITIONS, "length": 1000}
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def weights(bias: bool = True, norm: bool = True) -> dict[str, Any]:
+    columns = (HEADS + 2 * KV_HEADS) * DIM
+    return {
+        "x": leaf(BATCH, TOKENS, MODEL), "weight": leaf(columns, MODEL), "bias": leaf(columns) if bias else None,
+        "q_norm": leaf(DIM, seed=1) if norm else None, "k_norm": leaf(DIM, seed=2) if norm else None,
+    }  # fmt: skip
+
+
+def by_definition(
+    x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, rope: Rope | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Head by head; a rotation is a product of complex numbers."""
+    made = []
+    for head in range(HEADS + 2 * KV_HEADS):
+        at = slice(head * DIM, (head + 1) * DIM)
+        y = x @ weight[at].T + (0 if bias is None else bias[at])
+        norm = q_norm if head < HEADS else k_norm
+        if head < HEADS + KV_HEADS:
+            if norm is not None:
+                y = norm * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            if rope is not None:
+                pairs = [(i, i + DIM // 2) if rope.style == "neox" else (2 * i, 2 * i + 1) for i in range(DIM // 2)]
+                columns: dict[int, Tensor] = {}
+                for i, (low, high) in enumerate(pairs):
+                    angle, radius = POSITIONS.double() * rope.base ** (-2 * i / DIM), torch.ones(TOKENS).double()
+                    if rope.xpos_scale is not None:
+                        power = (POSITIONS.double() - 999 / 2) / rope.xpos_scale * (1 if head < HEADS else -1)
+                        radius = ((2 * i / DIM + 0.4) / 1.4) ** power
+                    turned = torch.complex(y[..., low], y[..., high]) * torch.polar(radius, angle)
+                    columns[low], columns[high] = turned.real, turned.imag
+                y = torch.stack([columns[i] for i in range(DIM)], -1)
+        made.append(y)
+    heads = torch.stack(made, 2)
+    return heads[:, :, :HEADS], heads[:, :, HEADS : HEADS + KV_HEADS], heads[:, :, HEADS + KV_HEADS :]
+
+
+@pytest.mark.parametrize("rope", [None, Rope(), Rope("interleaved", 500.0), Rope("neox", 500.0, 200.0)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
+    given = weights(bias, norm)
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    mine = project_qkv(**given, **sizes, rope=rope, **({} if rope is None else PLACED))
+    truth = by_definition(**given, rope=rope)
+    leaves = [one for one in given.values() if one is not None]
+    seeds = [leaf(*one.shape, seed=7).detach() for one in truth]
+    mine += torch.autograd.grad(mine, leaves, seeds)
+    truth += torch.autograd.grad(truth, leaves, seeds)
+    for one, other in zip(mine, truth, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_keys_first_and_queries_second_is_the_same() -> None:
+    given = weights()
+    x, weight, bias, cut = given["x"], given["weight"], given["bias"], HEADS * DIM
+    q, k, v = project_qkv(
+        x, weight, bias, HEADS, KV_HEADS, DIM,
+        q_norm=given["q_norm"], k_norm=given["k_norm"], rope=Rope(), **PLACED,
+    )  # fmt: skip
+    turn = rotation(POSITIONS, DIM, 10_000.0, torch.float64)
+    k_first, v_first = project_kv(x, weight[cut:], bias[cut:], DIM, norm=given["k_norm"], turn=turn)
+    q_second = project_q(x, weight[:cut], bias[:cut], DIM, norm=given["q_norm"], turn=turn)
+    torch.testing.assert_close((q_second, k_first, v_first), (q, k, v), rtol=1e-12, atol=1e-12)
+
+
+def test_a_message_is_written_and_later_used_again() -> None:
+    x, weight = leaf(BATCH, TOKENS, MODEL), leaf(2 * KV_HEADS * DIM, MODEL)
+    record = torch.full((TOKENS, BATCH, KV_HEADS, 2 * DIM), float("nan"), dtype=torch.float64)
+    into = record[..., :DIM], record[..., DIM:]
+    k, v = project_kv(x, weight, None, DIM, into=into)
+    assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
+    fresh = project_kv(x, weight, None, DIM)
+    assert torch.equal(record.transpose(0, 1), torch.cat(fresh, -1))
+    record.zero_()  # the next layer's message
+    mine = torch.autograd.grad((k, v), (x, weight), [torch.ones_like(k)] * 2)
+    truth = torch.autograd.grad(fresh, (x, weight), [torch.ones_like(k)] * 2)
+    assert all(torch.equal(one, other) for one, other in zip(mine, truth, strict=True))
+
+
+def test_kept_rows_only() -> None:
+    x, weight, rows = leaf(BATCH, TOKENS, MODEL), leaf(2 * KV_HEADS * DIM, MODEL), torch.tensor([9, 0, 4])
+    turn = rotation(POSITIONS, DIM, 1e4, torch.float64)
+    k, v = project_kv(x, weight, None, DIM, turn=turn)
+    kept = turn._replace(cos=turn.cos[rows], sin=turn.sin[rows])
+    torch.testing.assert_close(
+        project_kv(x, weight, None, DIM, turn=kept, rows=rows), (k[:, rows], v[:, rows]), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_distances_only(interleaved: bool) -> None:
+    x, y = leaf(2, 1, 1, 1, DIM).detach()
+
+    def score(of_x: int, of_y: int) -> float:
+        turn = [rotation(torch.tensor([at]), DIM, 1e4, x.dtype, interleaved) for at in (of_x, of_y)]
+        return (rotate(x, *turn[0]) * rotate(y, *turn[1])).sum().item()
+
+    assert score(1_000_005, 1_000_002) == pytest.approx(score(5, 2), rel=1e-9)
+    assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norm_and_rotation_round_once(dtype: torch.dtype) -> None:
+    x, norm = leaf(1, TOKENS, 16).detach().to(dtype), leaf(16).detach().to(dtype)
+    unit, far = torch.eye(16, dtype=dtype), POSITIONS + 1_000_000
+    q = project_q(x, unit, None, 16, norm=norm, turn=rotation(far, 16, 1e4, torch.float32))
+    turn = rotation(far, 16, 1e4, torch.float64)
+    exact = project_q(x.double(), unit.double(), None, 16, norm=norm.double(), turn=turn)
+    assert q.dtype == dtype
+    half_step = exact.abs() * torch.finfo(dtype).eps / 2
+    assert ((q.double() - exact).abs() <= half_step + 1e-6).all()  # 1e-6: what float32 does on the way
+
+
+def auto(
+    device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = DIM, tokens: int = 3, columns: int = 64
+) -> str:
+    x = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, tokens, MODEL))
+    return backend_for(x, columns, head_dim)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU as far as a choice can tell; nothing is measured on it."""
+    monkeypatch.setattr(projection, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(projection, "measured_projections", tuple)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_which_backend_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert auto("cpu") == "plain" and auto("cuda") == "epilogue"
+    assert auto("cuda", torch.float64) == "plain" and auto("cuda", head_dim=15) == "plain"
+    monkeypatch.setattr(projection, "find_spec", lambda name: None)
+    assert auto("cuda") == "plain"
+
+
+def measured(backend: Any, total_us: float, **changed: Any) -> MeasuredProjection:
+    row = MeasuredProjection("a GPU", "bfloat16", MODEL, 64, 1024, backend, total_us / 4, total_us * 3 / 4, "abc1234")
+    return row._replace(**changed)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_the_nearest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(*rows: MeasuredProjection) -> None:
+        monkeypatch.setattr(projection, "measured_projections", lambda: rows)
+
+    few, many = {"tokens": 512}, {"tokens": 8192}
+    slow, fast = measured("epilogue", 20.0), measured("fused", 10.0)
+    tell(slow, fast)
+    assert auto("cuda") == auto("cuda", tokens=0) == "fused"
+    assert auto("cuda", torch.float16) == "epilogue"
+    tell(slow._replace(forward_us=1.0, backward_us=9.5), fast._replace(forward_us=9.0, backward_us=1.0))
+    assert auto("cuda") == "fused", "forward and backward count together"
+    tell(fast)
+    assert auto("cuda") == "epilogue", "one alone is not compared with anything"
+    tell(*(one._replace(device="another GPU") for one in (slow, fast)))
+    assert auto("cuda") == "epilogue"
+    tell(slow._replace(**few), fast._replace(**few), measured("plain", 5.0, **many), measured("fused", 7.0, **many))
+    assert auto("cuda", tokens=1000) == "fused" and auto("cuda", tokens=1050) == "plain", "between 512 and 8192: 2048"
+    wide = {"columns": 1024}
+    tell(slow, fast, measured("plain", 5.0, **wide), measured("fused", 7.0, **wide))
+    assert auto("cuda", columns=250) == "fused" and auto("cuda", columns=260) == "plain"
+
+
+def test_the_table_in_the_package() -> None:
+    rows = measured_projections()
+    assert {row.backend for row in rows} <= {"plain", "epilogue", "fused"}
+    assert all(row.forward_us > 0 and row.backward_us > 0 and row.commit for row in rows)
+
+
+X, W = torch.zeros(1, 3, 8), torch.zeros(32, 8)
+GOOD: dict[str, Any] = {"x": X, "weight": W, "bias": None, "heads": 2, "kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"heads": 3}, r"a weight \(40, model\), got \(32, 8\)"),
+        ({"x": X[0]}, r"x must be \(batch, tokens, model\)"),
+        ({"x": X[..., :5]}, "got \\(1, 3, 5\\)"),
+        ({"x": X.half()}, "must be alike"),
+        ({"bias": torch.zeros(32).half()}, "must be alike"),
+        ({"bias": torch.zeros(1)}, "32 rows, got \\(1,\\)"),
+        ({"q_norm": torch.zeros(1)}, r"shape \(8,\), got \(1,\)"),
+        ({"k_norm": torch.zeros(2, 8)}, r"shape \(8,\)"),
+        ({"rope": Rope()}, "rope and positions come together"),
+        ({"positions": torch.arange(3)}, "rope and positions come together"),
+        ({"rope": Rope("gptj"), "positions": torch.arange(3)}, "use neox or interleaved"),
+        ({"rope": Rope(), "positions": torch.arange(1)}, "3 tokens .* need a rotation"),
+        ({"rope": Rope(), "positions": torch.arange(3), "head_dim": 1, "heads": 30}, "even head_dim"),
+        ({"backend": "cublas"}, "choose one of auto, plain, epilogue, fused"),
+    ],
+)
+def test_refusals(change: dict[str, Any], told: str) -> None:
+    project_qkv(**GOOD)
+    with pytest.raises(InputError, match=told):
+        project_qkv(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.zeros(3, 1, 2, 9), torch.zeros(3, 1, 2, 8).half(), torch.zeros(3, 1, 8, 2).mT, torch.zeros(1, 3, 2, 8)],
+)
+def test_places_that_do_not_fit(view: Tensor) -> None:
+    fits = torch.zeros(3, 1, 2, 8)
+    project_kv(X, W, None, 8, into=(fits, fits.clone()))
+    for into in ((fits, view), (view, fits)):
+        with pytest.raises(InputError, match=r"into must be two \(3, 1, 2, 8\) views of torch.float32"):
+            project_kv(X, W, None, 8, into=into)

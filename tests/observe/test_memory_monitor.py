@@ -1,0 +1,218 @@
+"""Readings, levels and actions: one process, threads and processes of a ring."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.bench.processes import run_in_processes
+from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.observe import process_memory
+from ringattn.observe.memory import (
+    PROFILES,
+    Level,
+    MemoryMonitor,
+    Profile,
+    Reading,
+    greatest,
+    lies_in,
+    log,
+    reduce_batch,
+    snapshot_into,
+    stop,
+)
+from ringattn.ring import Ring
+from ringattn.runtime.pool import Pool
+from ringattn.testing import run_ranks
+from tests.face import RANKS, TOKENS, X
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+ONE = Reading(0, "cuda", 600, 1000, 300, 200, 50, 950, 1000)
+
+
+def alone(**options: Any) -> MemoryMonitor:
+    return MemoryMonitor(Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)), CPU, **options)
+
+
+@pytest.mark.parametrize(("name", "bounds"), [
+    ("aggressive", (0.92, 0.94, 0.96, 0.98)), ("balanced", (0.90, 0.92, 0.95, 0.97)),
+    ("conservative", (0.85, 0.88, 0.92, 0.95)),
+])  # fmt: skip
+def test_profiles_and_their_levels(name: str, bounds: tuple[float, ...]) -> None:
+    profile = PROFILES[name]
+    assert tuple(profile) == bounds
+    for number, bound in enumerate(bounds[1:]):
+        assert profile.level(bound - 1e-9) == number and profile.level(bound) == number + 1
+    assert profile.level(1.0) is Level.EMERGENCY
+
+
+def test_a_reading_counts_tensors_once_and_the_pool_apart() -> None:
+    monitor = alone()
+    before = monitor.read()
+    held = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to take from freed pages
+    views = [held[:MIB], held.view(2, -1)]
+    monitor._pool.reserve(4 * MIB)
+    after = monitor.read()
+    # What aligns the pool is counted with the tensors.
+    assert 0 <= after.allocated_bytes - before.allocated_bytes - 64 * MIB <= 256
+    assert (after.pool_bytes, before.pool_bytes) == (4 * MIB, 0)
+    assert after.resident_bytes - before.resident_bytes >= 63 * MIB
+    assert after.used_bytes == after.reserved_bytes == after.resident_bytes < after.capacity_bytes
+    assert after.fragmentation is None and f"{after.used:.1%}" in str(after)
+    del held, views
+    assert monitor.read().allocated_bytes <= before.allocated_bytes + 256
+
+
+def test_fragmentation_is_what_no_tensor_has() -> None:
+    assert ONE.fragmentation == pytest.approx(0.1) and "10.0% of it gaps" in str(ONE)
+    assert replace(ONE, reserved_bytes=0).fragmentation is None
+    segments = [{"address": 1000, "total_size": 24}, {"address": 4096, "total_size": 512}]
+    assert [at for at in (999, 1000, 1023, 1024, 4096, 4607, 4608) if lies_in(at, segments)] == [1000, 1023, 4096, 4607]
+
+
+def test_cuda_figures_come_from_torch_and_count_the_pool_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = alone()
+    monitor._device = torch.device("cuda")
+    monitor._pool.reserve(300)
+    at = monitor._pool.view(0, 0).data_ptr()
+    stats = {"allocated_bytes.all.current": 900, "reserved_bytes.all.current": 1200}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200, 2000))
+    found = []
+    for address in (at, at + 1):  # the pool in torch's allocator, and beside it
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": address, "total_size": 300}])  # noqa: B023
+        found.append(monitor.read())
+    inside, outside = found
+    assert (inside.allocated_bytes, inside.reserved_bytes) == (600, 1200)
+    assert (outside.allocated_bytes, outside.reserved_bytes) == (900, 1500)
+    assert inside.used_bytes == outside.used_bytes == 1800 and inside.capacity_bytes == 2000
+
+
+@pytest.mark.parametrize(("allowed", "capacity"), [("max\n", 64 * 1024), ("4096\n", 4096), (None, 64 * 1024)])
+def test_capacity_of_a_cpu(tmp_path: Path, monkeypatch: Any, allowed: str | None, capacity: int) -> None:
+    (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemTotal:       64 kB\n")
+    if allowed is not None:
+        (tmp_path / "max").write_text(allowed)
+    monkeypatch.setattr(process_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(process_memory, "CGROUP", tmp_path / "max")
+    assert process_memory.cpu_capacity_bytes() == capacity
+    with pytest.raises(OSError, match="has no Swap"):
+        process_memory.status_bytes("Swap", tmp_path / "meminfo")
+
+
+def test_unknown_profile() -> None:
+    with pytest.raises(InputError, match="aggressive, balanced, conservative"):
+        alone(profile="brave")
+    assert alone(profile=Profile(0.1, 0.2, 0.3, 0.4)).profile.critical == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"capacity_bytes": bad}, rf"capacity_bytes={bad!r}: expected a whole number of bytes from 1 on")
+          for bad in (0, -1, math.nan, math.inf, 1e9, True, "80GiB")),
+        *(({"profile": Profile(*bad)}, r"expected shares of the memory that ascend, 0 < target")
+          for bad in ((0.9, 0.95, 0.92, 0.97), (0.95, 0.92, 0.95, 0.97), (0.9, 0.92, 0.97, 0.95), (90, 92, 95, 97),
+                      (0, 0.92, 0.95, 0.97), (0.9, 0.92, math.nan, 0.97), (0.9, 0.92, 0.95, "1"))),
+        ({"profile": (0.9, 0.92, 0.95, 0.97)}, "profile=.* is not known"),
+        ({"profile": None}, "profile=None is not known"),
+        ({"actions": [stop]}, r"actions=\[<function stop .*: expected actions=\{Level.WARNING: \[log\]"),
+        ({"actions": {Level.WARNING: stop}}, r"actions has <Level.WARNING: 1>: <function stop"),
+        ({"actions": {Level.WARNING: "log"}}, r"actions has <Level.WARNING: 1>: 'log'"),
+        ({"actions": {"warning": [stop]}}, r"actions has 'warning': \["),
+        ({"actions": {1: [stop]}}, r"actions has 1: \["),
+        ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is no function"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match="rank 3: .*" + said):
+        alone(rank=3, **options)
+
+
+# --- levels and actions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("used", "level", "taken"), [
+    (0.5, Level.NORMAL, []), (0.93, Level.WARNING, ["w"]), (0.955, Level.CRITICAL, ["w", "c"]),
+    (0.99, Level.EMERGENCY, ["w", "c", "e"]),
+])  # fmt: skip
+def test_actions_of_every_level_reached(used: float, level: Level, taken: list[str], monkeypatch: Any) -> None:
+    done: list[str] = []
+    actions = {
+        Level.EMERGENCY: [lambda *_: done.append("e")], Level.WARNING: [lambda *_: done.append("w")],
+        Level.CRITICAL: [lambda *_: done.append("c")],
+    }  # fmt: skip
+    monitor = alone(actions=actions)
+    monkeypatch.setattr(monitor, "read", lambda: replace(ONE, used_bytes=int(1e6 * used), capacity_bytes=10**6))
+    assert monitor.check() is level and done == taken
+
+
+def test_what_the_actions_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    readings = [replace(ONE, device="cpu", used_bytes=1), replace(ONE, rank=1, device="cpu")]
+    with caplog.at_level(logging.WARNING, logger="ringattn"):
+        log(Level.WARNING, readings)
+    assert "memory warning: rank 1: 95.0%" in caplog.text
+    snapshot_into(tmp_path / "new", 1)(Level.CRITICAL, readings)
+    written = json.loads((tmp_path / "new" / "memory-1.json").read_text())
+    assert written["level"] == "critical" and [Reading(**one) for one in written["ranks"]] == readings
+    sizes = [12]
+    reduce = reduce_batch(lambda: sizes[-1], sizes.append)
+    for _ in range(5):
+        reduce(Level.CRITICAL, readings)
+    assert sizes == [12, 6, 3, 1]
+    with pytest.raises(OutOfMemoryError, match=r"emergency: rank 1: 95.0% .*smaller batch"):
+        stop(Level.EMERGENCY, readings)
+
+
+def test_a_cuda_snapshot_is_written_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+    snapshot_into(tmp_path, 0)(Level.WARNING, [ONE])
+    assert written == [str(tmp_path / "memory-0.pickle")]
+
+
+# --- over a ring -----------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_sees_the_fullest_and_raises() -> None:
+    def body(ring: Ring) -> tuple[list[Reading], list[Reading]]:
+        seq = ring.sequence(TOKENS)
+        ring.attention(*(seq.shard(X) for _ in range(3)), seq)
+        calm = ring.memory_monitor()
+        report = calm.report()
+        assert calm.check() is Level.NORMAL
+        full = ring.memory_monitor(actions={Level.EMERGENCY: [stop]}, capacity_bytes=1 if ring.rank == 2 else None)
+        with pytest.raises(OutOfMemoryError, match="rank 2"):
+            full.check()
+        ring.barrier()  # raised together, so the ring lives
+        return report, calm.report()
+
+    for first, again in run_ranks(RANKS, body):
+        assert [one.rank for one in first] == list(range(RANKS))
+        assert greatest(again)["pool_bytes"] == max(one.pool_bytes for one in again) > 0
+        assert "rank" not in greatest(again) and "device" not in greatest(again)
+
+
+def on_rank(ring: Ring) -> dict[str, Any]:
+    """For a rank that is a process: it holds (rank + 1) * 8 MiB more."""
+    before = ring.memory_monitor().read().allocated_bytes
+    held = torch.ones((ring.rank + 1) * 8 * MIB, dtype=torch.uint8)
+    readings = ring.memory_monitor("conservative").report()
+    return {"before": before, "held": held.numel(), "allocated": [one.allocated_bytes for one in readings],
+            "resident": [one.resident_bytes for one in readings]}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_processes_tell_each_other() -> None:
+    first, second = run_in_processes(2, "tests.observe.test_memory_monitor:on_rank", {}, lambda line: None)
+    assert first["allocated"] == second["allocated"]
+    assert first["allocated"][0] - first["before"] == 8 * MIB and second["allocated"][1] - second["before"] == 16 * MIB
+    assert all(nbytes > 32 * MIB for nbytes in first["resident"])

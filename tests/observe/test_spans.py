@@ -1,0 +1,329 @@
+"""Recordings: what a rank did and how long it stood still, on every schedule, on slow transports, and when off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn import InputError, Ring
+from ringattn.core.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
+from ringattn.engine.plain import PlainEngine
+from ringattn.layers.overlapped import Heads, projected_attention
+from ringattn.observe import marks
+from ringattn.observe.spans import Recording
+from ringattn.runtime.pass_profiler import PassProfiler
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import run_ranks
+from ringattn.transport.local import LocalTicket
+from tests.contract.threads import on_threads
+
+TOKENS = 37
+
+
+def both_passes(ring: Ring, schedule: str = "auto") -> None:
+    """One small call, forward and backward."""
+    forward(ring, schedule).sum().backward()
+
+
+def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
+    """One small call, ready for its backward."""
+    seq = ring.sequence(TOKENS, layout="zigzag")
+    q, k, v = (torch.ones(1, seq.counts[ring.rank], heads, 8).requires_grad_() for heads in (4, 4, 4))
+    return ring.attention(q, k, v, seq, causal=True, schedule=schedule)
+
+
+def lane(spans: tuple[Span, ...], name: str) -> list[Span]:
+    """The spans of one lane, in order."""
+    return sorted((span for span in spans if span.lane == name), key=lambda span: span.start_us)
+
+
+# --- what is hidden, from spans alone --------------------------------------------------------------------------------
+
+
+def test_exposed_is_what_no_work_covers() -> None:
+    spans = [
+        Span("step 0 exchange", COMM, 10, 30, 64), Span("step 1 exchange", COMM, 30, 50), Span("a", COMPUTE, 0, 12),
+        Span("b", COMPUTE, 20, 25), Span("c", COMPUTE, 24, 35), Span("d", COMPUTE, 60, 70),
+    ]  # fmt: skip
+    assert under_way(spans) == [(10, 50)]
+    assert exposed(spans) == [(12, 20), (35, 50)]
+    assert overlap(total_us(under_way(spans)), total_us(exposed(spans))) == pytest.approx(1 - 23 / 40)
+    assert overlap(0.0, 0.0) == 1.0
+
+
+bounds = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
+
+
+@given(st.lists(st.tuples(st.sampled_from([COMM, COMPUTE]), bounds), max_size=8))
+def test_exposed_agrees_with_counting_microseconds(drawn: list[tuple[str, list[int]]]) -> None:
+    spans = [Span("x", lane, *pair) for lane, pair in drawn]
+    busy, sending = (
+        {us for span in spans if span.lane == lane for us in range(int(span.start_us), int(span.end_us))}
+        for lane in (COMPUTE, COMM)
+    )
+    found = exposed(spans)
+    assert {us for start, end in found for us in range(int(start), int(end))} == sending - busy
+    assert total_us(found) == len(sending - busy) and total_us(under_way(spans)) == len(sending)
+
+
+# --- a pass ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", list(ROUTES))
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
+    def body(ring: Ring) -> tuple[Recording, dict[str, int], list[Any]]:
+        both_passes(ring, schedule)
+        ring.reset_counters()
+        with ring.recording() as recording:
+            both_passes(ring, schedule)
+        return recording, ring.counters(), [executor.plan for executor in ring._executors.values()]
+
+    for rank, (recording, counters, plans) in enumerate(run_ranks(ranks, body)):
+        assert (recording.rank, recording.world_size) == (rank, ranks)
+        assert [one.name for one in recording.passes] == ["forward", "backward"]
+        assert recording.bytes_sent == counters["bytes_sent"] and recording.messages == counters["messages"]
+        for one, plan in zip(recording.passes, plans, strict=True):
+            assert all(0 <= span.start_us <= span.end_us <= one.end_us - one.start_us for span in one.spans)
+            compute, comm = lane(one.spans, COMPUTE), lane(one.spans, COMM)
+            assert len(compute) + len(comm) == len(one.spans)
+            for before, after in pairwise(compute):
+                assert before.end_us <= after.start_us
+            travelling = [step for step in plan.steps if step.sends or step.recvs]
+            assert [span.name for span in comm] == [f"step {step.number} exchange" for step in travelling]
+            working = [f"step {step.number}" for step in plan.steps if step.work]
+            named = [span.name.rpartition(" ") for span in compute]
+            assert [step for step, _, what in named if what in ("attend", "merge")] == working
+            assert sum(link.sends for link in one.links) == plan.messages
+        first, second = recording.passes
+        assert 0 <= first.start_us < first.end_us <= second.start_us
+        assert recording.arrivals_known and 0 <= recording.exposed_us <= recording.comm_us
+        assert 0.0 <= recording.overlap <= 1.0
+
+
+def test_alone_nothing_is_exposed() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        both_passes(ring)
+    assert recording.passes and recording.arrivals_known
+    assert (recording.exposed_us, recording.comm_us, recording.overlap) == (0.0, 0.0, 1.0)
+
+
+def test_spans_of_several_passes_count_from_the_first() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        for _ in range(3):
+            both_passes(ring)
+        early = len(recording.passes)
+        both_passes(ring)
+    assert early == 6 and len(recording.passes) == 8
+    first, *_, last = recording.passes
+    assert recording.spans[0] == first.spans[0]
+    assert recording.spans[-1].end_us == pytest.approx(last.spans[-1].end_us + last.start_us - first.start_us)
+
+
+def test_projecting_queries_while_keys_travel_is_work() -> None:
+    def body(ring: Ring) -> Recording:
+        seq = ring.sequence(TOKENS)
+        x, weight = torch.ones(1, seq.counts[ring.rank], 16), torch.ones(3 * 2 * 8, 16)
+        with ring.recording() as recording:
+            projected_attention(x, weight, None, seq, Heads(2, 2, 8))
+        return recording
+
+    for recording in run_ranks(2, body):
+        spans = recording.passes[0].spans
+        before, behind = (span for span in spans if span.name == "step 0 project")
+        (exchange,) = lane(spans, COMM)
+        assert before.end_us <= exchange.start_us <= behind.start_us
+        assert [span.name for span in spans].count("step 0 attend") == 1
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+class Hours(threading.local):
+    """The time of a rank, which passes only where it is told to; in seconds."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Slow:
+    """A local transport whose exchanges take `delay_s`, told of the time it holds the rank."""
+
+    def __init__(self, inner: Any, hours: Hours, delay_s: float, tells: bool) -> None:
+        self.inner, self.hours, self.delay_s, self.tells = inner, hours, delay_s, tells
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def bind(self, sends: Any, recvs: Any) -> Any:
+        return SlowHop(self, self.inner.bind(sends, recvs))
+
+
+class SlowHop:
+    """Its ticket, too: one exchange at a time."""
+
+    def __init__(self, transport: Slow, hop: Any) -> None:
+        self.transport, self.hop, self.arrived_s = transport, hop, None
+
+    def start(self) -> SlowHop:
+        self.arrives_s = self.transport.hours.now_s + self.transport.delay_s
+        self.ticket = self.hop.start()
+        return self
+
+    def wait(self) -> None:
+        self.ticket.wait()
+        self.transport.hours.now_s = max(self.transport.hours.now_s, self.arrives_s)
+        self.arrived_s = self.arrives_s if self.transport.tells else None
+
+
+class SlowEngine:
+    """The plain engine; each step of attention takes `work_s`."""
+
+    name = "slow"
+
+    def __init__(self, hours: Hours, work_s: float) -> None:
+        self.inner, self.hours, self.work_s = PlainEngine(), hours, work_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def attend(self, *arguments: Any) -> None:
+        self.hours.now_s += self.work_s
+        self.inner.attend(*arguments)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize(
+    ("delay_s", "work_s", "comm_s", "bound_s", "exposed_s"),
+    [  # forward on two ranks: one exchange while the first of two steps of work runs
+        (0.080, 0.0, 0.080, 0.080, 0.080),
+        (0.100, 0.030, 0.100, 0.100, 0.070),
+        (0.030, 0.030, 0.030, 0.030, 0.0),
+        (0.020, 0.080, 0.020, 0.080, 0.0),  # when it arrived meanwhile must be told; else the wait bounds it
+    ],
+)
+def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
+    monkeypatch: pytest.MonkeyPatch,
+    delay_s: float, work_s: float, comm_s: float, bound_s: float, exposed_s: float, tells: bool,
+) -> None:  # fmt: skip
+    hours = Hours()
+    monkeypatch.setattr(marks, "time", hours)
+
+    def body(transport: Any) -> Recording:
+        slow = Slow(transport, hours, delay_s, tells)
+        with Ring(transport=slow, engine=SlowEngine(hours, work_s)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
+            forward(ring)
+        return recording
+
+    for recording in on_threads(2, body):
+        assert recording.arrivals_known == tells
+        comm_us = 1e6 * (comm_s if tells else bound_s)
+        assert recording.comm_us == pytest.approx(comm_us)
+        assert recording.exposed_us == pytest.approx(1e6 * exposed_s, abs=1e-6)
+        assert recording.overlap == pytest.approx(1 - 1e6 * exposed_s / comm_us)
+
+
+def test_on_the_host_a_wait_lasts_as_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, waited = LocalTicket.wait, threading.local()
+
+    def slow_wait(ticket: LocalTicket) -> None:
+        began_s = time.perf_counter()
+        time.sleep(0.03)
+        wait(ticket)
+        ticket.arrived_s = None  # as from a transport that cannot tell
+        waited.us = 1e6 * (time.perf_counter() - began_s)
+
+    def body(ring: Ring) -> tuple[Recording, float]:
+        with ring.recording() as recording:
+            forward(ring)
+        return recording, waited.us
+
+    monkeypatch.setattr(LocalTicket, "wait", slow_wait)
+    for recording, waited_us in run_ranks(2, body):
+        (one,) = recording.passes
+        assert 30_000 <= waited_us <= one.exposed_us <= one.end_us - one.start_us
+
+
+# --- off, nested, broken ---------------------------------------------------------------------------------------------
+
+
+def test_off_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(PassProfiler, "__init__", lambda self, *args: made.append(args))
+    kept: list[Ring] = []
+
+    def body(ring: Ring) -> None:
+        both_passes(ring)
+        kept.append(ring)
+        assert all(executor._watch is None for executor in ring._executors.values())
+
+    run_ranks(2, body)
+    assert made == [] and [ring._recording for ring in kept] == [None, None]
+
+
+def test_after_a_recording_nothing_more_is_recorded() -> None:
+    with Ring() as ring:
+        with ring.recording() as recording:
+            both_passes(ring)
+        assert all(executor._watch is None for executor in ring._executors.values())
+        both_passes(ring)
+        assert len(recording.passes) == 2 and ring._recording is None
+
+
+def test_an_exception_inside_leaves_the_ring_usable() -> None:
+    def interrupted(ring: Ring) -> None:
+        with ring.recording() as recording:
+            recordings.append(recording)
+            both_passes(ring)
+            raise ZeroDivisionError
+
+    recordings: list[Recording] = []
+    with Ring() as ring:
+        with pytest.raises(ZeroDivisionError):
+            interrupted(ring)
+        (recording,) = recordings
+        assert len(recording.passes) == 2
+        with ring.recording() as again:
+            both_passes(ring)
+        assert len(again.passes) == 2 and len(recording.passes) == 2
+
+
+def test_recordings_do_not_nest() -> None:
+    with Ring() as ring, ring.recording() as recording:
+        with pytest.raises(InputError, match="do not nest"), ring.recording():
+            pass
+        both_passes(ring)
+        assert len(recording.passes) == 2
+
+
+def test_a_pass_that_fails_is_left_out() -> None:
+    class Broken(SlowEngine):
+        def attend(self, *arguments: Any) -> None:
+            raise ZeroDivisionError
+
+    with Ring(engine=Broken(Hours(), 0.0)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            forward(ring)
+        assert recording.passes == () and recording.overlap == 1.0
+
+
+def test_backward_on_another_thread_is_recorded() -> None:
+    def body(ring: Ring) -> Recording:
+        with ring.recording() as recording:
+            out = forward(ring)
+            backward = threading.Thread(target=out.sum().backward)
+            backward.start()
+            backward.join()
+        return recording
+
+    for recording in run_ranks(2, body):
+        assert [one.name for one in recording.passes] == ["forward", "backward"]

@@ -1,0 +1,187 @@
+"""What an attention pass takes, predicted from plans before it runs and measured while it runs.
+
+The truth about a kernel's own buffers is torch's profiler, which hears of every allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ringattn.bench import attention_memory
+from ringattn.bench.attention_memory import Drawn, drawn, greatest_deviation, on_rank
+from ringattn.bench.attention_scratch import attention_scratch_bytes
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.engine.aten import AtenEngine
+from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
+from ringattn.engine.plain import PlainEngine
+from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.strips import kernel_bytes
+from ringattn.observe.storages import StorageMeter
+from ringattn.testing import run_ranks
+from tests.covering import thinned_by
+
+SEED, COUNT, WITHIN = 6, 20, 0.02
+LARGE = Drawn(2, 1200, 1, 4, 2, 64, 64, "float32", "causal", "zigzag", "ring", "aten")
+
+
+def allocated(fn: Callable[[], Any]) -> int:
+    """The most bytes that torch's CPU allocator has given out at once while `fn` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        kept = fn()
+    events = sorted((e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=_when)
+    del kept
+    live = most = 0
+    for event in events:
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def _when(event: Any) -> int:
+    return int(event.start_ns())
+
+
+def bytes_on_ranks(one: Drawn) -> list[dict[str, int]]:
+    return run_ranks(one.ranks, lambda ring: on_rank(ring, **asdict(one)))
+
+
+# --- the pass --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "one",
+    thinned_by(lambda one: (one.ranks, one.mask, one.schedule, one.engine, one.dtype), drawn(COUNT, SEED)),
+    ids=lambda one: f"{one.ranks} ranks {one}",
+)
+def test_predicted_and_measured_peaks_agree(one: Drawn) -> None:
+    found = bytes_on_ranks(one)
+    assert greatest_deviation(found) <= WITHIN
+    for rank in found:
+        assert rank["forward_high_water_bytes"] == rank["forward_slots_bytes"]
+        assert rank["high_water_bytes"] == rank["slots_bytes"]
+
+
+def test_the_fused_engine_is_predicted_to_the_byte() -> None:
+    assert greatest_deviation(bytes_on_ranks(LARGE)) == 0.0
+
+
+@pytest.mark.parametrize("engine", ["aten", "plain"])
+def test_queries_that_came_are_counted(engine: str) -> None:
+    one = replace(LARGE, ranks=4, length_tokens=4096, mask="dilated", layout="contiguous", schedule="all_to_all",
+                  engine=engine)  # fmt: skip
+    assert greatest_deviation(bytes_on_ranks(one)) <= WITHIN
+
+
+@pytest.mark.slow
+def test_the_bench_prints_a_row_for_each_configuration(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(attention_memory, "drawn", lambda count, seed: [replace(LARGE, ranks=1)] * count)
+    data = attention_memory.main(["configurations=1", f"results={tmp_path}"])
+    (record,) = data["configurations"]
+    assert all(rank["resident_growth_bytes"] > 0 for rank in record["ranks"])
+    for shown in ((tmp_path / "attention_memory.md").read_text(), capsys.readouterr().out):
+        assert record["name"] in shown
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [  # query rows, key rows, batch, query heads, K/V heads, dims
+    (300, 300, 1, 4, 2, 64, 64), (300, 300, 2, 4, 4, 32, 64), (900, 200, 2, 2, 1, 64, 64), (100, 900, 1, 2, 1, 64, 32),
+    (30, 20, 2, 4, 4, 8, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-(1 << 60), 0), Band(0, 90)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "scale"),
+    [(AtenEngine(torch.device("cpu")), 0.1), (AtenEngine(torch.device("cpu")), -0.1), (PlainEngine(), 0.1)],
+    ids=["aten", "aten-negative-scale", "plain"],
+)
+def test_workspace_is_what_the_allocator_gave(
+    engine: Engine, scale: float, shape: tuple[int, ...], band: Band, dtype: torch.dtype
+) -> None:
+    """To the byte, but for the two 0-dimensional tensors of torch.where."""
+    n, m, batch, heads, kv_heads, dim, value_dim = shape
+
+    def normal(rows: int, count: int, width: int) -> torch.Tensor:
+        return torch.randn(batch, rows, count, width).to(dtype).transpose(0, 1)
+
+    q, kv = normal(n, heads, dim), KV(normal(m, kv_heads, dim), normal(m, kv_heads, value_dim))
+    tile = Tile(Strip(Run(0, n), Run(0, n)), Strip(Run(0, m), Run(0, m)), band, Run(0, heads))
+    (work,) = engine.prepare([[tile]], Softmax(scale, heads // kv_heads), n, heads)
+    state, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
+    there = allocated(lambda: engine.attend(q, kv, state, work))
+    assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there
+    dout, out = normal(n, heads, value_dim), state.out.finalized(dtype)
+    seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+    dq, into = engine.begin_grad([work], q, value_dim), KV(*(x.to(accumulator_dtype(dtype)).clone() for x in kv[:2]))
+    back = allocated(lambda: engine.attend_grad(q, kv, seed, dq, into, work))
+    assert back - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= back
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many intra-op threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(1000, 700), (200, 64), (31, 700), (1, 1)])
+def test_scratch_of_the_cpu_kernel(n: int, m: int, backward: bool, threads: None) -> None:
+    heads, dim, aten = 2, 16, torch.ops.aten
+    q, k = torch.randn(1, n, heads, dim).transpose(1, 2), torch.randn(1, m, heads, dim).transpose(1, 2)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
+    given = (out.numel() if not backward else 2 * k.numel() + q.numel()) * 4 + (0 if backward else lse.numel() * 4)
+
+    def call() -> Any:
+        if not backward:
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(out, q, k, k, out, lse, 0.0, False)
+
+    assert allocated(call) == given + kernel_bytes(n, m, dim, 4, backward)
+
+
+# --- the meter -------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_counts_once_while_it_lives() -> None:
+    before = torch.zeros(100)
+    with StorageMeter() as meter:
+        assert before.view(10, 10).sum(0).shape == (10,)
+        assert meter.live_bytes == 0 and meter.peak_bytes == 40  # a view of what was there, and its short-lived sums
+        one = torch.zeros(1000)
+        views = [one[:10], one.view(10, 100).t()]
+        assert meter.live_bytes == 4000
+        del one
+        assert meter.live_bytes == 4000
+        views.clear()
+        assert meter.live_bytes == 0 and meter.peak_bytes == 4000
+        two = torch.ones(10)
+        meter.restart()
+        assert meter.peak_bytes == meter.live_bytes == 40
+        two.add_(1)
+    assert meter.peak_bytes == 40
+
+
+def test_the_meter_sees_a_backward_pass_and_scratch() -> None:
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with StorageMeter(attention_scratch_bytes) as meter:
+        out, lse = attend(q, q, q)
+        made = (out.numel() + lse.numel()) * 4
+        assert meter.peak_bytes == made + kernel_bytes(64, 64, 16, 4, backward=False)
+        meter.restart()
+        out.backward(torch.ones(1, 2, 64, 16))  # laid out otherwise than the kernel wants it, which copies it
+    grads = 3 * q.numel() * 4
+    assert meter.peak_bytes == made + 2 * q.numel() * 4 + grads + kernel_bytes(64, 64, 16, 4, backward=True)

@@ -1,0 +1,120 @@
+"""Clusters: what constants may be, presets with their sources, and files that are read or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn.cli import main
+from ringattn.errors import InputError
+from ringattn.launch.capacity.hardware import PRESETS
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, UNITS, Cluster, cluster_named
+
+GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "latency_s": 0, "cores": None}
+
+
+def written(folder: Path, constants: Any) -> str:
+    """A file as `ringattn calibrate` writes it."""
+    file = folder / "mine.json"
+    file.write_text(json.dumps({"constants": constants, "date": "2026-11-21"}))
+    return str(file)
+
+
+def test_presets_say_where_they_come_from() -> None:
+    assert {"reference", "a100", "h100", "h200", "b200", "rtx4090", "cpu"} == set(CLUSTERS)
+    for name, cluster in CLUSTERS.items():
+        assert cluster_named(name) is cluster
+        assert cluster.source and not cluster.calibrated  # a preset was not measured on the machine at hand
+        assert re.search(r"\((published|derived|measured)", cluster.name), "a prediction shows what it rests on"
+    assert len({cluster.name for cluster in CLUSTERS.values()}) == len(CLUSTERS)
+
+
+@pytest.mark.parametrize(("name", "hardware"), [("a100", "a100-80"), ("h100", "h100"), ("h200", "h200"),
+                                                ("b200", "b200"), ("rtx4090", "rtx4090")])  # fmt: skip
+def test_no_preset_is_above_the_makers_peaks(name: str, hardware: str) -> None:
+    cluster, peak = CLUSTERS[name], PRESETS[hardware]
+    assert cluster.flops < peak.flops and cluster.backward_flops is not None and cluster.backward_flops < cluster.flops
+    assert cluster.bandwidth <= peak.link_bytes_s
+    assert cluster.node_bandwidth is not None and cluster.node_bandwidth < cluster.bandwidth
+
+
+def test_every_number_has_a_unit() -> None:
+    numbers = {field.name for field in fields(Cluster)} - {"name", "source", "calibrated"}
+    assert set(UNITS) == numbers
+    assert [field.name for field in fields(Cluster)][:4] == ["name", "flops", "bandwidth", "latency_s"]
+
+
+@pytest.mark.parametrize("key", list(UNITS))
+def test_impossible_constants_are_refused(key: str) -> None:
+    facts = asdict(REFERENCE)
+    for value in (-1, float("nan")):
+        with pytest.raises(InputError, match=f"{key}="):
+            Cluster(**{**facts, key: value})
+    if key in ("flops", "bandwidth", "cores", "copy_bytes_s"):
+        with pytest.raises(InputError, match="more than 0"):
+            Cluster(**{**facts, key: 0})
+
+
+def test_machines_and_links() -> None:
+    cluster = Cluster("two a machine", 1, 100, 1, ranks_per_node=2, node_bandwidth=10)
+    assert [cluster.node_of(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
+    assert not cluster.crosses(0, 1) and cluster.crosses(1, 2)
+    assert cluster.link(False) == (1, 100) and cluster.link(True) == (1, 10)
+    assert not REFERENCE.crosses(0, 999) and REFERENCE.link(True) == REFERENCE.link(False)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    assert cluster_named(written(tmp_path, GOOD)) == Cluster("mine", 1e12, 1e9, 0)
+    everything = asdict(Cluster("all", 1e12, 1e9, 1e-6, cores=2, calibrated=True, block_keys=512))
+    assert asdict(cluster_named(written(tmp_path, everything))) == everything
+    bare = tmp_path / "no_suffix"
+    bare.write_text(json.dumps({"constants": GOOD}))
+    assert cluster_named(str(bare)).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("constants", "complaint"),
+    [
+        ({**GOOD, "flop": 1}, "flop is not a constant"),
+        ({**GOOD, "flops": "fast"}, "flops='fast' should be float"),
+        ({**GOOD, "cores": 1.5}, "cores=1.5 should be int"),
+        ({**GOOD, "flops": None}, "flops=None should be float"),
+        ({**GOOD, "flops": True}, "flops=True should be float"),
+        ({**GOOD, "calibrated": 1}, "calibrated=1 should be bool"),
+        ({**GOOD, "flops": 0}, "flops=0: must be more than 0"),
+        ({key: value for key, value in GOOD.items() if key != "bandwidth"}, "bandwidth is missing"),
+        ([1, 2], "has no constants"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, constants: Any, complaint: str) -> None:
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        cluster_named(written(tmp_path, constants))
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cluster=h10: did you mean h100\?"):
+        cluster_named("h10")
+    with pytest.raises(InputError, match=r"No such file.*ringattn calibrate out="):
+        cluster_named(str(tmp_path / "absent.json"))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        cluster_named(str(broken))
+
+
+def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["ranks=2", "length_tokens=4096"]
+    shown = {}
+    for name in ("h100", "a100", written(tmp_path, {**GOOD, "source": "a stopwatch"})):
+        assert main(["explain", *sizes, f"cluster='{name}'"]) == 0
+        shown[name] = capsys.readouterr().out
+        cluster = cluster_named(name)
+        assert f"us on {cluster.name}" in shown[name] and f"rests on {cluster.source}" in shown[name]
+    assert len({re.search(r"predicted (\d+) us", text)[1] for text in shown.values()}) == 3  # type: ignore[index]
+    assert main(["explain", *sizes, "cluster=h20"]) == 2
+    assert "did you mean h200?" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Plans of lengths that no memory holds: size follows pieces, not tokens; too many pieces are refused with the count.
+
+Not covered: what plans say (see test_ring_account, test_schedule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringattn.cli import main
+from ringattn.core.dilation import Dilated
+from ringattn.core.geometry import MOST_TOKENS
+from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.mask import Mask
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import cut, edges_of, spanned, tiles_of
+from ringattn.errors import InputError
+from ringattn.launch.config import load
+from ringattn.launch.pictures.show import ExplainConfig, explanation_of
+from ringattn.observe.process_memory import reset_peak, status_bytes
+from ringattn.planner import extent
+from ringattn.planner.extent import excess
+from ringattn.schedule.routes import ROUTES
+
+TRILLION = 10**12
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """Each test takes less than a byte for each thousandth of a trillion tokens on eight ranks."""
+    reset_peak()
+    before = status_bytes("VmRSS")
+    yield
+    assert status_bytes("VmHWM") - before < TRILLION // 1000 // 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "bounds", "segment"),
+    list(product(LAYOUTS, ((0, 61), (0, 0, 7, 30, 30, 61)), (None, 4, 7, 100))),
+)
+def test_pieces_are_counted_without_making_them(layout: str, bounds: tuple[int, ...], segment: int | None) -> None:
+    laid = make_layout(layout, 61, 3, bounds)
+    edges = edges_of(bounds, segment)
+    of_rows = [np.searchsorted(edges, run.members(), "right") for shard in laid.shards for run in shard]
+    assert spanned(laid, bounds, segment) == sum(int(of[-1] - of[0]) + 1 for of in of_rows)
+    assert spanned(laid, bounds, segment) >= len(cut(laid, bounds, segment).rank)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds, heads = (0, 20, 61), 4
+    laid = make_layout(layout, 61, 3, bounds)
+    full: Mask = Dilated((16, 61), (1, 2), causal).mask(61, 61, bounds, bounds, heads, 2)
+    problem = Problem(laid, laid, full, 1, heads, 2, 8, 8, "float32")
+    made = sum(len(table) for rank in range(3) for table in tiles_of(problem, rank).values())
+    monkeypatch.setattr(extent, "MOST_TILES", made - 1)
+    assert excess(problem) and excess(problem, by_head=True)
+    monkeypatch.setattr(extent, "MOST_TILES", made)
+    assert causal == bool(excess(problem))  # the count is exact where no band hides any
+    assert excess(problem, by_head=True)
+
+
+WORDS = {
+    "zigzag": [],
+    "window": ["left=4096"],
+    "striped documents": ["layout=striped", "cu_seqlens=[0,300000000000,300000000007,1000000000000]"],
+    "documents": ["cu_seqlens=[0,300000000000,300000000007,1000000000000]"],
+    "full": ["layout=contiguous", "causal=false"],
+    "dilated": ["segment_lengths=[1000000000000]", "dilation_rates=[1000000]", "heads=2"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_trillion_tokens_are_explained(name: str) -> None:
+    length = [] if "documents" in name else [f"length_tokens={TRILLION}"]
+    told = explanation_of(load(["ranks=8", *length, *WORDS[name]], ExplainConfig))
+    assert sum(told.problem.q_layout.counts) == TRILLION and len(told.plans) == 2
+    assert f"{TRILLION} tokens on 8 ranks" in str(told)
+    if name in ("zigzag", "striped documents"):
+        pairs = [TRILLION] if name == "zigzag" else [300_000_000_000, 7, 699_999_999_993]
+        assert sum(told.pairs) == 8 * sum(n * (n + 1) // 2 for n in pairs)
+
+
+@pytest.mark.parametrize("schedule", ROUTES)
+def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
+    told = explanation_of(load(["ranks=4", f"length_tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
+    small = explanation_of(load(["ranks=4", "length_tokens=4000", f"schedule={schedule}"], ExplainConfig))
+    assert told.messages == small.messages and len(told.forward.steps) == len(small.forward.steps)
+    pairs = zip(told.bytes_sent, small.bytes_sent, strict=True)
+    # Rows that travel follow the length; half a row more or less at the ends of chunks does not.
+    assert all(abs(one / two / (TRILLION / 4000) - 1) < 1e-9 for one, two in pairs)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"length_tokens={TRILLION}", "segment_lengths=[2048,8192]", "dilation_rates=[1,4]"],
+         r"9 branches cut the contiguous layout of 1000000000000 tokens on 8 ranks into 1464843816 pieces, and 262144 "
+         "can be planned"),
+        (["length_tokens=8000000000", "segment_lengths=[2048]", "dilation_rates=[1000000]"], "31250048 pieces"),
+        (["length_tokens=1000000", "segment_lengths=[100]", "dilation_rates=[1]", "layout=striped"],
+         r"meet in 640000 tiles and 262144 can be planned; plan a sequence whose length"),
+        (["schedule=all_to_all", "heads=4096", "kv_heads=4096"], "meet in 1048576 tiles, one for each head,"),
+        ([f"length_tokens={MOST_TOKENS + 1}"], r"a sequence has at most 1125899906842624 \(2\^50\)"),
+        (["ranks=1025"], "ranks=1025: must be at most 1024"),
+    ],
+)  # fmt: skip
+def test_what_is_too_large_is_refused_with_the_count(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError("nothing is made")
+
+    monkeypatch.setattr("ringattn.explain.choose_route", made)
+    with pytest.raises(InputError, match=said):
+        explanation_of(load([*(["ranks=8"] if "ranks" not in words[0] else []), *words], ExplainConfig))
+
+
+def test_plan_of_a_trillion_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"length_tokens={TRILLION}", "ring=64", "batch=1000000000000"]) == 1
+    assert "15,625,000,000 tokens a rank" in capsys.readouterr().out
+
+
+def test_rows_picture_in_bins() -> None:
+    from ringattn.launch.pictures.rows import branches_of, rows_of
+
+    laid = make_layout("striped", 61, 3)
+    problem = Problem(laid, laid, Dilated((30, 61), (1, 9)).mask(61, 61, None, None, 2, 2), 1, 2, 2, 8, 8, "float32")
+    for branch, rank, width in product(branches_of(problem, 1), range(3), (1, 2, 4, 11, 26, 100)):
+        fine, coarse = rows_of(problem, branch, rank), rows_of(problem, branch, rank, width)
+        for line, bins in zip(fine, coarse, strict=True):
+            padded = np.pad(line, (0, -len(line) % width)).reshape(-1, width).max(1)
+            assert np.array_equal(bins, padded)
+
+
+def test_the_rows_picture_of_a_trillion_tokens() -> None:
+    from ringattn.launch.pictures.rows import COLUMNS, rows_of
+
+    laid = make_layout("contiguous", TRILLION, 4)
+    mask = Dilated((TRILLION,), (4,)).mask(TRILLION, TRILLION, None, None, 1, 1)
+    problem = Problem(laid, laid, mask, 1, 1, 1, 8, 8, "float32")
+    read, sent = rows_of(problem, mask.branches[0], 1, -(-TRILLION // COLUMNS))
+    assert read.tolist() == [owner + 1 for owner in range(4) for _ in range(COLUMNS // 4)]
+    assert np.flatnonzero(sent).tolist() == list(range(COLUMNS // 4, COLUMNS // 2))

@@ -1,0 +1,257 @@
+"""The simulator against times worked out by hand, and against what must hold whatever the plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.core.geometry import CAUSAL, FULL, Band, Run
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.core.span import COMM, COMPUTE
+from ringattn.errors import InputError
+from ringattn.planner.choose import plan_of
+from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.plan import Add, AttendOp, AttendReceivedOp, Plan
+from ringattn.planner.simulate import Timeline, simulate
+from ringattn.planner.work import BACKWARD_OVER_FORWARD, attention_s, computed_pairs, packing_s, step_s
+from ringattn.schedule.routes import ROUTES
+from tests.strategies import Case, covering
+
+ROWS, DIM = 16, 64
+PAIR_FLOPS = 4 * DIM
+BLOCK_PAIRS = ROWS * ROWS
+SHARD_BYTES = ROWS * 2 * DIM * 4
+
+
+def problem_of(ranks: int, causal: bool = False, tokens: int = 0, layout: str = "contiguous") -> Problem:
+    """One float32 head of 64 on 16 rows a rank."""
+    tokens = tokens or ROWS * ranks
+    rows = make_layout(layout, tokens, ranks)
+    mask = Banded(causal).mask(tokens, tokens, None, None, 1, 1)
+    return Problem(rows, rows, mask, 1, 1, 1, DIM, DIM, "float32")
+
+
+def plans_of(problem: Problem, route: str = "ring", backward: bool = False) -> tuple[Plan, ...]:
+    """The plans of all ranks."""
+    return tuple(plan_of(problem, ROUTES[route], rank, backward) for rank in range(problem.world_size))
+
+
+def block_us(cluster: Cluster) -> float:
+    """Of one shard's queries with one shard's keys, all pairs."""
+    return BLOCK_PAIRS * PAIR_FLOPS / cluster.flops * 1e6
+
+
+def shard_us(cluster: Cluster) -> float:
+    """Of one shard's K and V under way."""
+    return (cluster.latency_s + SHARD_BYTES / cluster.bandwidth) * 1e6
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+SLOW_LINK = Cluster("a link as slow as work", 65.536e6, 8.192e6, 200e-6)
+"""A full block takes 1000 us, a message 200 + 1000 us."""
+
+
+def test_two_ranks_by_hand() -> None:
+    # Step 0: both attend their own block, 1000 us, while messages take 1200. Step 1: 1000 us more.
+    time = simulate(plans_of(problem_of(2)), SLOW_LINK)
+    assert (block_us(SLOW_LINK), shard_us(SLOW_LINK)) == pytest.approx((1000, 1200))
+    assert time.total_us == pytest.approx(2200)
+    assert time.busy_us == pytest.approx((2000, 2000)) and time.waiting_us == pytest.approx((200, 200))
+    assert time.exposed_us == pytest.approx((200, 200))
+    for spans in time.spans:
+        assert [(span.name, span.lane) for span in spans] == [
+            ("step 0 attend", COMPUTE), ("step 0 exchange", COMM), ("step 1 attend", COMPUTE)
+        ]  # fmt: skip
+        assert [edge for span in spans for edge in span[2:]] == pytest.approx(
+            [0, 1000, 0, 0, 1200, SHARD_BYTES, 1200, 2200, 0]
+        )
+
+
+def test_three_ranks_by_hand() -> None:
+    # Causal and contiguous, by all-gather: rank 0 sends to both, rank 1 to rank 2; nothing else is needed.
+    # Own blocks: 136 of 256 pairs, 531.25 us. Rank 0's link carries two shards, and so does rank 2's: 200 + 2000 us.
+    # Rank 0 has then no more to do; rank 1 attends one block of 1000 us, rank 2 two.
+    time = simulate(plans_of(problem_of(3, causal=True), "all_gather"), SLOW_LINK)
+    assert time.total_us == pytest.approx(2200 + 2000)
+    assert time.busy_us == pytest.approx((531.25, 1531.25, 2531.25))
+    assert time.exposed_us == pytest.approx((1668.75, 1668.75, 1668.75))
+    assert time.waiting_us == pytest.approx((3668.75, 2668.75, 1668.75))
+
+
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (0, 1)])
+def test_both_ends_of_a_link_are_shared_by_hand(src: int, dst: int) -> None:
+    # As above without one message: what is left are two that leave rank 0, or two that come to rank 2.
+    plans = list(plans_of(problem_of(3, causal=True), "all_gather"))
+    for rank in (src, dst):
+        first, *rest = plans[rank].steps
+        sends = tuple(send for send in first.sends if (rank, send.peer) != (src, dst))
+        recvs = tuple(recv for recv in first.recvs if (recv.peer, rank) != (src, dst))
+        plans[rank] = replace(plans[rank], steps=(first._replace(sends=sends, recvs=recvs), *rest))
+    exchanges = [
+        span.end_us for spans in simulate(tuple(plans), SLOW_LINK).spans for span in spans if span.lane == COMM
+    ]
+    assert exchanges == pytest.approx([2200] * 3)
+
+
+def test_ranks_share_processors_by_hand() -> None:
+    # Causal and contiguous, two ranks on one processor, messages for nothing: own blocks take 531.25 us each and, at
+    # half speed, both end at 1062.5; then rank 1 works alone for 1000 us.
+    one = replace(SLOW_LINK, bandwidth=1e30, latency_s=0.0, cores=1)
+    time = simulate(plans_of(problem_of(2, causal=True)), one)
+    assert time.total_us == pytest.approx(2062.5)
+    assert time.busy_us == pytest.approx((1062.5, 2062.5)) and time.exposed_us == pytest.approx((0, 0), abs=1e-6)
+    # Two processors are enough, and so is one on each of two machines.
+    for enough in (replace(one, cores=2), replace(one, ranks_per_node=1)):
+        assert simulate(plans_of(problem_of(2, causal=True)), enough).total_us == pytest.approx(1531.25)
+
+
+def test_carrying_messages_takes_processors_by_hand() -> None:
+    # Two ranks on two processors; each transport wants half of one: 3 wanted, 2 there, so all run at 2/3.
+    # Step 0 ends its work at 1500 us (1000 of work); the messages have 200 left, alone: full speed. Then 1000 us.
+    time = simulate(plans_of(problem_of(2)), replace(SLOW_LINK, cores=2, wire_cores=0.5))
+    assert time.total_us == pytest.approx(1500 + 200 + 1000)
+
+
+def test_links_between_machines_by_hand() -> None:
+    # Two machines of two ranks each: the ring crosses between 1 and 2, and between 3 and 0.
+    # Work is for nothing; each of 3 hops waits for the slowest link of the ring.
+    free = Cluster("free work", 1e30, 1e30, 1e-6, ranks_per_node=2, node_bandwidth=8.192e6, node_latency_s=100e-6)
+    assert simulate(plans_of(problem_of(4)), free).total_us == pytest.approx(3 * 1100)
+    assert simulate(plans_of(problem_of(4)), replace(free, ranks_per_node=4)).total_us == pytest.approx(3)
+
+
+def test_packing_and_pass_precede_messages_by_hand() -> None:
+    # 100 us of the pass; own K and V are read and written before they leave, then the message; no work.
+    cluster = Cluster("copies", 1e30, 8.192e6, 0.0, copy_bytes_s=2 * 8.192e6, pass_s=100e-6)
+    time = simulate(plans_of(problem_of(2)), cluster)
+    first, packed, *_ = time.spans[0]
+    assert first[:4] == ("begin", COMPUTE, 0, pytest.approx(100))
+    assert packed[:4] == ("step 0 pack", COMPUTE, pytest.approx(100), pytest.approx(1100))
+    exchange = next(span for span in time.spans[0] if span.lane == COMM)
+    assert exchange.start_us == pytest.approx(1100) and exchange.end_us == pytest.approx(2100)
+
+
+def test_calls_and_tiles_and_sums_by_hand() -> None:
+    # One call of one tile: 16 rows of out, read twice and written once, 4 bytes a number.
+    plan, cluster = plans_of(problem_of(1))[0], Cluster("calls", 1e30, 1, 0, call_s=1e-3, tile_s=1e-4, copy_bytes_s=1e6)
+    assert step_s(plan, plan.steps[0], cluster) == pytest.approx(1e-3 + 1e-4 + 3 * ROWS * DIM * 4 / 1e6)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_a_causal_square_costs_whole_blocks() -> None:
+    square, two = Run(0, 512), Run(0, 1024)
+    causal = Band(0, 2000)
+    assert computed_pairs(square, square, causal, 0) == 512 * 513 / 2
+    assert computed_pairs(square, square, causal, 512) == 512 * 512
+    assert computed_pairs(square, square, causal, 4096) == 512 * 512
+    # Two blocks of keys: rows of the first half compute one, the others two; half a row's edge is rounded.
+    assert computed_pairs(two, two, causal, 512) == pytest.approx((512 + 1024) * 512, rel=1e-3)
+
+
+def test_a_window_has_two_edges_and_full_tiles_none() -> None:
+    q, k = Run(1000, 100), Run(0, 2000)
+    assert computed_pairs(q, k, Band(0, 99), 64) == 100 * 100 + 2 * 100 * 32
+    assert computed_pairs(q, k, Band(0, 9), 64) == 100 * 10 + 2 * 100 * 5  # half the band at most
+    assert computed_pairs(Run(0, 100), Run(0, 50), Band(-1000, 1000), 64) == 5000
+
+
+def test_softmax_counts_as_dimensions_and_backward_has_its_own_rate() -> None:
+    problem = problem_of(1)
+    plain = Cluster("plain", 1e9, 1, 0)
+    assert attention_s(problem, 10, plain) == pytest.approx(10 * PAIR_FLOPS / 1e9)
+    assert attention_s(problem, 10, replace(plain, softmax_dims=16)) == pytest.approx(10 * 4 * (DIM + 16) / 1e9)
+    assert attention_s(problem, 10, plain, True) == pytest.approx(10 * PAIR_FLOPS * BACKWARD_OVER_FORWARD / 1e9)
+    assert attention_s(problem, 10, replace(plain, backward_flops=5e8), True) == pytest.approx(
+        10 * PAIR_FLOPS * BACKWARD_OVER_FORWARD / 5e8
+    )
+
+
+# --- whatever the plans ----------------------------------------------------------------------------------------------
+
+COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, tile_s=1e-6, block_keys=4, pass_s=1e-4)
+
+
+def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
+    """Of both passes by three routes."""
+    plans = [
+        plans_of(case.problem, route, back) for route in ("ring", "direct", "all_to_all") for back in (False, True)
+    ]
+    return [(one, simulate(one, cluster)) for one in plans]
+
+
+@pytest.mark.slow
+@covering
+def test_no_rank_is_busier_than_the_whole(case: Case) -> None:
+    for cluster in (COSTLY, replace(COSTLY, cores=2, wire_cores=0.5), replace(COSTLY, cores=1, ranks_per_node=2)):
+        for plans, time in all_times(case, cluster):
+            slack = 1e-6 * (1 + time.total_us)
+            for rank, plan in enumerate(plans):
+                work_us = sum(step_s(plan, step, cluster) for step in plan.steps) * 1e6
+                assert time.busy_us[rank] >= work_us - slack  # sharing makes it longer, nothing makes it shorter
+                assert time.total_us >= time.busy_us[rank] + time.exposed_us[rank] - slack
+                assert time.waiting_us[rank] == pytest.approx(time.total_us - time.busy_us[rank])
+                sent = sum(span.nbytes for span in time.spans[rank])
+                assert sent == plan.bytes_sent
+                assert all(0 <= span.start_us <= span.end_us <= time.total_us + slack for span in time.spans[rank])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("backward", [False, True])
+def test_with_messages_for_nothing_the_time_is_the_most_work(ranks: int, backward: bool) -> None:
+    free = replace(COSTLY, bandwidth=1e30, latency_s=0.0)
+    plans = plans_of(problem_of(ranks), "ring", backward)
+    work = [sum(step_s(plan, step, free) for step in plan.steps) for plan in plans]
+    packing = max(sum(packing_s(plan, step, free) for step in plan.steps) for plan in plans)
+    assert simulate(plans, free).total_us == pytest.approx((max(work) + packing + free.pass_s) * 1e6)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(list(ROUTES)), st.integers(2, 5), st.floats(1, 8), st.booleans(), st.booleans())
+def test_more_bandwidth_never_slows(route: str, ranks: int, times: float, causal: bool, backward: bool) -> None:
+    plans = plans_of(problem_of(ranks, causal, tokens=13 * ranks + 3, layout="zigzag"), route, backward)
+    # Where ranks share processors this need not hold: a rank that goes on earlier takes its share from a slower one.
+    slow, fast = (simulate(plans, replace(SLOW_LINK, bandwidth=SLOW_LINK.bandwidth * by)) for by in (1.0, times))
+    assert fast.total_us <= slow.total_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_free_work_leaves_the_longest_chain_of_messages(ranks: int) -> None:
+    free = replace(SLOW_LINK, flops=1e30)
+    assert simulate(plans_of(problem_of(ranks)), free).total_us == pytest.approx((ranks - 1) * 1200)
+
+
+def test_plans_that_do_not_match_are_refused() -> None:
+    plans = plans_of(problem_of(2))
+    silent = replace(plans[1], steps=tuple(step._replace(sends=()) for step in plans[1].steps))
+    with pytest.raises(InputError, match="different numbers of messages"):
+        simulate((plans[0], silent), REFERENCE)
+    # Rank 1 sends only in a step that it reaches when rank 0 has answered, and rank 0 answers in a later one.
+    first, *rest = plans[1].steps
+    late = (first._replace(sends=()), *rest[:-1], rest[-1]._replace(sends=first.sends))
+    early = plans[0].steps
+    stuck = replace(plans[0], steps=(early[0]._replace(sends=()), early[1]._replace(sends=early[0].sends)))
+    with pytest.raises(InputError, match="never ends step 0"):
+        simulate((stuck, replace(plans[1], steps=late)), REFERENCE)
+
+
+def test_work_of_every_kind_is_counted() -> None:
+    # By all_to_all guests are served and outputs merged; halving the copy rate must cost each of them time.
+    for backward in (False, True):
+        plans = plans_of(problem_of(2, tokens=48), "all_to_all", backward)
+        kinds = {type(item) for plan in plans for step in plan.steps for item in step.work}
+        assert kinds & {AttendOp, AttendReceivedOp, Add}
+        slow, fast = (simulate(plans, Cluster("c", 1e30, 1e30, 0, copy_bytes_s=rate)).total_us for rate in (1e6, 2e6))
+        assert slow == pytest.approx(2 * fast)
+
+
+def test_unbounded_bands_have_edges_only_inside() -> None:
+    assert computed_pairs(Run(0, 8), Run(0, 8), FULL, 4) == 64
+    assert computed_pairs(Run(0, 8), Run(0, 8), CAUSAL, 0) == 36

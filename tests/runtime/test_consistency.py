@@ -1,0 +1,93 @@
+"""When the ranks have to agree on a call, where the transport itself notices one that makes another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import DisagreementError, Ring
+from ringattn.runtime import consistency as agreement
+from ringattn.runtime.consistency import Agreement
+from tests.transport.nccl_rings import on_rings, results
+from tests.transport.simulated.world import SimWorld
+
+
+class Noticing:
+    """A transport that notices calls that differ; it keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.announced: list[bytes] = []
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        self.announced.append(digest)
+        return True
+
+
+def said(side: Agreement, words: str, backward_of: int | None = None) -> bool:
+    """Whether this call needed an agreement, in which all ranks then said the same."""
+    mine = side.announced(words, None, False, backward_of)
+    if mine is not None:
+        side.settle(words, backward_of, [f"{side.calls}: {mine}"] * 2)
+    return mine is not None
+
+
+def test_one_agreement_is_enough_for_the_backward_passes_of_all_calls_that_are_alike() -> None:
+    transport = Noticing()
+    side = Agreement(transport)  # type: ignore[arg-type]
+    assert [said(side, "a"), said(side, "a"), said(side, "a", 2), said(side, "a", 1)] == [True, False, True, False]
+    forward, again, second, first = transport.announced
+    assert forward == again and len({forward, second, first}) == 3
+
+
+def test_agreements_are_forgotten_in_the_order_of_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "KEPT_AGREEMENTS", 3)
+    side = Agreement(Noticing())  # type: ignore[arg-type]
+    assert all(said(side, words) for words in "abc")
+    assert not said(side, "a") and said(side, "d")  # which drops b
+    assert not said(side, "a") and not said(side, "c") and said(side, "b")
+    for number in range(100):
+        said(side, str(number))
+    assert len(side._agreed) == 3
+
+
+def attended(ring: Ring, count: int) -> list[torch.Tensor]:
+    """So many calls that differ in nothing but the numbers in their tensors."""
+    seq = ring.sequence(12)
+    shape = 1, seq.counts[ring.rank], 2, 8
+    inputs = [torch.full(shape, float(n), requires_grad=True) for n in range(count)]
+    return [ring.attention(x, x, x, seq) for x in inputs]
+
+
+def test_on_a_gpu_backward_passes_of_calls_that_are_alike_need_two_agreements_in_all() -> None:
+    def body(ring: Ring) -> int:
+        agreements, agree = [], ring.transport.agree
+        ring.transport.agree = lambda payload: agreements.append(payload) or agree(payload)  # type: ignore[method-assign]
+        for order in (1, -1, 1):
+            for out in attended(ring, 3)[::order]:
+                out.sum().backward()
+        ring.synchronize()
+        return len(agreements)
+
+    assert results(on_rings(SimWorld(2), body, ring={"engine": "plain"})) == [2, 2]
+
+
+def test_on_a_gpu_backward_passes_in_another_order_end_the_ring() -> None:
+    def body(ring: Ring) -> Any:
+        for out in attended(ring, 2):
+            out.sum().backward()
+        ring.synchronize()
+        for out in attended(ring, 2)[:: -1 if ring.rank == 1 else 1]:
+            out.sum().backward()
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            ring.synchronize()
+            time.sleep(0.02)
+
+    outcomes = on_rings(SimWorld(2), body, ring={"engine": "plain"})
+    errors = [outcome.error for outcome in outcomes]
+    assert any(isinstance(error, DisagreementError) for error in errors)
+    for error in errors:
+        assert "call 7 is another there" in str(error) and "backward of call " in str(error)

@@ -1,0 +1,103 @@
+"""What came in a forward pass and is kept for its backward: the same results, and nothing of it is sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.planner import choose
+from ringattn.planner.arena import verify_placement
+from ringattn.planner.choose import choose_route, plan_of
+from ringattn.ring import Ring
+from ringattn.schedule.ops import INPUTS, Kind
+from ringattn.schedule.routes import ALL_GATHER, ALL_TO_ALL, RING, Route, schedule_of
+from ringattn.schedule.verify import verify
+from ringattn.testing import run_ranks
+from tests.schedule.test_sub_rings import geometric
+from tests.strategies import Case, covering, simple
+from tests.test_dilated import MIXED, of_the_truth, random_inputs
+from tests.trial import Trial, greatest_error, run, truth
+
+KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ALL_TO_ALL)]
+each_route = pytest.mark.parametrize("route", KEEPING, ids=[route.name for route in KEEPING])
+
+
+@pytest.fixture
+def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """However much comes, it is kept."""
+    monkeypatch.setattr(choose, "KEEP_AT_MOST", 100.0)
+    choose._chosen.cache_clear()
+    yield
+    choose._chosen.cache_clear()
+
+
+@each_route
+@covering
+def test_plans_hand_on_what_their_backward_begins_with(route: Route, case: Case) -> None:
+    whole = schedule_of(case.problem, route, True)
+    verify(whole)
+    again = [copy for step in whole.steps for copy in step.copies if copy.block.kind in INPUTS]
+    assert all(copy.block.kind is Kind.GRAD_OUT for copy in again)
+    for rank in range(case.ranks):
+        there, back = (plan_of(case.problem, route, rank, backward) for backward in (False, True))
+        verify_placement(there)
+        verify_placement(back)
+        handed, begun = ([plan.buffers[buffer] for buffer in plan.kept] for plan in (there, back))
+        assert [(one.kind, one.content, one.dtype) for one in handed] == [
+            (one.kind, one.content, one.dtype) for one in begun
+        ]
+        received = {recv.buffer for step in there.steps for recv in step.recvs}
+        assert set(there.kept) == {one for one in received if there.buffers[one].kind in INPUTS}
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
+@pytest.mark.usefixtures("keeps_all")
+def test_the_same_bits(schedule: str, wire: str | None) -> None:
+    trial = Trial(causal=True, heads=(4, 2), lse=True)
+    kept = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
+    choose._chosen.cache_clear()
+    choose.KEEP_AT_MOST = 0.0
+    fetched = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
+    assert all(torch.equal(kept[name], fetched[name]) for name in fetched)
+    if wire is None:
+        assert greatest_error(kept, truth(trial, torch.float32)) <= 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
+@pytest.mark.usefixtures("keeps_all")
+def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
+    q, k, v, dout = random_inputs()
+
+    def body(ring: Ring) -> list[Any]:
+        seq = ring.sequence(q.shape[1], layout="contiguous")
+        mine = [seq.shard(x).clone().requires_grad_() for x in (q, k, v)]
+        out = ring.dilated_attention(*mine, seq, schedule=schedule, **MIXED)
+        found = []
+        for last in (False, True):
+            ring.reset_counters()
+            grads = torch.autograd.grad(out, mine, seq.shard(dout), retain_graph=not last)
+            found.append([seq.gather(x) for x in (out.detach(), *grads)])
+        with torch.no_grad():
+            ring.dilated_attention(*mine, seq, schedule=schedule, **MIXED)
+        return found
+
+    for found in run_ranks(3, body, engine="plain", poison=True)[0]:
+        for ours, wanted in zip(found, of_the_truth([q, k, v, dout], None, **MIXED), strict=False):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
+
+
+def test_it_is_kept_where_it_is_little() -> None:
+    problem = geometric()
+    route = choose_route(problem, "auto")
+    assert route == replace(ALL_GATHER, keeps=True)
+    for rank in (0, 5):
+        there, back = (plan_of(problem, route, rank, backward) for backward in (False, True))
+        assert there.bytes_sent == there.kept_bytes == 3072 * 12 * 2 * 64 * 2
+        assert back.bytes_sent == 2 * there.bytes_sent  # dK and dV in float32, and nothing else
+    assert choose_route(problem, "ring") == RING  # which overwrites what came
+    assert not choose_route(simple("contiguous", 64, 2).problem, "all_gather").keeps  # a whole shard

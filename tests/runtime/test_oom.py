@@ -1,0 +1,158 @@
+"""A rank that finds no memory: every rank raises, and it says what was live and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn.engine.plain import PlainEngine
+from ringattn.errors import OutOfMemoryError, RingError
+from ringattn.observe.shortage import is_shortage
+from ringattn.planner.account import account, fragmentation, live, live_bytes, remedies, slot_bytes
+from ringattn.planner.choose import plan_of
+from ringattn.planner.plan import buffer_bytes
+from ringattn.ring import Ring
+from ringattn.schedule.routes import ALL_GATHER, RING
+from ringattn.testing import run_ranks
+from tests.face import RANKS, TOKENS, X
+from tests.strategies import Case, covering, simple
+
+IN_STEP, AT_BEGIN, GRAD = 1, 0, 2
+FAILURES = {
+    "python": MemoryError("no room"),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 12"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+}
+
+
+class Short(PlainEngine):
+    """Finds no memory on rank 1, at some call."""
+
+    def __init__(self, rank: int, at: int, error: BaseException) -> None:
+        super().__init__()
+        self.fails = at if rank == 1 else -1
+        self.error, self.calls = error, 0
+
+    def begin(self, *args: Any) -> Any:
+        if self.fails == AT_BEGIN:
+            raise self.error
+        return super().begin(*args)
+
+    def attend(self, *args: Any) -> None:
+        self.calls += 1
+        if self.fails == IN_STEP and self.calls == 2:
+            raise self.error
+        super().attend(*args)
+
+    def attend_grad(self, *args: Any) -> None:
+        if self.fails == GRAD:
+            raise self.error
+        super().attend_grad(*args)
+
+
+def raised(at: int, error: BaseException) -> list[tuple[BaseException, bool]]:
+    """By rank: what is raised, and whether the ring is dead afterwards."""
+
+    def body(ring: Ring) -> tuple[BaseException, bool]:
+        ring.engine = Short(ring.rank, at, error)
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        q = seq.shard(X).requires_grad_()
+        with pytest.raises(RingError) as caught:
+            ring.attention(q, q, q, seq, schedule="ring").sum().backward()
+        with pytest.raises(ringattn.ClosedError):
+            ring.barrier()
+        return caught.value, True
+
+    return run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(("at", "words"), [
+    (AT_BEGIN, "ring forward: slots"), (IN_STEP, "live in step 1 of"), (GRAD, "ring backward: slots"),
+])  # fmt: skip
+def test_every_rank_hears_of_it(at: int, words: str, name: str) -> None:
+    found = [error for error, _ in raised(at, FAILURES[name])]
+    short = found[1]
+    assert isinstance(short, OutOfMemoryError) and isinstance(short, MemoryError)
+    assert short.__cause__ is FAILURES[name]
+    told = str(short)
+    for part in ("rank 1", words, str(FAILURES[name]), "the pool holds", "more ranks: now 3"):
+        assert part in told
+    assert all("rank 1" in str(error) for error in (found[0], found[2]))
+
+
+def test_the_account_names_the_buffers_that_live() -> None:
+    told = str(raised(IN_STEP, MemoryError("x"))[1][0])
+    plan = plan_of(simple("contiguous", TOKENS, RANKS, heads=2).problem, RING, 1, False)
+    labels = [one.label for one in live(plan, 1)]
+    assert labels and all(label in told for label in labels)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("memory is short"), OutOfMemoryError("told already")])
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    assert not is_shortage(error)
+    assert _from(error) is error
+
+
+def _from(error: Exception) -> BaseException:
+    with Ring(engine=Short(1, AT_BEGIN, error)) as ring:
+        seq, q = ring.sequence(4), torch.randn(1, 4, 1, 8)
+        with pytest.raises(type(error)) as caught:
+            ring.attention(q, q, q, seq)
+    return caught.value
+
+
+def test_a_pool_that_cannot_grow_says_so() -> None:
+    def refuse(ring: Ring) -> Callable[[int], Tensor]:
+        def allocate(nbytes: int) -> Tensor:
+            raise MemoryError(f"no {nbytes} bytes")
+
+        return allocate
+
+    def body(ring: Ring) -> BaseException | None:
+        seq = ring.sequence(TOKENS)
+        if ring.rank == 0:
+            ring.pool._allocate = refuse(ring)
+        q = seq.shard(X)
+        with pytest.raises(RingError) as caught:
+            ring.attention(q, q, q, seq)
+        return caught.value
+
+    first, *others = run_ranks(RANKS, body)
+    assert isinstance(first, OutOfMemoryError) and "had not begun" in str(first)
+    assert "the pool holds 0.000 MiB" in str(first)
+    assert len(others) == RANKS - 1
+
+
+# --- the account -----------------------------------------------------------------------------------------------------
+
+
+@covering
+def test_live_bytes_are_a_bound_of_every_placement(case: Case) -> None:
+    for rank in range(case.ranks):
+        for route in (RING, ALL_GATHER):
+            for backward in (False, True):
+                plan = plan_of(case.problem, route, rank, backward)
+                assert live_bytes(plan) <= plan.arena_bytes
+                assert 0 <= fragmentation(plan) < 1
+                for step in range(len(plan.steps)):
+                    here = live(plan, step)
+                    ends = [one.offset_bytes + slot_bytes(plan, one) for one in here]
+                    starts = [*(one.offset_bytes for one in here), plan.arena_bytes][1:]
+                    assert all(end <= start for end, start in zip(ends, starts, strict=True))
+                    assert all(0 <= slot_bytes(plan, one) - buffer_bytes(plan.problem, one) < 256 for one in here)
+
+
+def test_remedies_are_those_that_apply() -> None:
+    problem = simple("contiguous", 64, 4).problem
+    there = remedies(plan_of(problem, ALL_GATHER, 0, False))
+    assert "schedule='ring'" in there[0] and any("kv_wire_dtype='int8'" in one for one in there)
+    assert there[-1] == "more ranks: now 4, 16 tokens on this one"
+    alone = plan_of(simple("contiguous", 64, 1).problem, RING, 0, False)
+    assert remedies(alone) == ["more ranks: now 1, 64 tokens on this one"]
+    assert "no buffer" in account(alone, 0, 0) and fragmentation(alone) == 0.0

@@ -1,0 +1,244 @@
+"""The arena: where slots lie, when it may grow, what poison shows."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from ringattn.errors import PlanError, RingError
+from ringattn.planner.choose import plan_of
+from ringattn.planner.plan import Plan, buffer_bytes
+from ringattn.runtime.pool import ALIGNMENT_BYTES, POISON, Pool
+from ringattn.schedule.routes import ALL_GATHER, RING
+from tests.strategies import Case, covering, simple
+
+
+def plain(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def skewed(nbytes: int) -> torch.Tensor:
+    """Memory that starts at an odd address."""
+    return torch.empty(nbytes + 1, dtype=torch.uint8)[1:]
+
+
+@pytest.mark.parametrize("allocate", [plain, skewed])
+def test_slots_are_aligned_views_of_one_arena(allocate) -> None:  # type: ignore[no-untyped-def]
+    pool = Pool(allocate)
+    pool.begin_pass(2048)
+    first = pool.slot(0, (3, 5), torch.float64)
+    second = pool.slot(256, (7,), torch.bfloat16)
+    assert (first.shape, first.dtype, first.is_contiguous()) == (torch.Size([3, 5]), torch.float64, True)
+    assert first.data_ptr() % ALIGNMENT_BYTES == second.data_ptr() % ALIGNMENT_BYTES == 0
+    assert second.data_ptr() - first.data_ptr() == 256
+    second.fill_(2.0)
+    assert torch.equal(pool.view(256, 14).view(torch.bfloat16), second)
+    assert pool.slot(0, (), torch.float32).shape == ()
+    assert pool.slot(2048, (0, 4), torch.float32).shape == (0, 4)
+
+
+def test_slots_keep_what_was_written() -> None:
+    pool = Pool(plain, poison=True)
+    pool.begin_pass(512)
+    pool.slot(256, (4,), torch.float32).fill_(3.0)
+    assert pool.slot(256, (4,), torch.float32).tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1025), (1024, 1), (-256, 10), (256, -1), (128, 10), (1280, 0)])
+def test_a_slot_outside_or_off_the_alignment_is_refused(offset: int, nbytes: int) -> None:
+    pool = Pool(plain)
+    pool.reserve(1024)
+    with pytest.raises(PlanError, match=f"{nbytes} bytes at {offset}"):
+        pool.view(offset, nbytes)
+
+
+def test_growth_only_when_needed_and_never_two_arenas_at_once() -> None:
+    live: list[int] = []
+    pool = Pool(plain)
+
+    def counting(nbytes: int) -> torch.Tensor:
+        live.append(pool.nbytes)
+        return plain(nbytes)
+
+    pool._allocate = counting
+    for wanted, has in [(1000, 1000), (500, 500 + 500), (1000, 1000), (3000, 3000)]:
+        pool.reserve(wanted)
+        assert pool.nbytes == has
+    assert live == [0, 0]
+
+
+def test_one_pass_at_a_time() -> None:
+    pool = Pool(plain)
+    pool.begin_pass(256)
+    with pytest.raises(RingError, match="one pass at a time"):
+        pool.begin_pass(256)
+    with pytest.raises(RingError, match="cannot grow"):
+        pool.reserve(512)
+    pool.end_pass()
+    with pytest.raises(RingError, match="no pass is running"):
+        pool.end_pass()
+    pool.begin_pass(512)
+    pool.end_pass()
+
+
+def test_a_pass_that_finds_no_memory_has_not_begun() -> None:
+    def allocate(nbytes: int) -> torch.Tensor:
+        if nbytes > 4096:
+            raise MemoryError
+        return plain(nbytes)
+
+    pool = Pool(allocate)
+    with pytest.raises(MemoryError):
+        pool.begin_pass(8192)
+    pool.begin_pass(1024)
+    assert pool.high_water_bytes == 1024
+
+
+def test_high_water_is_the_largest_pass() -> None:
+    pool = Pool(plain)
+    pool.reserve(4096)
+    assert pool.high_water_bytes == 0
+    for nbytes in (512, 1024, 256):
+        pool.begin_pass(nbytes)
+        pool.end_pass()
+    assert pool.high_water_bytes == 1024
+    pool.reset_high_water()
+    pool.begin_pass(256)
+    assert pool.high_water_bytes == 256
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
+    def zeros(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def all_nan(pool: Pool, offset: int) -> bool:
+        return bool(pool.slot(offset, (32,), dtype).to(torch.float64).isnan().all())
+
+    pool = Pool(zeros, poison=True)
+    pool.reserve(1024)
+    assert all_nan(pool, 0)  # newly bound
+    pool.slot(0, (32,), dtype).copy_(torch.zeros(32))
+    pool.begin_pass(1024)
+    assert all_nan(pool, 0)  # written between passes, not in this one
+    for offset in (0, 512):
+        pool.slot(offset, (32,), dtype).copy_(torch.zeros(32))
+    pool.release(0, 256)
+    assert all_nan(pool, 0)
+    assert not all_nan(pool, 512)
+    pool.end_pass()
+    assert all_nan(pool, 512)
+
+    unpoisoned = Pool(zeros)
+    unpoisoned.begin_pass(1024)
+    assert not all_nan(unpoisoned, 0)
+
+
+# --- canaries, reuse -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allocate", [plain, skewed])
+@pytest.mark.parametrize("at", [-1, 512, 1023, 1024])
+def test_a_write_outside_the_pass_is_noticed(allocate, at: int) -> None:  # type: ignore[no-untyped-def]
+    """One byte before the arena, in the part that the pass did not ask for, or after it."""
+    held: list[torch.Tensor] = []
+
+    def whole(nbytes: int) -> torch.Tensor:
+        held.append(allocate(nbytes))
+        return held[-1]
+
+    pool = Pool(whole, poison=True)
+    pool.reserve(1024)
+    start = pool.view(0, 0).data_ptr() - held[-1].data_ptr()
+    for _ in range(2):
+        pool.begin_pass(512)
+        pool.view(0, 512).zero_()
+        pool.end_pass()
+    if not 0 <= start + at < held[-1].numel():
+        return  # the allocation begins with the arena
+    pool.begin_pass(512)
+    held[-1][start + at] = 1
+    with pytest.raises(PlanError, match="outside the bytes"):
+        pool.end_pass()
+    pool.begin_pass(512)  # the pass did end
+    pool.end_pass()
+
+
+def test_passes_that_found_memory_are_counted() -> None:
+    pool = Pool(plain)
+    for nbytes in (512, 256, 512, 1024, 0):
+        pool.begin_pass(nbytes)
+        pool.end_pass()
+    assert (pool.passes, pool.growths, pool.reuses) == (5, 2, 3)
+
+
+# --- plans in the pool -----------------------------------------------------------------------------------------------
+
+
+class Walked:
+    """A plan's buffers in a poisoned pool, as the executor uses them; a sum of bytes stands for attention."""
+
+    def __init__(self, pool: Pool, plan: Plan) -> None:
+        self.plan = plan
+        roots = [one for one in plan.buffers if one.inside is None]
+        self.views = [(one, pool.view(one.offset_bytes, buffer_bytes(plan.problem, one))) for one in roots]
+
+    def run(self) -> None:
+        """In each step fill the buffers that are born; all that live hold what they were filled with."""
+        for step in range(len(self.plan.steps)):
+            for number, (buffer, view) in enumerate(self.views):
+                if buffer.first == step:
+                    view.fill_(number % 100 + 1)
+            for number, (buffer, view) in enumerate(self.views):
+                if buffer.first <= step <= buffer.last:
+                    assert bool((view == number % 100 + 1).all()), f"{buffer.label} was overwritten while it lives"
+
+
+@covering
+def test_no_two_live_slots_alias_and_high_water_is_the_plans(case: Case) -> None:
+    pool, high = Pool(plain, poison=True), 0
+    for rank in range(case.ranks):
+        for route, backward in product((RING, ALL_GATHER), (False, True)):
+            plan = plan_of(case.problem, route, rank, backward)
+            pool.begin_pass(plan.arena_bytes)
+            Walked(pool, plan).run()
+            pool.end_pass()
+            high = max(high, plan.arena_bytes)
+            assert pool.high_water_bytes == high <= pool.nbytes
+            assert bool((pool.view(0, plan.arena_bytes) == POISON).all())
+
+
+def test_thousands_of_plans_leave_no_growth() -> None:
+    taken: list[int] = []
+
+    def counting(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return plain(nbytes)
+
+    plans = [
+        plan_of(simple("zigzag", length, 4, causal=True).problem, route, rank, backward)
+        for length, route, rank, backward in product(range(64, 104, 2), (RING, ALL_GATHER), range(4), (False, True))
+    ]
+    pool = Pool(counting)
+    for plan in plans:
+        pool.reserve(plan.arena_bytes)
+    taken.clear()
+    for plan in plans * 10:
+        pool.begin_pass(plan.arena_bytes)
+        pool.end_pass()
+    assert pool.passes == pool.passes - pool.growths + len(_records(plans)) == 3200
+    assert taken == [] and pool.nbytes == pool.high_water_bytes == max(plan.arena_bytes for plan in plans)
+
+
+def _records(plans: list[Plan]) -> list[int]:
+    """The arenas that were larger than all before."""
+    found = [0]
+    for plan in plans:
+        if plan.arena_bytes > found[-1]:
+            found.append(plan.arena_bytes)
+    return found[1:]

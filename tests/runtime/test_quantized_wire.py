@@ -1,0 +1,260 @@
+"""Eight-bit K and V on the wire, end to end on threads: exact but for the rounding, what that does, the bytes saved.
+
+Not covered: how values are rounded in a buffer (see test_quantized_records.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import DisagreementError, InputError, Ring
+from ringattn.core.layout import make_layout
+from ringattn.core.problem import EIGHT_BIT
+from ringattn.planner.choose import plan_of
+from ringattn.schedule.routes import RING, ROUTES
+from ringattn.testing import run_ranks
+from tests import oracle
+from tests.covering import thinned
+from tests.face import attend, errors
+from tests.kernels.eight_bits import rounded
+from tests.strategies import simple
+from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
+
+SINGLE = 1e-5  # as in test_exact.py
+HALVES = 1.25
+CASE = simple("zigzag", 32, 4, causal=True).problem
+each_code = pytest.mark.parametrize("code", EIGHT_BIT)
+
+# --- exact but for the rounding --------------------------------------------------------------------------------------
+
+MASKS = {
+    "causal": Trial(causal=True, heads=(4, 2), dims=(17, 20)),
+    "window": Trial(window=(6, 4), heads=(4, 2), dims=(17, 20)),
+    "documents": Trial(causal=True, documents=(0, 5, 5, 18, 19, 37), heads=(4, 2), dims=(17, 20)),
+}
+VARIANTS = {
+    "everything": Trial(
+        tokens=41, causal=True, window=(11, 0), documents=(0, 13, 13, 41), batch=2, heads=(6, 3), dims=(17, 4),
+        scale=0.5, softcap=2.0, sinks=True, strided=True,
+    ),
+    "cross": Trial(tokens=11, kv_tokens=50, kv_layout="zigzag", heads=(4, 2), batch=2),
+    "fewer tokens than ranks": Trial(tokens=3, causal=True),
+}  # fmt: skip
+
+
+def rounded_truth(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
+    """By the oracle in float64, where each rank's queries meet its own K and V as they are and all others rounded."""
+    given = inputs(trial, dtype)
+    q, k, v = leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    change_k, change_v = (rounded(x, code).double() - x.double() for x in (given.k, given.v))
+    sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
+    q_rows, k_rows = (
+        [torch.from_numpy(one.positions(rank)) for rank in range(ranks)]
+        for one in (
+            make_layout(layout, q.shape[1], ranks, trial.documents),
+            make_layout(trial.kv_layout if trial.cross else layout, k.shape[1], ranks, trial.documents),
+        )
+    )
+    allowed = oracle.allowed_mask(
+        q.shape[1], k.shape[1], causal=trial.causal, window=trial.window,
+        cu_seqlens=None if trial.documents is None else list(trial.documents),
+    )  # fmt: skip
+    scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
+    parts = []
+    for mine, own in zip(q_rows, k_rows, strict=True):
+        far = torch.ones(1, k.shape[1], 1, 1, dtype=torch.double).index_fill_(1, own, 0.0)
+        seen = k + far * change_k, v + far * change_v
+        parts.append(oracle.attention(q[:, mine], *seen, allowed[mine], scale, trial.softcap, sinks))
+    back = torch.cat(q_rows).argsort()
+    outs, lses = zip(*parts, strict=True)
+    out, lse = torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[:, :, back]
+    (out * given.dout.double()).sum().backward()
+    found = {"out": out.detach(), "lse": lse.detach()}
+    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    return found if sinks is None else found | {"dsinks": sinks.grad}
+
+
+def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = tuple(ROUTES)) -> list[Results]:
+    """Float32 results of the schedules, one after another on one ring."""
+    results = run_ranks(
+        ranks, lambda ring: [on_rank(ring, trial, layout, name, torch.float32) for name in names],
+        engine="plain", timeout_s=30.0, poison=True, kv_wire_dtype=code,
+    )  # fmt: skip
+    return [joined(list(parts)) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "ranks", "code"),
+    thinned(product(MASKS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
+)
+def test_exact_but_for_the_rounding(mask: str, layout: str, ranks: int, code: str) -> None:
+    wanted = rounded_truth(MASKS[mask], torch.float32, code, layout, ranks)
+    for found in schedules(MASKS[mask], ranks, layout, code):
+        assert greatest_error(found, wanted) <= SINGLE
+
+
+@each_code
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, code: str) -> None:
+    wanted = rounded_truth(VARIANTS[variant], torch.float32, code, "zigzag", 4)
+    for found in schedules(VARIANTS[variant], 4, "zigzag", code):
+        assert greatest_error(found, wanted) <= SINGLE
+
+
+@each_code
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_err_no_more_than_alone(dtype: torch.dtype, code: str) -> None:
+    trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
+    exact, alone = truth(trial, dtype), run(trial, 1, "zigzag", "ring", dtype, kv_wire_dtype=code)
+    wanted = rounded_truth(trial, dtype, code, "zigzag", 4)
+    found = run(trial, 4, "zigzag", "ring", dtype, kv_wire_dtype=code)
+    for name in ("out", "dq", "dk", "dv"):
+        assert relative_error(found[name], wanted[name]) <= HALVES * relative_error(alone[name], exact[name]), name
+
+
+@each_code
+def test_same_call_same_bits(code: str) -> None:
+    first, *others = schedules(MASKS["causal"], 4, "zigzag", code, ["ring", "ring", "ring"])
+    others.append(schedules(MASKS["causal"], 4, "zigzag", code, ["ring"])[0])
+    assert all(torch.equal(first[name], again[name]) for again in others for name in first)
+
+
+@each_code
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_lost(code: str, bad: float) -> None:
+    def body(ring: Ring) -> Tensor:
+        seq, q, k = ring.sequence(6, layout="contiguous"), torch.zeros(2, 6, 2, 5), torch.randn(2, 6, 2, 5)
+        k[0, 1, 1, 3] = bad
+        return ring.attention(*(seq.shard(x) for x in (q, k, k)), seq)
+
+    far = run_ranks(2, body, kv_wire_dtype=code)[1]  # the second rank's queries see the first one's keys
+    assert far[0, :, 1].isnan().all() and far[0, :, 0].isfinite().all() and far[1].isfinite().all()
+
+
+# --- what it does to results -----------------------------------------------------------------------------------------
+
+EACH = {
+    "int8": 1 / 254,
+    "float8_e4m3fn": 2.0**-4 + 2.0**-10 / 448,
+}  # greatest error of a value, over its head's largest
+MEASURED = {
+    "int8": {"out": 0.0049, "dq": 0.0069, "dk": 0.0057, "dv": 0.0034},
+    "float8_e4m3fn": {"out": 0.021, "dq": 0.031, "dk": 0.024, "dv": 0.0155},
+}
+
+
+@each_code
+@pytest.mark.parametrize("loud", [0.1, 1.0, 4.0])
+def test_outputs_err_within_what_the_decision_states(code: str, loud: float) -> None:
+    trial = Trial(causal=True, heads=(4, 2), dims=(16, 16), scale=loud / 4)
+    given, exact = inputs(trial, torch.float32), truth(trial, torch.float32)
+    found = schedules(trial, 4, "zigzag", code, ["ring"])[0]
+    k, v = (x.double().abs().amax((1, 3)).repeat_interleave(2, 1)[:, None] for x in (given.k, given.v))
+    scores = loud / 4 * given.q.double().abs().sum(-1) * k * EACH[code]  # (batch, tokens, heads)
+    assert ((found["lse"] - exact["lse"]).abs() <= scores.transpose(1, 2) + SINGLE).all()
+    limit = (EACH[code] + 2 * torch.tanh(scores / 2)) * v + SINGLE
+    assert ((found["out"] - exact["out"]).abs() <= limit[..., None]).all()
+
+
+@each_code
+def test_errors_are_those_that_the_ring_states(code: str) -> None:
+    trial = Trial(tokens=256, heads=(4, 2), dims=(64, 64), causal=True)
+    found, exact = schedules(trial, 4, "zigzag", code, ["ring"])[0], truth(trial, torch.float32)
+    for name, stated in MEASURED[code].items():
+        assert relative_error(found[name], exact[name]) == pytest.approx(stated, rel=0.02)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def counted(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> list[dict[str, int]]:
+    """The counters of every rank after a forward pass in bf16: 24 tokens, 4 ranks, batch 2, three K/V heads."""
+
+    def body(ring: Ring) -> dict[str, int]:
+        seq = ring.sequence(24)
+        q, v = (torch.randn(2, 6, 3, dim).bfloat16() for dim in dims)
+        ring.attention(q, q, v, seq, schedule=schedule, **options)
+        return ring.counters()
+
+    return run_ranks(4, body, kv_wire_dtype=code)
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.float8_e4m3fn])
+@pytest.mark.parametrize("schedule", [name for name, route in ROUTES.items() if not route.by_head])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 1)}])
+def test_bytes_are_those_of_the_records(options: dict[str, Any], schedule: str, dtype: Any) -> None:
+    for dims, record_bytes in (((17, 20), 17 + 20 + 3 + 8), ((64, 64), 64 + 64 + 8)):
+        wide, narrow = (counted(code, schedule, dims, **options) for code in (None, dtype))
+        for before, after in zip(wide, narrow, strict=True):
+            records, rest = divmod(before["bytes_sent"], 2 * sum(dims))
+            assert rest == 0 and after["bytes_sent"] == records * record_bytes
+            assert after["messages"] == before["messages"]
+    assert narrow[1]["bytes_sent"] / wide[1]["bytes_sent"] == pytest.approx(0.53, abs=0.01)
+    if not options:
+        assert all(counters["bytes_sent"] == 3 * 6 * 3 * 2 * record_bytes for counters in narrow)
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    trial = Trial(causal=True, heads=(4, 2))
+    default, off = (run(trial, 4, "zigzag", "ring", torch.float32, **each) for each in ({}, {"kv_wire_dtype": None}))
+    assert greatest_error(default, truth(trial, torch.float32)) <= SINGLE
+    assert all(torch.equal(default[name], off[name]) for name in default)
+    plans = [plan_of(CASE, RING, 1, backward) for backward in (False, True)]
+    assert {buffer.dtype for plan in plans for buffer in plan.buffers} == {"bfloat16", "float32"}
+    assert not any(step.restores for plan in plans for step in plan.steps)
+
+
+@each_code
+def test_explain_tells_of_it(code: str) -> None:
+    def body(ring: Ring) -> tuple[Any, int]:
+        seq, q = ring.sequence(24), torch.randn(2, 6, 3, 64).bfloat16()
+        told = ring.explain(seq, q=q, k=q, v=q, backward=False)
+        ring.attention(q, q, q, seq)
+        return told, ring.counters()["bytes_sent"]
+
+    for rank, (told, sent) in enumerate(run_ranks(4, body, kv_wire_dtype=code)):
+        assert told.bytes_sent[rank] == sent and f"K/V travel as {code}" in str(told).splitlines()[0]
+    assert "travel as" not in str(run_ranks(4, body)[0][0])
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_disagree() -> None:
+    def body(ring: Ring) -> None:
+        if ring.rank == 2:
+            ring.kv_wire_dtype = "float8_e4m3fn"
+        attend(ring)
+
+    for error in errors(body, kv_wire_dtype="int8"):
+        assert isinstance(error, DisagreementError)
+        lines = str(error).splitlines()[1:]
+        assert ["K/V travel as int8" in line for line in lines] == [True, True, False]
+        assert "K/V travel as float8_e4m3fn" in lines[2]
+
+
+def test_float64_is_refused_on_all_ranks() -> None:
+    def body(ring: Ring) -> None:
+        attend(ring, lambda _, a: a.update({name: a[name].double() for name in "qkv"}))
+
+    for error in errors(body, kv_wire_dtype="int8"):
+        assert isinstance(error, InputError) and "float64 K and V do not travel as int8" in str(error)
+
+
+@pytest.mark.parametrize("dtype", ["int4", torch.bfloat16, torch.float8_e5m2])
+def test_other_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(InputError, match=r"kv_wire_dtype=.* is not supported; use one of int8, float8_e4m3fn"):
+        Ring(kv_wire_dtype=dtype)
+    with pytest.raises(InputError, match=r"kv_wire_dtype .* is not supported; use one of int8, float8_e4m3fn"):
+        replace(CASE, kv_wire_dtype=str(dtype).removeprefix("torch."))
+
+
+def test_it_is_in_the_digest() -> None:
+    assert len({replace(CASE, kv_wire_dtype=dtype).digest for dtype in (None, *EIGHT_BIT)}) == 3

@@ -1,0 +1,183 @@
+"""Which rows are read by whom, alone and in unions, against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.core.geometry import Run
+from ringattn.planner.choose import choose_route
+from ringattn.schedule.content import Part, contains, describe, merge_runs, piece_of, size, union, whole
+from ringattn.schedule.read_sets import ReadSets, read_sets_of
+from tests.strategies import NOTABLE, Case, covering, plain_cases, simple, spots, wire_order
+
+
+@covering
+def test_reads(case: Case) -> None:
+    needs = ReadSets(case.problem)
+    for owner in range(case.ranks):
+        for reader in range(case.ranks):
+            assert spots(needs.read(owner, reader)) == case.reads(owner, reader)
+
+
+@covering
+def test_unions_of_farther_readers(case: Case) -> None:
+    needs = ReadSets(case.problem)
+    for owner in range(case.ranks):
+        for distance in range(1, case.ranks + 1):
+            assert spots(needs.beyond(owner, distance)) == case.reads_beyond(owner, distance)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.schedule.read_sets.BLOCK_PIECES", block)
+    for case in NOTABLE:
+        needs, ranks = ReadSets(case.problem), range(case.ranks)
+        assert all(spots(needs.read(owner, reader)) == case.reads(owner, reader) for owner in ranks for reader in ranks)
+
+
+@covering
+def test_reach(case: Case) -> None:
+    needs = ReadSets(case.problem)
+    for owner in range(case.ranks):
+        reading = [d for d in range(1, case.ranks) if case.reads(owner, (owner + d) % case.ranks)]
+        assert needs.reach(owner) == max(reading, default=0)
+
+
+@covering
+def test_contents_are_canonical(case: Case) -> None:
+    # Parts ascend, nothing is empty, nothing is there twice; without dilation equal sets are equal values.
+    needs = ReadSets(case.problem)
+    for owner in range(case.ranks):
+        contents = [needs.read(owner, reader) for reader in range(case.ranks)]
+        contents += [needs.beyond(owner, distance) for distance in range(1, case.ranks)]
+        for content in contents:
+            assert [part.heads for part in content] == sorted({part.heads for part in content})
+            for part in content:
+                rows = [row for run in part.rows for row in run.members()]
+                assert rows and all(run.count for run in part.rows) and len(set(rows)) == len(rows)
+                if all(branch.dilation == 1 for branch in case.problem.mask.branches):
+                    assert part.dense and part.rows == merge_runs(part.rows)
+
+
+@covering
+def test_relaying_home(case: Case) -> None:
+    needs = ReadSets(case.problem)
+    for owner in range(case.ranks):
+        nearer: frozenset[tuple[int, int]] = frozenset()
+        cheap = True
+        for distance in range(1, needs.reach(owner) + 1):
+            own = case.reads(owner, (owner + distance) % case.ranks)
+            nearer |= own
+            cheap &= len(nearer) <= len(own)
+        assert needs.relaying_home_costs_no_more(owner) == cheap
+
+
+def rows_sent(case: Case) -> tuple[int, int]:
+    """(relayed, direct), by brute force."""
+    spread = [(owner, distance) for owner in range(case.ranks) for distance in range(1, case.ranks)]
+    relayed = sum(len(case.reads_beyond(owner, distance)) for owner, distance in spread)
+    return relayed, sum(len(case.reads(owner, (owner + distance) % case.ranks)) for owner, distance in spread)
+
+
+@given(plain_cases())
+def test_totals(case: Case) -> None:
+    relayed, direct = rows_sent(case)
+    found = ReadSets(case.problem).totals
+    assert found[0] >= relayed and found[1] >= direct
+    band = case.problem.mask.branches[0].band
+    if band.hi - band.lo >= case.problem.q_layout.length:  # one-sided in effect: reads leave no gaps
+        assert found == (relayed, direct)
+
+
+def test_needs_are_shared() -> None:
+    case = simple("zigzag", 24, 3, causal=True)
+    assert read_sets_of(case.problem) is read_sets_of(simple("zigzag", 24, 3, causal=True).problem)
+
+
+@pytest.mark.parametrize(
+    ("case", "route"),
+    [
+        (simple("contiguous", 64, 4), "ring"),
+        (simple("contiguous", 64, 4, causal=True), "ring"),
+        (simple("zigzag", 64, 4, causal=True), "ring"),
+        (simple("contiguous", 64, 4, window=(5, 0)), "ring"),
+        # Relays would carry the rows of the farthest reader past everybody.
+        (simple("contiguous", 64, 4, window=(0, 20)), "direct"),
+        (simple("zigzag", 64, 8, window=(3, 0)), "direct"),
+        (simple("zigzag", 1, 1), "ring"),
+    ],
+)
+def test_auto_takes_direct_where_it_saves_a_quarter(case: Case, route: str) -> None:
+    assert choose_route(case.problem, "auto").name == route
+    relayed, direct = rows_sent(case)
+    assert (direct < 0.75 * relayed) == (route == "direct")
+
+
+# --- contents --------------------------------------------------------------------------------------------------------
+
+ONE = (Part(Run(0, 2), (Run(0, 3), Run(5, 2))), Part(Run(2, 1), (Run(4, 1),)))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "at"),
+    [
+        (ONE, ONE, 0),
+        (whole(9, [Run(0, 2)]), (Part(Run(0, 2), (Run(3, 2),)),), 6),
+        (whole(9, [Run(0, 2)]), (Part(Run(0, 2), (Run(0, 1), Run(3, 2))),), None),
+        # A gap that the outer content does not hold either is no gap on the wire.
+        ((ONE[0],), (Part(Run(0, 2), (Run(1, 2), Run(5, 1))),), 2),
+        ((ONE[0],), (Part(Run(0, 2), (Run(1, 3),)),), None),
+        # Parts follow one another.
+        (ONE, (ONE[1],), 10),
+        (ONE, (ONE[0],), 0),
+        (ONE, (Part(Run(0, 2), (Run(6, 1),)), ONE[1]), 8),
+        (ONE, (Part(Run(0, 2), (Run(5, 1),)), ONE[1]), None),
+        (ONE, (Part(Run(2, 1), (Run(5, 1),)),), None),
+        (ONE, (Part(Run(3, 1), (Run(4, 1),)),), None),
+    ],
+)
+def test_piece_of(outer: tuple[Part, ...], inner: tuple[Part, ...], at: int | None) -> None:
+    assert piece_of(outer, inner) == at
+    if at is not None:
+        assert wire_order(outer)[at : at + size(inner)] == wire_order(inner)
+
+
+@given(st.lists(st.builds(Run, st.integers(0, 30), st.integers(0, 9), st.integers(1, 7)), max_size=6))
+def test_a_union_holds_each_member_once(runs: list[Run]) -> None:
+    merged = merge_runs(runs)
+    members = [member for run in merged for member in run.members()]
+    assert sorted(members) == sorted({member for run in runs for member in run.members()})
+
+
+RUNS = st.lists(st.builds(Run, st.integers(0, 30), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5)
+
+
+@given(RUNS, RUNS)
+def test_rows_are_found_where_they_are_packed(held: list[Run], wanted: list[Run]) -> None:
+    part = Part(Run(0, 1), merge_runs(held))
+    packed = [row for run in part.rows for row in run.members()]
+    for run, spots_of_run in zip(wanted, part.locate(wanted), strict=True):
+        members, seen = list(run.members()), []
+        for spot in spots_of_run:
+            here = [members[index] for index in spot.indices.members()]
+            assert here == [packed[row] for row in spot.packed.members()]
+            seen += here
+        assert sorted(seen) == sorted(set(members) & set(packed))
+
+
+def test_contents_as_sets() -> None:
+    other = (Part(Run(0, 2), (Run(3, 2),)),)
+    both = union((ONE, other))
+    assert spots(both) == spots(ONE) | spots(other) and both[0].rows == (Run(0, 7),)
+    assert contains(both, ONE) and contains(both, other) and not contains(ONE, other) and not contains((), other)
+    assert size(ONE) == len(spots(ONE)) == 11
+    assert describe(ONE) == "heads 0..1 rows 0..2,5..6; heads 2 rows 4"
+    assert describe(other) == "rows 3..4" and describe(()) == "nothing"
+    assert whole(0, [Run(0, 2)]) == ()
+
+
+def test_offsets_count_packed_rows() -> None:
+    assert ONE[0].offsets(np.array([0, 2, 5, 6])).tolist() == [0, 2, 3, 4]

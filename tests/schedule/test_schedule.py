@@ -1,0 +1,270 @@
+"""Schedules against brute force: what travels, when, and that it is there when it is read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringattn.errors import InputError
+from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule, Step, ordered_step
+from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.routes import (
+    DIRECT,
+    RING,
+    ROUTES,
+    Route,
+    backward_of_rank,
+    forward,
+    forward_of_rank,
+    route_named,
+    schedule_of,
+)
+from ringattn.schedule.text import grid, to_text
+from ringattn.schedule.verify import verify
+from tests.strategies import Case, Spots, covering, simple, spots
+
+GOLDEN = Path(__file__).parent / "golden"
+Traffic = dict[tuple[int, int, int, int], Spots]
+"""(step, owner, src, dst): the rows that travel."""
+
+each_schedule = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+WHOLE = [route for route in ROUTES.values() if route.by_turn]
+each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
+"""Those with one block for each owner; for the others see test_sub_rings.py and test_all_to_all.py."""
+
+
+def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
+    """All copies of one kind."""
+    return {
+        (at, copy.block.owner, copy.src, copy.dst): spots(copy.content)
+        for at, step in enumerate(schedule.steps)
+        for copy in step.copies
+        if copy.block.kind is kind
+    }
+
+
+def volume(schedule: Schedule, kind: Kind = Kind.KV) -> int:
+    """Rows times heads that travel."""
+    return sum(map(len, traffic(schedule, kind).values()))
+
+
+def expected(case: Case, route: str) -> Traffic:
+    """What the forward of a route has to send, and when."""
+    found = {}
+    for owner in range(case.ranks):
+        for distance in range(1, case.ranks):
+            reader = (owner + distance) % case.ranks
+            if route == "ring":
+                key = distance - 1, owner, (reader - 1) % case.ranks, reader
+                found[key] = case.reads_beyond(owner, distance)
+            else:
+                found[0 if route == "all_gather" else distance - 1, owner, owner, reader] = case.reads(owner, reader)
+    return {key: rows for key, rows in found.items() if rows}
+
+
+@each_route
+@covering
+def test_forward_sends_what_is_read_and_nothing_else(route: Route, case: Case) -> None:
+    assert traffic(schedule_of(case.problem, route, False)) == expected(case, route.name)
+
+
+@each_schedule
+@covering
+def test_verified(route: Route, case: Case) -> None:
+    for backward in (False, True):
+        verify(schedule_of(case.problem, route, backward))
+
+
+@each_schedule
+@covering
+def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
+    whole = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
+    for rank in range(case.ranks):
+        for found, of_all in zip((forward_of_rank, backward_of_rank), whole, strict=True):
+            mine, theirs = found(case.problem, route, rank), of_all.restricted_to(rank)
+            assert by_rows(mine) == by_rows(theirs)
+            if all(branch.dilation == 1 for branch in case.problem.mask.branches):
+                assert mine == theirs
+
+
+def by_rows(schedule: Schedule) -> list[tuple]:
+    """The steps with contents as sets: dilated rows may be written in several ways."""
+    return [
+        ([copy._replace(content=spots(copy.content)) for copy in step.copies], step.work) for step in schedule.steps
+    ]
+
+
+@each_route
+@covering
+def test_rows_are_present_when_they_are_read_or_sent(route: Route, case: Case) -> None:
+    problem = case.problem
+    for backward in (False, True):
+        held: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        for rank, count in enumerate(problem.kv_layout.counts):
+            held[rank, rank] = {(head, row) for head in range(problem.kv_heads) for row in range(count)}
+        computed = Counter()
+        for step in schedule_of(problem, route, backward).steps:
+            for item in step.work:
+                if not isinstance(item, Merge):
+                    assert case.reads(item.kv.owner, item.rank) <= held[item.rank, item.kv.owner]
+                    computed[item.rank, item.kv.owner] += 1
+            copies = [copy for copy in step.copies if copy.block.kind is Kind.KV]
+            assert all(spots(copy.content) <= held[copy.src, copy.block.owner] for copy in copies)
+            for copy in copies:
+                held[copy.dst, copy.block.owner] |= spots(copy.content)
+        reading = [(r, o) for r in range(case.ranks) for o in range(case.ranks) if case.reads(o, r)]
+        assert computed == Counter(reading)
+
+
+@each_route
+@covering
+def test_every_gradient_reaches_its_home_once(route: Route, case: Case) -> None:
+    # Sums as multisets: each (reader, head, row) must end up at the row's owner exactly once.
+    sums: dict[tuple[int, int], Counter] = defaultdict(Counter)
+    arrived: dict[tuple[int, Block], Counter] = {}
+    for step in schedule_of(case.problem, route, True).steps:
+        leaving = {}
+        for copy in step.copies:
+            if copy.block.kind is Kind.DKV:
+                taken = sums.pop((copy.src, copy.block.owner), Counter())
+                assert {spot for _, spot in taken} <= spots(copy.content)
+                leaving[copy.dst, copy.block] = taken
+        for item in step.work:
+            if isinstance(item, AttendGrad):
+                owner = item.kv.owner
+                sums[item.rank, owner].update((item.rank, spot) for spot in case.reads(owner, item.rank))
+            else:
+                assert isinstance(item, Merge)
+                sums[item.rank, item.part.owner] += arrived.pop((item.rank, item.part))
+        assert not arrived  # what a step's copies bring is merged in the very next one
+        arrived = leaving
+    assert not arrived
+    wanted = {
+        (owner, owner): Counter((r, spot) for r in range(case.ranks) for spot in case.reads(owner, r))
+        for owner in range(case.ranks)
+    }
+    assert {key: rows for key, rows in sums.items() if rows} == {key: rows for key, rows in wanted.items() if rows}
+
+
+@each_route
+@covering
+def test_backward_mirrors_the_forward(route: Route, case: Case) -> None:
+    there, back = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
+    edges = {key[1:]: rows for key, rows in traffic(there).items()}
+    returned = {(owner, src, dst): rows for (_, owner, dst, src), rows in traffic(back, Kind.DKV).items()}
+    assert returned == edges
+    assert volume(back) <= volume(there)
+
+
+# --- known volumes ---------------------------------------------------------------------------------------------------
+
+
+@each_route
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_full_mask_moves_all_other_shards(route: Route, ranks: int, name: str) -> None:
+    case = simple(name, 6 * ranks, ranks)
+    there, back = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
+    for schedule, kind in ((there, Kind.KV), (back, Kind.KV), (back, Kind.DKV)):
+        sent, received = Counter(), Counter()
+        for (_, _, src, dst), rows in traffic(schedule, kind).items():
+            sent[src] += len(rows)
+            received[dst] += len(rows)
+        assert set(sent.values()) == set(received.values()) == {(ranks - 1) * 6}
+        assert len(sent) == len(received) == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("options", "documents"),
+    [
+        ({"causal": True}, None),
+        ({"window": (7, 0)}, None),
+        ({"window": (0, 0), "causal": True}, None),
+        ({"window": (11, 0)}, None),
+        ({"causal": True}, (0, 3, 3, 17, 31)),
+        ({"causal": True, "window": (6, 0)}, (0, 20, 31)),
+    ],
+)
+def test_ring_sends_no_more_than_direct_where_reads_shrink(
+    ranks: int, options: dict[str, object], documents: tuple[int, ...] | None
+) -> None:
+    case = simple("contiguous", 31, ranks, documents, **options)
+    relayed, straight = (volume(schedule_of(case.problem, route, False)) for route in (RING, DIRECT))
+    assert relayed == straight == volume_read(case)
+
+
+def volume_read(case: Case) -> int:
+    ranks = range(case.ranks)
+    return sum(len(case.reads(owner, reader)) for owner in ranks for reader in ranks if owner != reader)
+
+
+def test_relays_carry_what_only_farther_ranks_read() -> None:
+    # Queries look ahead: of an owner's readers the rank before it, the farthest along the ring, reads the most.
+    case = simple("contiguous", 16, 4, window=(0, 5))
+    relayed, straight = (volume(schedule_of(case.problem, route, False)) for route in (RING, DIRECT))
+    assert relayed > straight == volume_read(case)
+
+
+# --- passes and text -------------------------------------------------------------------------------------------------
+
+
+@each_schedule
+@covering
+def test_prune_is_idempotent_and_keeps_the_input(route: Route, case: Case) -> None:
+    unpruned = forward(case.problem, route)
+    before = hash(unpruned.steps)
+    once = prune(unpruned)
+    assert prune(once) == once and hash(unpruned.steps) == before
+    assert len(once.steps) == len(unpruned.steps) == route.steps(case.ranks)
+
+
+def test_prune_keeps_what_both_branches_of_a_fork_want() -> None:
+    # Rank 1 has no use for KV0 and hands it to 2 and, in place of 2, to 3.
+    case = simple("striped", 7, 4, (0, 3, 5, 7))
+    steps = list(forward(case.problem, RING).steps)
+    turned = next(copy for copy in steps[2].copies if copy.block.owner == 0)
+    steps[2] = steps[2]._replace(copies=tuple(copy for copy in steps[2].copies if copy is not turned))
+    work = tuple(item for item in steps[1].work if item.rank != 1)
+    steps[1] = Step((*steps[1].copies, turned._replace(src=1)), work)
+    pruned = prune(Schedule(case.problem, "fork", tuple(steps)))
+    sent = {(src, dst): rows for (_, owner, src, dst), rows in traffic(pruned).items() if owner == 0}
+    readers = [case.reads(0, reader) for reader in range(4)]
+    assert sent == {(0, 1): readers[2] | readers[3], (1, 2): readers[2], (1, 3): readers[3]}
+    assert readers[2] - readers[3] and readers[3] - readers[2]
+
+
+def test_steps_are_ordered_the_same_whoever_lists_them() -> None:
+    step = schedule_of(simple("zigzag", 24, 4).problem, DIRECT, True).steps[1]
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        copies, work = ([x[i] for i in rng.permutation(len(x))] for x in (step.copies, step.work))
+        assert ordered_step(copies, work) == step
+
+
+def test_unknown_route() -> None:
+    with pytest.raises(InputError, match=r"schedule='star' is not known; choose auto or one of ring, all_gather, dir"):
+        route_named("star")
+    assert route_named("direct") is DIRECT
+
+
+@pytest.mark.parametrize("name", ["ring_causal_contiguous", "zigzag_grids"])
+def test_golden(name: str) -> None:
+    if name == "ring_causal_contiguous":
+        schedule = schedule_of(simple("contiguous", 7, 3, causal=True).problem, RING, False)
+        text = to_text(schedule) + "\n\n" + to_text(transpose(schedule))
+    else:
+        problem = simple("zigzag", 16, 4, causal=True).problem
+        text = "\n\n".join(grid(schedule_of(problem, RING, backward)) for backward in (False, True))
+    assert text + "\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_grid_marks_a_cell() -> None:
+    schedule = schedule_of(simple("contiguous", 7, 3, causal=True).problem, RING, False)
+    assert isinstance(schedule.steps[1].work[0], Attend)
+    marked = grid(schedule, mark=(1, 2)).splitlines()
+    assert [line.count(">>") for line in marked] == [0, 0, 0, 1, 0] and ">>KV1" in marked[3]
+    assert ">>rank 1" in grid(schedule, mark=(-1, 1)).splitlines()[0]

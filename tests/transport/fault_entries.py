@@ -1,0 +1,63 @@
+"""What the ranks of `test_torchrun.py` do where no scripted fault will do: a job that fails, and its second life.
+
+`python -m tests.transport.fault_entries JOB`, by torchrun; answers go beside the file JOB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+import ringattn
+from ringattn.bench.fault_ranks import open_gate
+from ringattn.transport.gloo import GlooTransport
+
+POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "1", "pulse/1": "0 poison"}
+
+
+def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
+    """The first life opens a ring, leaves poison under its keys and fails; the second says what it found."""
+    raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    stems = [f"ringattn/{os.environ['TORCHELASTIC_RUN_ID']}/{n}/0/" for n in (0, 1)]
+    with ringattn.Ring(transport="gloo", timeout_s=60.0) as ring:
+        open_gate(ring)
+        transport = ring.transport
+        assert isinstance(transport, GlooTransport)
+        board = transport._board
+        if life == 0:
+            for key, value in POISON.items():
+                raw.set(stems[0] + key, value)
+            ring.barrier()
+            assert board.cause() == POISON["cause"]  # these are the keys that the ring reads
+            (folder / f"poisoned-{rank}").touch()
+            ring.barrier()
+            if rank == 1:
+                os._exit(1)
+            ring.barrier()
+        found = {
+            "life": life,
+            "former": [raw.get(stems[0] + key).decode() for key in POISON],
+            "own": raw.check([f"{stems[1]}arrived/{rank}"]),
+            "cause": board.cause(),
+            "closed": [board.holds(f"closed/{peer}") for peer in range(2)],
+        }
+        open_gate(ring)
+        ring.barrier()
+        return found
+
+
+def main(job: Path) -> None:
+    """One rank of one life."""
+    torch.set_num_threads(1)
+    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (job.parent / f"answer-{rank}.json").write_text(json.dumps(live(rank, life, job.parent)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

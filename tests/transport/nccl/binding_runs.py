@@ -1,0 +1,211 @@
+"""One process that takes a binding through its contract, and what only one of the bindings does.
+
+`python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or
+null of each check of a run.
+It leaves communicators open at its end; what the library is asked to do while the interpreter exits is found in
+EXIT_LOG. A process of its own, for neither a libnccl nor cupy can be unloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ringattn.transport.nccl.binding import FLOOR_VERSION, Binding, Capability, CommConfig, Status
+from ringattn.transport.nccl.ctypes_binding import CtypesBinding
+from ringattn.transport.nccl.cupy_binding import CupyBinding
+from ringattn.transport.nccl.library import load_library
+from tests.transport.nccl.binding_contract import BLOCKING, COMMON, Bench, Check, failure
+from tests.transport.nccl.stub import Stub
+
+OPTIONAL = {
+    Capability.NAME,
+    Capability.MEMORY,
+    Capability.REGISTER,
+    Capability.FINALIZE,
+    Capability.LAST_ERROR,
+}
+NONBLOCKING = CommConfig(blocking=False)
+UNDEFINED = -(2**31)
+
+
+# --- ctypes ----------------------------------------------------------------------------------------------------------
+
+
+def every_capability_is_there(bench: Bench) -> None:
+    assert bench.binding.capabilities == frozenset(Capability)
+
+
+def config_arrives(bench: Bench) -> None:
+    bench.binding.init(2, bytes(128), 0, CommConfig(blocking=False, max_ctas=4, name="ring é"))
+    bench.binding.init(2, bytes(128), 0, BLOCKING)
+    rest = f"netName=- commName={{}} sched={UNDEFINED}"
+    head = f"size=80 version=22800 blocking={{}} minCTAs={UNDEFINED} maxCTAs={{}} "
+    first, second = (line.split(" ", 4)[4] for line in bench.stub.calls("ncclCommInitRankConfig"))
+    assert first == head.format(0, 4) + rest.format("ring é")
+    assert second == head.format(1, UNDEFINED) + rest.format("-")
+
+
+def in_progress_is_no_error(bench: Bench) -> None:
+    bench.stub.set_polls(2)
+    comm = bench.binding.init(2, bytes(128), 0, NONBLOCKING)
+    waiting = [Status.IN_PROGRESS, Status.IN_PROGRESS, Status.SUCCESS]
+    assert [bench.binding.state(comm) for _ in waiting] == waiting
+    bench.binding.group_start()
+    bench.binding.send(64, 1, 1, comm, 0)
+    assert bench.binding.group_end() == Status.IN_PROGRESS
+    assert bench.binding.send(64, 1, 1, comm, 0) == Status.INVALID_ARGUMENT  # too early
+    assert [bench.binding.state(comm) for _ in waiting] == waiting
+    bench.binding.finalize(comm)
+    assert [bench.binding.state(comm) for _ in waiting] == waiting
+    bench.binding.destroy(comm)
+    bench.stub.set_polls(0)
+
+
+def no_communicator_has_no_state(bench: Bench) -> None:
+    bench.stub.clear()
+    assert bench.binding.state(0) == Status.INVALID_ARGUMENT
+    assert bench.stub.log() == []
+
+
+def memory_is_registered_and_freed(bench: Bench) -> None:
+    comm = bench.open()
+    pointer = bench.binding.mem_alloc(4097)
+    handle = bench.binding.register(comm, pointer, 4097)
+    bench.binding.deregister(comm, handle)
+    bench.binding.deregister(comm, 0)
+    bench.binding.mem_free(pointer)
+    assert bench.stub.log() == [
+        "ncclMemAlloc 4097",
+        f"ncclCommRegister {comm:#x} {pointer:#x} 4097",
+        f"ncclCommDeregister {comm:#x} {handle:#x}",
+        f"ncclCommDeregister {comm:#x} (nil)",
+        f"ncclMemFree {pointer:#x}",
+    ]
+    for call in (lambda: bench.binding.mem_free(pointer), lambda: bench.binding.deregister(comm, handle)):
+        assert failure(call).status == Status.INVALID_USAGE
+    bench.stub.answer("ncclMemAlloc", 1, Status.UNHANDLED_CUDA_ERROR)
+    assert failure(lambda: bench.binding.mem_alloc(1)).text == "scripted end of ncclMemAlloc"
+
+
+def dead_handles_reach_no_function(bench: Bench) -> None:
+    comm = bench.open()
+    bench.binding.abort(comm)
+    bench.stub.clear()
+    for name, call in {
+        "ncclCommFinalize": lambda: bench.binding.finalize(comm),
+        "ncclCommRegister": lambda: bench.binding.register(comm, 64, 64),
+        "ncclCommDeregister": lambda: bench.binding.deregister(comm, 64),
+    }.items():
+        error = failure(call)
+        assert (error.function, error.status) == (name, Status.INVALID_ARGUMENT)
+    assert bench.stub.log() == []
+
+
+def last_words_are_told(bench: Bench) -> None:
+    comm = bench.open()
+    bench.stub.answer("ncclSend", 1, Status.REMOTE_ERROR)
+    assert bench.binding.last_error(comm) == ""
+    bench.binding.send(64, 1, 0, comm, 0)
+    assert bench.binding.last_error(comm) == bench.binding.last_error(0) == "scripted end of ncclSend"
+    bench.binding.abort(comm)
+    assert bench.binding.last_error(comm) == "scripted end of ncclSend"
+
+
+def the_stub_catches_what_a_binding_lets_through(bench: Bench) -> None:
+    # The calls of a hop ask nothing of a handle, for speed; and no check here would mean much if the stub let all pass.
+    comm, raw = bench.open(), load_library(bench.path).cdll
+    bench.binding.abort(comm)
+    bench.stub.clear()
+    assert bench.binding.send(64, 1, 0, comm, 0) == Status.INVALID_ARGUMENT
+    for _ in range(2):
+        assert raw.ncclCommDestroy(ctypes.c_void_p(comm)) == Status.INVALID_ARGUMENT
+    assert raw.ncclCommDestroy(ctypes.c_void_p(64)) == Status.INVALID_ARGUMENT
+    assert [line for line in bench.stub.log() if line.startswith("FATAL")] == [
+        "FATAL ncclSend after abort",
+        "FATAL ncclCommDestroy after abort",
+        "FATAL ncclCommDestroy after abort",
+        "FATAL ncclCommDestroy of no communicator",
+    ]
+    bench.stub.clear()
+
+
+# --- ctypes on a library that lacks what is optional, and cupy -------------------------------------------------------
+
+
+def optional_capabilities_are_absent(bench: Bench) -> None:
+    assert frozenset(Capability) - bench.binding.capabilities == OPTIONAL
+
+
+def no_capability_is_there(bench: Bench) -> None:
+    assert bench.binding.capabilities == frozenset()
+
+
+def failing_init_destroys_nothing(bench: Bench) -> None:
+    # Cupy takes a communicator that is still in progress for a failure, and would destroy it as its object dies.
+    bench.stub.answer("ncclCommInitRankConfig", 1, Status.IN_PROGRESS)
+    assert failure(lambda: bench.binding.init(1, bytes(128), 0, BLOCKING)).status == Status.IN_PROGRESS
+    assert len(bench.stub.calls("ncclCommAbort")) == 1
+    assert bench.stub.calls("ncclCommDestroy") == []
+
+
+def dead_handles_are_refused_in_a_hop(bench: Bench) -> None:
+    comm = bench.open()
+    bench.binding.abort(comm)
+    assert bench.binding.send(64, 1, 0, comm, 0) == bench.binding.recv(64, 1, 0, comm, 0) == Status.INVALID_ARGUMENT
+    assert bench.stub.log() == [f"ncclCommAbort {comm:#x}"]
+
+
+RUNS: dict[str, tuple[Check, ...]] = {
+    "ctypes": (
+        *COMMON,
+        every_capability_is_there,
+        config_arrives,
+        in_progress_is_no_error,
+        no_communicator_has_no_state,
+        memory_is_registered_and_freed,
+        dead_handles_reach_no_function,
+        last_words_are_told,
+        the_stub_catches_what_a_binding_lets_through,
+    ),
+    "ctypes_poor": (*COMMON, optional_capabilities_are_absent),
+    "cupy": (*COMMON, no_capability_is_there, failing_init_destroys_nothing, dead_handles_are_refused_in_a_hop),
+}
+"""`ctypes_poor` gets a library of the oldest version, and without the functions of `OPTIONAL`."""
+
+left_open: Bench | None = None
+"""A communicator that nobody closes, held as by a program that ends without close()."""
+
+
+def run(checks: tuple[Check, ...], path: str, make: Callable[[], Binding], exit_log: Path) -> dict[str, str | None]:
+    """Each check's traceback or None."""
+    global left_open
+    results: dict[str, str | None] = {}
+    left_open = bench = Bench(Stub(path), path, make, make())
+    for check in checks:
+        bench.stub.clear()
+        try:
+            check(bench)
+            assert not [line for line in bench.stub.log() if line.startswith("FATAL")], bench.stub.log()
+            results[check.__name__] = None
+        except Exception:
+            results[check.__name__] = traceback.format_exc()
+    bench.open()
+    bench.stub.log_to(exit_log)
+    return results
+
+
+def main(name: str, path: str, exit_log: str) -> None:
+    """See the module."""
+    if name == "ctypes_poor":
+        Stub(path).set_version(FLOOR_VERSION)
+    make = (lambda: CupyBinding(path)) if name == "cupy" else (lambda: CtypesBinding(load_library(path)))
+    print(json.dumps(run(RUNS[name], path, make, Path(exit_log))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,174 @@
+"""One process that meets missing, broken, old, new and doubled copies of libnccl, in this order.
+
+`python -m tests.transport.nccl.library_scenarios LIBRARY SECOND` takes two copies of the stub and prints, as JSON, the
+traceback or null of each scenario. The order matters, for a library once loaded stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.transport.nccl import library
+from ringattn.transport.nccl.binding import Capability, MissingError
+from ringattn.transport.nccl.cupy_binding import CupyBinding
+from ringattn.transport.nccl.library import load_library
+from tests.transport.nccl.binding_contract import refusal
+from tests.transport.nccl.stub import VERSION, Stub
+
+
+class NoWheel:
+    """An environment without NVIDIA's packages."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Refuse them."""
+        if name.split(".")[0] == "nvidia":
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+
+def nothing_is_found(path: str, second: str) -> None:
+    soname, library.SONAME = library.SONAME, "libnccl-absent.so.2"
+    finders, cuda = list(sys.meta_path), torch.version.cuda
+    try:
+        # With the wheel's folder (if there is one) but not the file, then without the folder.
+        for hidden in ([], [NoWheel()]):
+            sys.meta_path[:] = [*hidden, *finders]
+            for version, remedy in {
+                "12.8": "pip install 'ringattn[cu12]'",
+                "13.0": "pip install 'ringattn[cu13]'",
+                None: "no CUDA: install a CUDA build",
+            }.items():
+                torch.version.cuda = version
+                text = refusal(load_library, UnsupportedError)
+                assert "libnccl-absent.so.2" in text and remedy in text
+    finally:
+        library.SONAME, torch.version.cuda, sys.meta_path[:] = soname, cuda, finders
+
+
+def no_file_is_there(path: str, second: str) -> None:
+    assert "'/absent/libnccl.so.2'" in refusal(lambda: load_library("/absent/libnccl.so.2"), InputError)
+
+
+def another_library_is_refused(path: str, second: str) -> None:
+    text = refusal(lambda: load_library("libm.so.6"), UnsupportedError)
+    assert "libm.so.6" in text and "ncclGetVersion" in text and "ncclRecv" in text
+
+
+def an_old_version_is_refused(path: str, second: str) -> None:
+    stub = Stub(path)
+    for version in (22299, 21805):
+        stub.set_version(version)
+        text = refusal(lambda: load_library(path), UnsupportedError)
+        assert path in text and "2.23.0 or newer" in text
+    assert "is NCCL 2.18.5;" in text
+
+
+def capabilities_follow_the_version(path: str, second: str) -> None:
+    stub = Stub(path)
+    for version in (22300, 22699):
+        stub.set_version(version)
+        old = load_library(path)
+        assert frozenset(Capability) - old.capabilities == {Capability.NAME}
+        text = refusal(lambda old=old: old.require(Capability.NAME), MissingError)
+        assert "config.commName needs NCCL 2.27.0" in text
+        old.require(Capability.MEMORY)
+    stub.set_version(22700)
+    assert load_library(path).capabilities == frozenset(Capability)
+    stub.set_version(VERSION)
+
+
+def what_the_process_has_is_found_first(path: str, second: str) -> None:
+    found = load_library()
+    assert (found.path, found.version) == (path, VERSION)
+
+
+class Cupy(ModuleType):
+    """The facts of an installed cupy and of its NCCL module in one."""
+
+    def __init__(self, version: str = "14.2.0", available: bool = True, nccl: int = VERSION) -> None:
+        super().__init__("cupy")
+        self.__version__, self._available, self.get_version = version, available, lambda: nccl
+
+    @property
+    def available(self) -> bool:
+        """Asked once the module is loaded, with all that it has loaded itself."""
+        return self._available
+
+
+class CupyWithACopy(Cupy):
+    """One that brings a libnccl of its own."""
+
+    copy = ""
+
+    @property
+    def available(self) -> bool:
+        """See `Cupy.available`."""
+        ctypes.CDLL(self.copy)
+        return True
+
+
+def with_cupy(cupy: Cupy | None, path: str) -> str:
+    """Why the binding refuses this cupy; None is none at all."""
+    names = ("cupy", "cupy.cuda.nccl")
+    try:
+        sys.modules.update(dict.fromkeys(names, cupy))  # None blocks an import
+        return refusal(lambda: CupyBinding(path), UnsupportedError)
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def an_unfit_cupy_is_refused(path: str, second: str) -> None:
+    assert "pip install 'ringattn[cu13]'" in with_cupy(None, path)
+    assert "cupy 14 or newer, not 13.6.0" in with_cupy(Cupy(version="13.6.0"), path)
+    assert "without NCCL" in with_cupy(Cupy(available=False), path)
+    assert "cupy uses NCCL 2.29.7" in with_cupy(Cupy(nccl=22907), path)
+
+
+def cupy_with_a_copy_of_its_own_is_refused(path: str, second: str) -> None:
+    cupy = CupyWithACopy()
+    cupy.copy = second
+    text = with_cupy(cupy, path)
+    assert path in text and second in text
+
+
+def a_second_copy_is_refused(path: str, second: str) -> None:
+    for asked in (second, None, path):
+        text = refusal(lambda asked=asked: load_library(asked), UnsupportedError)
+        assert path in text and second in text and "pip uninstall" in text
+
+
+SCENARIOS: tuple[Callable[[str, str], None], ...] = (
+    nothing_is_found,
+    no_file_is_there,
+    another_library_is_refused,
+    an_old_version_is_refused,
+    capabilities_follow_the_version,
+    what_the_process_has_is_found_first,
+    an_unfit_cupy_is_refused,
+    cupy_with_a_copy_of_its_own_is_refused,
+    a_second_copy_is_refused,
+)
+
+
+def main(path: str, second: str) -> None:
+    """See the module."""
+    results: dict[str, str | None] = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario(path, second)
+            results[scenario.__name__] = None
+        except Exception:
+            results[scenario.__name__] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""One simulated GPU as a rank's process sees it: `Device` of the NCCL transport, on ordinary CPU tensors.
+
+Guarantees: memory, streams and events behave as CUDA's towards whoever obeys CUDA's rules; who reads or writes slots
+can tell the race detector so with `touch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.transport.simulated.entries import COMPUTE, Range, Record, Touch, Wait
+
+if TYPE_CHECKING:
+    from tests.transport.simulated.world import SimWorld
+
+
+class SimStream:
+    """A stream of one rank."""
+
+    def __init__(self, world: SimWorld, rank: int, name: str) -> None:
+        self.rank, self.name = rank, name
+        self.cuda_stream = world.registry.new_handle()
+        world.streams[self.cuda_stream] = (rank, name)
+        self._world = world
+
+    def wait_event(self, event: SimEvent) -> None:
+        """See `Stream.wait_event`; on the compute stream it blocks. As in CUDA, a new event is waited for in vain."""
+        if event.last is not None:
+            self._world.issue(Wait(self.rank, self.name, event.last))
+
+
+class SimEvent:
+    """A point in a stream; `last` is where it was recorded last."""
+
+    def __init__(self, world: SimWorld, rank: int) -> None:
+        self.last: Record | None = None
+        self._world, self._rank = world, rank
+
+    def record(self, stream: SimStream) -> None:
+        """See `Event.record`."""
+        self.last = Record(self._rank, stream.name, self._world.capturing(self._rank))
+        self._world.issue(self.last)
+
+    def query(self) -> bool:
+        """See `Event.query`. True for an event that was never recorded."""
+        world, record = self._world, self.last
+        with world.changed:
+            world.script.check_alive(self._rank)
+            if record is None:
+                return True
+            if record.captured:
+                world.violate(self._rank, "query of an event that was recorded in a capture")
+                return False
+            world.settle([record])
+            return record.complete
+
+
+class SimDevice:
+    """The GPU of `rank`."""
+
+    def __init__(self, world: SimWorld, rank: int, uuid: str | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.uuid = uuid or f"GPU-{rank}"
+        self._world, self._rank = world, rank
+        self._compute = SimStream(world, rank, COMPUTE)
+        self._streams = 0
+        world.devices[rank] = self
+
+    def activate(self) -> None:
+        """See `Device.activate`."""
+        self._world.script.check_alive(self._rank)
+
+    def watch_captures(self) -> None:
+        """See `Device.watch_captures`; here no thread is ever forbidden to ask."""
+
+    def new_stream(self) -> SimStream:
+        """See `Device.new_stream`. Streams are named in the order of their making."""
+        self._streams += 1
+        return SimStream(self._world, self._rank, f"lane {self._streams}")
+
+    def current_stream(self) -> SimStream:
+        """The host thread's own."""
+        return self._compute
+
+    def new_event(self) -> SimEvent:
+        """See `Device.new_event`."""
+        return SimEvent(self._world, self._rank)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device.empty`. Gone with its last view: NCCL then meets an illegal address."""
+        with self._world.changed:
+            self._world.script.check_alive(self._rank)
+            return torch.from_numpy(self._world.memory.plain(self._rank, nbytes))
+
+    def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
+        """See `Device.wrap`."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * nbytes).from_address(pointer)
+        array.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def is_capturing(self) -> bool:
+        """See `Device.is_capturing`."""
+        return self._world.capturing(self._rank)
+
+    def touch(self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "") -> None:
+        """Tell the trace that the compute stream now reads and writes these (address, bytes)."""
+        self._world.issue(Touch(self._rank, COMPUTE, tuple(reads), tuple(writes), label))
+
+
+def span(tensor: torch.Tensor) -> Range:
+    """(address, bytes) of a contiguous tensor, for `SimDevice.touch`."""
+    return tensor.data_ptr(), tensor.nbytes

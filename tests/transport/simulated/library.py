@@ -1,0 +1,290 @@
+"""One rank's libnccl: `Binding` over the simulated world, with every rule of use checked.
+
+Guarantees: a call that NCCL refuses gets NCCL's status; a call that NCCL leaves undefined is also kept in
+`SimWorld.violations`; a call that may hang in NCCL hangs here until its communicator is aborted.
+Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "Group calls", "Fault tolerance", "User buffer registration".
+Not covered: how bytes move (`queues.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ringattn.transport.nccl.binding import UNIQUE_ID_BYTES, Capability, CommConfig, Status
+from tests.transport.simulated.checks import Checks
+from tests.transport.simulated.communicators import Communicator, Phase
+from tests.transport.simulated.entries import COMPUTE, Launch, Op
+from tests.transport.simulated.group import OpenGroup, QueuedCall, check_group
+from tests.transport.simulated.world import SimWorld
+
+
+class SimLibrary:
+    """libnccl in the process of `rank`, which needs a `SimDevice` before it opens a communicator."""
+
+    name = "simulated"
+    path = "tests/transport/simulated/library.py"
+    version = 22809
+
+    def __init__(self, world: SimWorld, rank: int, capabilities: frozenset[Capability] = frozenset(Capability)) -> None:
+        self.capabilities = capabilities
+        self._world, self._rank = world, rank
+        self._group = OpenGroup()
+        self._checks = Checks(world, rank, capabilities)
+
+    # --- opening and ending ------------------------------------------------------------------------------------------
+
+    def unique_id(self) -> bytes:
+        """See `Binding.unique_id`."""
+        self._checks.enter("unique_id")
+        return os.urandom(UNIQUE_ID_BYTES)
+
+    def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
+        """See `Binding.init`. Never ready unless `world_size` different ranks come with this id and this size."""
+        self._checks.enter("init")
+        self._checks.config(config)
+        world = self._world
+        with world.changed:
+            if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < world_size:
+                raise self._checks.refusal("init", Status.INVALID_ARGUMENT, f"rank {rank} of {world_size}, or no id")
+            if self._rank not in world.devices:
+                raise self._checks.refusal("init", Status.UNHANDLED_CUDA_ERROR, "this rank has no device")
+            comm = world.registry.join(unique_id, world_size, self._rank, rank, config)
+            return self._opened("init", comm)
+
+    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
+        """A second communicator for tests, over the ranks of `comm` that pass the same `color`, ordered by `key`."""
+        self._checks.enter("split")
+        self._checks.config(config)
+        with self._world.changed, self._checks.inside("split", comm) as parent:
+            return self._opened("split", self._world.registry.split(parent, color, key, config))
+
+    def state(self, comm: int) -> int:
+        """See `Binding.state`. A group goes on its stream when this says SUCCESS."""
+        if (answer := self._world.script.enter(self._rank, "state")) is not None:
+            return answer
+        with self._world.changed:
+            end = self._checks.known("state", comm)
+            if end is None:
+                return Status.INVALID_ARGUMENT
+            if (error := self._world.script.asynchronous(self._rank)) is not None:
+                end.fail(error, "an asynchronous error")
+            if end.error is not Status.SUCCESS:
+                return end.error
+            if not self._arrived(end):
+                return Status.IN_PROGRESS
+            if end.polls_left:
+                end.polls_left -= 1
+                return Status.IN_PROGRESS
+            if end.phase is Phase.OPENING:
+                end.phase = Phase.READY
+            launch, end.unlaunched = end.unlaunched, None
+            if launch is not None:
+                self._world.submit(launch)
+        self._world.script.leave(self._rank)
+        return Status.SUCCESS
+
+    def finalize(self, comm: int) -> None:
+        """See `Binding.finalize`. In progress until all ranks have called it and all groups have run."""
+        self._checks.enter("finalize")
+        self._checks.capability(Capability.FINALIZE)
+        with self._world.changed, self._checks.inside("finalize", comm) as end:
+            end.phase, end.polls_left = Phase.FINALIZED, self._world.polls
+            self._world.changed.notify_all()
+            if end.config.blocking:
+                self._block("finalize", end)
+                end.polls_left = 0
+
+    def destroy(self, comm: int) -> None:
+        """See `Binding.destroy`. Hangs until all ranks have called it and all groups have run."""
+        self._checks.enter("destroy")
+        with self._world.changed, self._checks.inside("destroy", comm, Phase.FINALIZED) as end:
+            self._checks.no_graph("destroy", end)
+            end.phase = Phase.LEAVING
+            self._world.changed.notify_all()
+            self._block("destroy", end)
+            end.phase = Phase.DESTROYED
+
+    def abort(self, comm: int) -> None:
+        """See `Binding.abort`. Wakes whoever waits on this end; the peers are not told."""
+        self._checks.enter("abort")
+        with self._world.changed:
+            if (end := self._checks.known("abort", comm)) is None:
+                raise self._checks.refusal("abort", Status.INVALID_ARGUMENT, "no living communicator")
+            self._checks.no_graph("abort", end)
+            end.phase = Phase.ABORTED
+            self._world.drop(end)
+
+    # --- a hop -------------------------------------------------------------------------------------------------------
+
+    def group_start(self) -> int:
+        """See `Binding.group_start`. Groups nest."""
+        if (answer := self._world.script.enter(self._rank, "group_start")) is not None:
+            return answer
+        self._group.depth += 1
+        return Status.SUCCESS
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
+        """See `Binding.send`. Outside of a group it is a group of its own."""
+        return self._post("send", pointer, nbytes, peer, comm, stream)
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
+        """See `Binding.recv`. Outside of a group it is a group of its own."""
+        return self._post("recv", pointer, nbytes, peer, comm, stream)
+
+    def group_end(self) -> int:
+        """See `Binding.group_end`. IN_PROGRESS where a communicator is non-blocking."""
+        answer = self._world.script.enter(self._rank, "group_end")
+        if self._group.depth == 0:
+            return Status.INVALID_USAGE
+        self._group.depth -= 1
+        if answer is not None:
+            for call in self._group.take():
+                call.comm.user = None
+                call.comm.fail(answer, "the group failed")
+            return answer
+        return self._launch(self._group.take()) if self._group.depth == 0 else Status.SUCCESS
+
+    def _post(self, kind: str, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
+        """Queue one op in the thread's open group, or launch it alone. A refused op leaves the group as it was."""
+        if (answer := self._world.script.enter(self._rank, kind)) is not None:
+            return answer
+        with self._world.changed:
+            end = self._checks.usable(kind, comm)
+            if end is None:
+                return Status.INVALID_ARGUMENT
+            if end.error is not Status.SUCCESS:
+                return end.error
+            if not 0 <= peer < end.clique.world_size or nbytes < 0:
+                return Status.INVALID_ARGUMENT
+            owner, name = self._world.streams.get(stream, (-1, ""))
+            if owner != self._rank or name == COMPUTE:
+                return self._checks.broken(kind, f"stream {stream:#x} is no communication stream of this rank")
+            if not self._checks.own_memory(kind, pointer, nbytes):
+                return Status.INVALID_ARGUMENT
+            call = QueuedCall(end, Op(kind, peer, nbytes, pointer), name)
+            if not self._group.depth:
+                return self._launch([call])
+            end.user = threading.get_ident()
+            self._group.calls.append(call)
+            return Status.SUCCESS
+
+    def _launch(self, calls: list[QueuedCall]) -> int:
+        """End a group: one launch for each of its communicators."""
+        world, answer = self._world, Status.SUCCESS
+        if calls:
+            world.script.ending_group(self._rank)
+        with world.changed:
+            ends = list(dict.fromkeys(call.comm for call in calls))
+            for end in ends:
+                end.user = None
+            if any(end.gone for end in ends):  # aborted by another thread while the group was open
+                return Status.INVALID_USAGE
+            if (fault := check_group(calls)) is not None:
+                self._checks.broken("group_end", fault)
+                return Status.INVALID_USAGE
+            group = world.next_group(self._rank)
+            for end in ends:
+                mine = [call for call in calls if call.comm is end]
+                captured = world.capturing(self._rank)
+                launch = Launch(self._rank, mine[0].stream, end, tuple(call.op for call in mine), group, captured)
+                if not captured:
+                    world.number(launch)
+                if end.config.blocking or not world.polls:
+                    world.submit(launch)
+                else:
+                    end.unlaunched, end.polls_left, answer = launch, world.polls, Status.IN_PROGRESS
+        world.script.leave(self._rank)
+        return answer
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def mem_alloc(self, nbytes: int) -> int:
+        """See `Binding.mem_alloc`."""
+        self._checks.enter("mem_alloc")
+        self._checks.capability(Capability.MEMORY)
+        with self._world.changed:
+            return self._world.memory.nccl(self._rank, nbytes)
+
+    def mem_free(self, pointer: int) -> None:
+        """See `Binding.mem_free`. Refused while the memory is registered or in flight."""
+        self._checks.enter("mem_free")
+        self._checks.capability(Capability.MEMORY)
+        with self._world.changed:
+            nbytes = self._world.memory.nccl_size(self._rank, pointer)
+            if nbytes is None:
+                self._checks.broken("mem_free", f"{pointer:#x} is no living NCCL memory of this rank")
+            elif self._checks.registered((pointer, nbytes)):
+                self._checks.broken("mem_free", f"{pointer:#x} is still registered")
+            elif self._checks.in_flight((pointer, nbytes)):
+                self._checks.broken("mem_free", f"{pointer:#x} is still in flight")
+            else:
+                self._world.memory.free(self._rank, pointer)
+                return
+            raise self._checks.refusal("mem_free", Status.INVALID_ARGUMENT)
+
+    def register(self, comm: int, pointer: int, nbytes: int) -> int:
+        """See `Binding.register`."""
+        self._checks.enter("register")
+        self._checks.capability(Capability.REGISTER)
+        with self._world.changed, self._checks.inside("register", comm) as end:
+            if not self._checks.own_memory("register", pointer, nbytes):
+                raise self._checks.refusal("register", Status.INVALID_ARGUMENT)
+            handle = self._world.registry.new_handle()
+            end.registered[handle] = (pointer, nbytes)
+            return handle
+
+    def deregister(self, comm: int, handle: int) -> None:
+        """See `Binding.deregister`. Refused while the memory is in flight."""
+        self._checks.enter("deregister")
+        self._checks.capability(Capability.REGISTER)
+        with self._world.changed, self._checks.inside("deregister", comm, Phase.FINALIZED) as end:
+            if handle not in end.registered:
+                self._checks.broken("deregister", f"{handle:#x} is no registration of {end}")
+            elif self._checks.in_flight(end.registered[handle]):
+                self._checks.broken("deregister", f"{end.registered[handle][0]:#x} is still in flight")
+            else:
+                del end.registered[handle]
+                return
+            raise self._checks.refusal("deregister", Status.INVALID_ARGUMENT)
+
+    def last_error(self, comm: int) -> str:
+        """See `Binding.last_error`."""
+        self._checks.capability(Capability.LAST_ERROR)
+        with self._world.changed:
+            end = self._checks.known("last_error", comm) if comm else None
+            return end.last_words if end is not None else self._checks.words
+
+    # --- waiting inside a call ---------------------------------------------------------------------------------------
+
+    def _arrived(self, end: Communicator) -> bool:
+        """Whether all ranks have come as far as this end: opened, finalized, or in destroy; and its groups have run."""
+        clique = end.clique
+        if end.phase is Phase.OPENING:
+            return clique.full
+        if end.phase is Phase.FINALIZED:
+            return not end.launches and clique.reached(Phase.FINALIZED, Phase.LEAVING, Phase.DESTROYED)
+        if end.phase is Phase.LEAVING:
+            return not end.launches and clique.reached(Phase.LEAVING, Phase.DESTROYED)
+        return True
+
+    def _opened(self, function: str, end: Communicator) -> int:
+        """The handle of a new end; a blocking one is ready by then."""
+        self._world.changed.notify_all()
+        if end.config.blocking:
+            self._block(function, end)
+            end.phase, end.polls_left = Phase.READY, 0
+        return end.handle
+
+    def _block(self, function: str, end: Communicator) -> None:
+        """Hold the thread until all ranks have come. Raises `NcclError` when the end fails or is aborted meanwhile."""
+
+        def ended() -> bool:
+            return end.gone or end.error is not Status.SUCCESS
+
+        self._world.block(
+            self._rank, f"{function} of {end}", lambda: ended() or self._arrived(end), lambda: end.launches
+        )
+        if ended():
+            words = end.last_words or "aborted by another thread"
+            raise self._checks.refusal(function, end.error or Status.INTERNAL_ERROR, words)

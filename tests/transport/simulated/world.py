@@ -1,0 +1,212 @@
+"""The machine that all simulated ranks share: what they issued, who waits for whom, and what is forbidden.
+
+Ranks are threads of one process. Compute runs at once on the calling thread, so that thread is the rank's compute
+stream: an event recorded there is complete at once, and a wait there blocks the host. All other streams are queues
+(`queues.py`). Whoever calls in advances them, under the one lock; nothing runs by itself.
+Guarantees: what NCCL leaves undefined, or forgives for small messages only, is a violation here, in words; no wait
+outlasts `limit_s`, and then it says who waits for whom.
+Not covered: the bindings' calls (`library.py`), torch (`device.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.transport.simulated.communicators import Communicator, Registry
+from tests.transport.simulated.entries import COMPUTE, Entry, Launch, Wait
+from tests.transport.simulated.faults import Fault, Script
+from tests.transport.simulated.graph import Graph
+from tests.transport.simulated.hosts import Hosts, Waiter
+from tests.transport.simulated.memory import Memory
+from tests.transport.simulated.order import LaunchOrder
+from tests.transport.simulated.queues import Queues
+
+if TYPE_CHECKING:
+    from tests.transport.simulated.device import SimDevice
+
+
+class Call(NamedTuple):
+    """One send or recv as it was launched. `op`: send or recv."""
+
+    op: str
+    peer: int
+    nbytes: int
+
+
+class SimWorld:
+    """`world_size` ranks with a GPU each.
+
+    `polls`: answers IN_PROGRESS of `state` before SUCCESS, after opening, splitting, finalizing and each group.
+    `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so a
+    missing wait reads old bytes. `supervised`, `limit_s`: see `Hosts`. `any_memory`: see `Memory`.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        polls: int = 2,
+        lazy: bool = False,
+        supervised: bool = True,
+        limit_s: float = 30.0,
+        allow_duplicates: bool = False,
+        any_memory: bool = False,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self.world_size, self.polls, self.limit_s = world_size, polls, limit_s
+        self.violations: list[str] = []
+        self.trace: list[list[Entry]] = [[] for _ in range(world_size)]
+        self.devices: dict[int, SimDevice] = {}
+        self.streams: dict[int, tuple[int, str]] = {}
+        self.dead: set[int] = set()
+        self.memory = Memory(any_memory)
+        self.script = Script(self, faults)
+        uuid_of = None if allow_duplicates else lambda process: self.devices[process].uuid
+        self.registry = Registry(polls, self.violate, uuid_of)
+        self._hosts = Hosts(world_size, limit_s, supervised, self.dead, self.settle, self.report)
+        self.changed, self.run = self._hosts.changed, self._hosts.run
+        self._lazy = lazy
+        self._queues = Queues(self.memory, self.violate, self.dead)
+        self._order = LaunchOrder()
+        self._capturing: dict[int, Graph] = {}
+        self._graphs: list[Graph] = []
+        self._groups: Counter[int] = Counter()
+
+    # --- what tests ask ----------------------------------------------------------------------------------------------
+
+    def calls(self, rank: int) -> list[Call]:
+        """The sends and receives of `rank` in the order in which they were launched."""
+        launches = (entry for entry in self.trace[rank] if isinstance(entry, Launch))
+        return [Call(op.kind, op.peer, op.nbytes) for launch in launches for op in launch.ops]
+
+    @contextmanager
+    def capture(self, rank: int) -> Iterator[Graph]:
+        """Keep what `rank` issues inside in a graph instead of running it."""
+        graph = self._capturing[rank] = Graph(self, rank)
+        self._graphs.append(graph)
+        try:
+            yield graph
+        finally:
+            if any(comm.unlaunched for comm in self.registry.of(rank)):
+                self.violate(rank, "the capture ends while a group is still in progress")
+            del self._capturing[rank]
+
+    def release(self, rank: int) -> None:
+        """End the stalls of `rank`, now and later."""
+        self.script.release(rank)
+
+    def report(self) -> str:
+        """What every rank waits for, one line a rank, and the circle if there is one."""
+        with self.changed:
+            lines: list[str] = []
+            edges: defaultdict[int, set[int]] = defaultdict(set)
+            for rank in range(self.world_size):
+                said = ["died"] if rank in self.dead else []
+                said += [f"host: {waiter.what}" for waiter in self._hosts.waiters if waiter.rank == rank]
+                for head in self._queues.heads(rank):
+                    said.append(f"stream {head.stream}: {head}")
+                    if isinstance(head, Launch):
+                        members = head.comm.clique.members
+                        edges[rank] |= {members[op.peer].process for op in head.pending()}
+                for comm in self.registry.of(rank):
+                    if comm.unlaunched is not None:
+                        said.append(f"not launched, for state() has not said SUCCESS: {comm.unlaunched}")
+                lines.append(f"rank {rank}: {'; '.join(said) or 'waits for nothing'}")
+            circle = _circle(edges)
+            return "\n".join([*lines, *([f"circle: {' -> '.join(map(str, circle))}"] if circle else [])])
+
+    # --- for library, device and graph -------------------------------------------------------------------------------
+
+    def violate(self, rank: int, text: str) -> None:
+        """Keep a broken rule."""
+        self.violations.append(f"rank {rank}: {text}")
+
+    def next_group(self, rank: int) -> int:
+        """The number of the group that `rank` ends now."""
+        self._groups[rank] += 1
+        return self._groups[rank]
+
+    def capturing(self, rank: int) -> bool:
+        """Whether `rank` captures a graph."""
+        return rank in self._capturing
+
+    def in_graph(self, comm: Communicator) -> bool:
+        """Whether a living graph launches on `comm`."""
+        return any(graph.uses(comm) for graph in self._graphs)
+
+    def issue(self, entry: Entry) -> None:
+        """Give `entry` to its stream. On the compute stream it has then run: a wait blocks for it."""
+        with self.changed:
+            self.script.check_alive(entry.rank)
+            for comm in self.registry.of(entry.rank):
+                if comm.unlaunched is not None and comm.unlaunched.stream == entry.stream:
+                    self.violate(entry.rank, f"{entry} on a stream whose group is still in progress")
+            if entry.rank in self._capturing:
+                self._capturing[entry.rank].add(entry)
+                return
+            self.trace[entry.rank].append(entry)
+            if entry.stream != COMPUTE:
+                self._put(entry)
+                return
+            if isinstance(entry, Wait):
+                record = entry.record
+                self.block(entry.rank, str(entry), lambda: record.complete, lambda: [record])
+            entry.complete = True
+
+    def number(self, launch: Launch) -> None:
+        """Give a launch its place in the order of its communicator: its group has ended."""
+        launch.comm.number(launch)
+        if (fault := self._order.inverted(launch)) is not None:
+            self.violate(launch.rank, fault)
+
+    def submit(self, launch: Launch) -> None:
+        """Put a launch on its stream, or into the graph that is being captured."""
+        with self.changed:
+            if launch.rank in self._capturing:
+                self._capturing[launch.rank].add(launch)
+                return
+            self.trace[launch.rank].append(launch)
+            self.script.launched(launch.rank)
+            self._put(launch)
+
+    def settle(self, needs: Iterable[Entry] = ()) -> None:
+        """Let the streams run: all that can, or when lazy only what `needs` wait for."""
+        if self._queues.advance(self._queues.needed(needs) if self._lazy else None):
+            self.changed.notify_all()
+
+    def drop(self, comm: Communicator) -> None:
+        """Take the groups of an end off the streams, which go on. Its peers are not told."""
+        self._queues.drop(comm.in_flight())
+        comm.launches.clear()
+        comm.unlaunched = None
+        self.settle()
+        self.changed.notify_all()
+
+    def block(
+        self, rank: int, what: str, ready: Callable[[], bool], needs: Callable[[], Iterable[Entry]] = tuple
+    ) -> None:
+        """Hold the calling thread until `ready()`. Raises `Deadlock`, and `Died` when the rank dies meanwhile."""
+        self._hosts.block(Waiter(rank, what, ready, needs))
+
+    def _put(self, entry: Entry) -> None:
+        """On its stream, where it may be what a waiting host needs."""
+        self._queues.put(entry)
+        self.settle()
+        self.changed.notify_all()
+
+
+def _circle(edges: dict[int, set[int]]) -> list[int]:
+    """Ranks that wait for each other in a circle, the first one named again at the end; empty if there is none."""
+    for start in sorted(edges):
+        paths = [[start]]
+        while paths:
+            path = paths.pop()
+            for rank in sorted(edges.get(path[-1], ())):
+                if rank == start:
+                    return [*path, start]
+                if rank not in path:
+                    paths.append([*path, rank])
+    return []

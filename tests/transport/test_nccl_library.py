@@ -1,0 +1,212 @@
+"""The real libnccl and its header, on a machine without a CUDA device: our tables are theirs, our errors are typed.
+
+ReadSets NVIDIA's wheel. The library runs in processes of its own.
+Not covered: communicators that work; for these there is the stand-in (`test_nccl_bindings`) and a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.transport.nccl.binding import UNIQUE_ID_BYTES, Capability, Status
+from ringattn.transport.nccl.ctypes_binding import (
+    CONFIG_MAGIC,
+    CONFIG_VERSION,
+    SIGNATURES,
+    UINT8,
+    UNDEFINED_INT,
+    Config,
+    UniqueId,
+)
+from ringattn.transport.nccl.library import NEEDS, REQUIRED
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wheel() -> Path | None:
+    """The folder of NVIDIA's wheel."""
+    spec = find_spec("nvidia.nccl") if find_spec("nvidia") else None
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+WHEEL = wheel()
+pytestmark = pytest.mark.skipif(WHEEL is None, reason="no nvidia-nccl wheel")
+no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here, so nothing fails for its lack")
+Transcript = Callable[[str], dict[str, Any]]
+
+# --- the header ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def header() -> str:
+    assert WHEEL is not None
+    return re.sub(r"/\*.*?\*/|//[^\n]*", " ", (WHEEL / "include" / "nccl.h").read_text(), flags=re.DOTALL)
+
+
+def enum(header: str, name: str) -> dict[str, int]:
+    """The members of a C enumeration."""
+    body = re.search(rf"typedef enum \{{([^}}]*)\}} {name};", header)
+    assert body, name
+    return {member: int(value) for member, value in re.findall(r"(\w+)\s*=\s*(\d+)", body[1])}
+
+
+def define(header: str, name: str) -> str:
+    found = re.search(rf"#define {name} +(\S+)", header)
+    assert found, name
+    return found[1]
+
+
+def c_type(declared: str) -> Any:
+    """The ctypes type by which we pass an argument or hold a field that is declared like this."""
+    if "*" in declared:
+        return ctypes.c_char_p if "char" in declared else ctypes.c_void_p
+    kind = re.sub(r"\bconst\b|\w+$", "", declared.strip()).strip()
+    return {
+        "size_t": ctypes.c_size_t,
+        "unsigned int": ctypes.c_uint,
+        "int": ctypes.c_int,
+        "ncclDataType_t": ctypes.c_int,
+        "ncclUniqueId": UniqueId,
+        "ncclComm_t": ctypes.c_void_p,
+        "cudaStream_t": ctypes.c_void_p,
+    }[kind]
+
+
+def test_statuses(header: str) -> None:
+    members = enum(header, "ncclResult_t")
+    members.pop("ncclNumResults")
+    ours = {re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix("nccl")).upper(): n for name, n in members.items()}
+    assert len(ours) >= 8
+    assert ours.items() <= {status.name: status.value for status in Status}.items()
+
+
+def test_constants(header: str) -> None:
+    assert enum(header, "ncclDataType_t")["ncclUint8"] == UINT8.value
+    assert int(define(header, "NCCL_UNIQUE_ID_BYTES")) == UNIQUE_ID_BYTES == ctypes.sizeof(UniqueId)
+    assert int(define(header, "NCCL_API_MAGIC"), 16) == CONFIG_MAGIC
+    assert define(header, "NCCL_CONFIG_UNDEF_INT") == "INT_MIN"
+    assert ctypes.c_int(UNDEFINED_INT - 1).value == 2**31 - 1
+
+
+def test_config(header: str) -> None:
+    body = re.search(r"typedef struct ncclConfig_v(\d+) \{([^}]*)\} ncclConfig_t;", header)
+    assert body and int(body[1]) >= CONFIG_VERSION
+    declared = [line.strip() for line in body[2].split(";") if line.strip()]
+    fields = [(re.search(r"\w+$", line)[0], c_type(line)) for line in declared]
+    theirs = type("Theirs", (ctypes.Structure,), {"_fields_": fields})
+    assert tuple(fields[: len(Config._fields_)]) == Config._fields_
+    for name, _ in Config._fields_:
+        assert getattr(Config, name).offset == getattr(theirs, name).offset, name
+    assert ctypes.sizeof(Config) == 80
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(header: str, name: str) -> None:
+    found = re.search(rf"(ncclResult_t|const char\*)\s+{name}\(([^)]*)\);", header)
+    assert found, f"{name} is not in nccl.h"
+    assert (found[1] == "const char*") == (name == "ncclGetLastError")
+    declared = [argument for argument in found[2].split(",") if argument.strip()]
+    assert len(declared) == len(SIGNATURES[name])
+    for argument, ours in zip(declared, SIGNATURES[name], strict=True):
+        assert c_type(argument) == (ctypes.c_void_p if issubclass(ours, ctypes._Pointer) else ours), argument
+
+
+def test_every_function_has_a_signature() -> None:
+    needed = {*REQUIRED, *(name for need in NEEDS.values() for name in need.functions)}
+    assert needed == set(SIGNATURES)
+    assert set(NEEDS) == set(Capability)
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def transcript() -> Transcript:
+    """From the name of a binding to what the library answered through it."""
+    told: dict[str, dict[str, Any]] = {}
+
+    def of(binding: str) -> dict[str, Any]:
+        if binding == "cupy" and not find_spec("cupy"):
+            pytest.skip("cupy is not installed")
+        if binding not in told:
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.transport.nccl.real_library", binding],
+                cwd=ROOT, env=os.environ | {"NCCL_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            told[binding] = json.loads(done.stdout.splitlines()[-1])
+        return told[binding]
+
+    return of
+
+
+BINDINGS = pytest.mark.parametrize("binding", ["ctypes", "cupy"])
+
+
+@BINDINGS
+def test_version_is_that_of_the_header(transcript: Transcript, header: str, binding: str) -> None:
+    told = transcript(binding)
+    assert Path(told["path"]).name.startswith("libnccl.so.2")
+    if Path(told["path"]).is_relative_to(WHEEL):
+        assert told["version"] == int(define(header, "NCCL_VERSION_CODE"))
+
+
+def test_bindings_agree_on_the_library(transcript: Transcript) -> None:
+    ours, cupys = transcript("ctypes"), transcript("cupy")
+    assert (ours["path"], ours["version"]) == (cupys["path"], cupys["version"])
+
+
+@BINDINGS
+def test_unique_ids(transcript: Transcript, binding: str) -> None:
+    told = transcript(binding)
+    assert told["id_bytes"] == [UNIQUE_ID_BYTES] * 3
+    assert told["ids"] == 3
+
+
+@BINDINGS
+def test_groups(transcript: Transcript, binding: str) -> None:
+    told = transcript(binding)
+    assert told["balanced"] == [0, 0, 0, 0]
+    assert told["unbalanced"] == Status.INVALID_USAGE
+    assert told["no_communicator"] == [Status.INVALID_ARGUMENT] * 2
+
+
+def test_no_communicator(transcript: Transcript) -> None:
+    told = transcript("ctypes")
+    assert told["raw"] == [0, 0, 0]
+    assert told["raw_state"] == Status.INVALID_ARGUMENT
+
+
+@no_device
+@BINDINGS
+def test_init_without_a_device(transcript: Transcript, binding: str) -> None:
+    told = transcript(binding)
+    status, function, text = told["init"]
+    assert (status, function) == (Status.UNHANDLED_CUDA_ERROR, "ncclCommInitRankConfig")
+    assert text
+    assert told["after_init"] == Status.INVALID_USAGE  # no group is left open
+
+
+@no_device
+def test_nonblocking_init_without_a_device(transcript: Transcript) -> None:
+    told = transcript("ctypes")
+    assert told["nonblocking_init"][:2] == [Status.UNHANDLED_CUDA_ERROR, "ncclCommInitRankConfig"]
+    assert told["after_nonblocking_init"] == Status.INVALID_USAGE
+
+
+@no_device
+def test_memory_without_a_device(transcript: Transcript) -> None:
+    status, function, _ = transcript("ctypes")["mem_alloc"]
+    assert (status, function) == (Status.UNHANDLED_CUDA_ERROR, "ncclMemAlloc")

@@ -1,0 +1,322 @@
+"""The life of an NCCL ring over simulated GPUs: opening, closing, threads, memory, failures that must not go unseen.
+
+Not covered: the contract of all transports (`test_transport_nccl.py`), scripted faults (`test_nccl_faults.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ringattn import Ring
+from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.launch.doctor.divergence import divergences
+from ringattn.launch.doctor.flight import read_records
+from ringattn.transport.base import Message
+from ringattn.transport.nccl.communicator import State
+from ringattn.transport.nccl.transport import NcclTransport
+from tests.transport.blame import blames
+from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
+from tests.transport.simulated.faults import Died, Stall
+from tests.transport.simulated.library import SimLibrary
+from tests.transport.simulated.world import SimWorld
+
+
+def around(ring: NcclTransport, sent: torch.Tensor, came: torch.Tensor) -> Any:
+    """A hop to the next rank."""
+    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+    return ring.bind([Message(after, sent, "out")], [Message(before, came, "in")])
+
+
+def failure(call: Any) -> str:
+    """What a ring's own error says, or nothing."""
+    try:
+        call()
+    except RingError as error:
+        return str(error)
+    return ""
+
+
+# --- life ------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
+    world = SimWorld(2)
+
+    def body(ring: Ring) -> list[int]:
+        counts = []
+        for _ in range(4):
+            ring.all_reduce([torch.ones(3)])
+            counts.append(ring.transport._agreement._number)  # type: ignore[attr-defined]
+        ring.barrier()
+        ring.barrier()
+        return [*counts, ring.transport._agreement._number]  # type: ignore[attr-defined]
+
+    world = SimWorld(2, any_memory=True)
+    assert results(on_rings(world, body)) == [[1, 1, 1, 1, 3]] * 2
+
+
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimWorld(2, any_memory=True)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        hop.start().wait()
+        ring.agree(b"")
+        if ring.rank == 0:
+            ring.lane.pid = os.getpid() + 1
+            with pytest.raises(RingError, match="its fork; start processes with spawn"):
+                hop.start()
+            ring.lane.pid = os.getpid()
+        hop.start().wait()
+
+    results(on_gpus(world, body))
+
+
+def test_a_second_thread_is_refused() -> None:
+    world = SimWorld(2, faults=[Stall(0, "send", 2)], limit_s=10.0)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        if ring.rank == 0:
+            threading.Timer(0.4, lambda: world.release(0)).start()
+            threading.Thread(target=lambda: time.sleep(0.2) or refused.append(failure(hop.start))).start()
+        hop.start().wait()
+        ring.agree(b"")
+
+    refused: list[str] = []
+    results(on_gpus(world, body))
+    assert len(refused) == 1 and "two threads use one ring at once" in refused[0]
+
+
+def test_memory_is_given_back_and_communicators_end_once() -> None:
+    world = SimWorld(3)
+
+    def body(ring: NcclTransport) -> None:
+        for nbytes in (512, 4096, 1 << 16):  # each replaces the one before
+            slots = ring.allocate(2 * nbytes).view(2, nbytes)
+            around(ring, slots[0], slots[1]).start().wait()
+
+    results(on_gpus(world, body))
+    assert world.violations == []
+
+
+def test_a_close_that_is_alone_aborts_soon() -> None:
+    world = SimWorld(2, any_memory=True)
+    store, seconds, said = HashStore(), {}, []
+
+    def live(rank: int) -> None:
+        ring = open_on(world, rank, store.clone())
+        if rank == 0:
+            start = time.monotonic()
+            ring.close(linger_s=0.5)
+            ring.close()
+            seconds[rank] = time.monotonic() - start
+            assert ring.lane.state is State.FAILED  # aborted: a destroy would wait for the other
+        else:
+            time.sleep(1.5)
+            slots = torch.zeros(2, 8, dtype=torch.uint8)
+            said.append(failure(lambda: around(ring, slots[0], slots[1]).start().wait()))
+            ring.abort(ValueError("done"))
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert 0.4 < seconds[0] < 2.0
+    assert "rank 0 closed its ring" in said[0]
+
+
+def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
+    world = SimWorld(2, lazy=True, any_memory=True)
+
+    def body(ring: NcclTransport) -> None:
+        if ring.rank == 0:
+            slots = torch.zeros(2, 8, dtype=torch.uint8)
+            around(ring, slots[0], slots[1]).start()  # never waited for
+            time.sleep(1.2)
+            with pytest.raises(DeadlineError, match="no answer from ranks"):
+                ring.close()
+            with pytest.raises(ClosedError):
+                ring.agree(b"")
+        else:
+            time.sleep(1.2)
+
+    on_gpus(world, body, timeout_s=0.5)
+
+
+def test_a_missing_rank_is_named_at_opening() -> None:
+    world = SimWorld(3)
+    store, said = HashStore(), {}
+
+    def live(rank: int) -> None:
+        with pytest.raises(RingError) as caught:
+            open_on(world, rank, store.clone(), timeout_s=0.6)
+        said[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all("ranks [1] did not come" in message for message in said.values()) and len(said) == 2
+
+
+def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, init = SimWorld(3), SimLibrary.init
+
+    def fatal(self: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: Any) -> int:
+        if rank == 1:
+            world.dead.add(1)
+            raise Died("rank 1 died")
+        return init(self, world_size, unique_id, rank, config)
+
+    monkeypatch.setattr(SimLibrary, "init", fatal)
+    outcomes = on_gpus(world, lambda ring: None, timeout_s=1.0)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, RingError) and blames(1, str(outcomes[rank].error))
+        assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
+
+
+# --- what must not go unseen -----------------------------------------------------------------------------------------
+
+
+def test_other_calls_of_equal_sizes_are_noticed() -> None:
+    # Both were agreed on once, and their bytes match, so nothing waits and nothing breaks.
+    world = SimWorld(3)
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(24)
+        x = seq.shard(torch.ones(1, 24, 2, 8))
+        for n in range(60):
+            odd = n > 2 and ring.rank == 1
+            ring.attention(x, x, x, seq, causal=True, scale=0.5 if n % 2 == odd else 0.25)
+            time.sleep(0.05)
+
+    outcomes = on_rings(world, body, ring={"engine": "plain"})
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert all("do not ask for the same: call 4" in error for error in errors), errors
+    assert all(outcome.ended_s - outcome.began_s < 3.0 for outcome in outcomes)
+
+
+class Frozen:
+    """A connection to a store whose host can be stopped: then its calls do not return."""
+
+    def __init__(self, store: Any, stopped: threading.Event, going: threading.Event) -> None:
+        self._store, self._stopped, self._going = store, stopped, going
+
+    def clone(self) -> Frozen:
+        return Frozen(self._store.clone(), self._stopped, self._going)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._stopped.is_set():
+            self._going.wait(30)
+        return getattr(self._store, name)
+
+
+def test_a_store_that_stands_still_stops_no_deadline() -> None:
+    world, store = SimWorld(2), HashStore()
+    stopped, going, said = threading.Event(), threading.Event(), {}
+
+    def live(rank: int) -> None:
+        ring = open_on(world, rank, Frozen(store.clone(), stopped, going))
+        ring._timeout_s = ring.supervisor._timeout_s = 1.0
+        slots = ring.allocate(1024).view(2, 512)
+        around(ring, slots[0], slots[1]).start().wait()
+        if rank == 0:
+            stopped.set()
+            start = time.monotonic()
+            said[rank] = failure(lambda: around(ring, slots[0], slots[1]).start().wait()), time.monotonic() - start
+            going.set()
+        else:
+            going.wait(30)
+        ring.abort(ValueError("done"))
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    words, took_s = said[0]
+    assert "no answer from ranks [1] within 1.0 s" in words and "the store does not answer" in words
+    assert took_s < 1.0 + 2.0
+
+
+def test_a_lost_device_ends_the_ring_everywhere() -> None:
+    world = SimWorld(3)
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        hop = around(ring, slots[0], slots[1])
+        if ring.rank == 1:
+            broken = SimpleNamespace(query=lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access")))
+            ticket = hop.start()
+            ticket.done = broken  # what torch says of any event once a kernel has faulted
+            time.sleep(1.0)
+            ring.check()
+        else:
+            for _ in range(100):
+                hop.start().wait()
+                time.sleep(0.05)
+
+    outcomes = on_gpus(world, body)
+    assert "an illegal memory access" in str(outcomes[1].error)
+    for rank in (0, 2):
+        assert "rank 1 failed first: RuntimeError: an illegal memory access" in str(outcomes[rank].error)
+
+
+def test_rings_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[int, int] = {}
+    peak: list[int] = []
+    allocate, free = SimLibrary.mem_alloc, SimLibrary.mem_free
+
+    def counted(self: SimLibrary, nbytes: int) -> int:
+        pointer = allocate(self, nbytes)
+        held[pointer] = nbytes
+        peak.append(len(held))
+        return pointer
+
+    def returned(self: SimLibrary, pointer: int) -> None:
+        free(self, pointer)
+        del held[pointer]
+
+    monkeypatch.setattr(SimLibrary, "mem_alloc", counted)
+    monkeypatch.setattr(SimLibrary, "mem_free", returned)
+    world = SimWorld(2)
+
+    def body(ring: Ring) -> None:
+        for tokens in (16, 64, 256):  # the pool grows twice, right behind a pass
+            seq = ring.sequence(tokens)
+            x = seq.shard(torch.ones(1, tokens, 2, 8))
+            ring.attention(x, x, x, seq, causal=True)
+
+    results(on_rings(world, body, ring={"engine": "plain"}))
+    assert world.violations == [] and held == {}
+    assert max(peak) <= 3  # two ranks, and one of them between the old arena and the new
+
+
+def test_the_flight_records_name_the_rank_that_is_stuck_in_a_launch(tmp_path: Path) -> None:
+    world = SimWorld(3, faults=[Stall(1, "group_end", 4)], limit_s=10.0)
+    threading.Timer(4.0, lambda: world.release(1)).start()
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        for _ in range(5):
+            around(ring, slots[0], slots[1]).start().wait()
+
+    outcomes = on_gpus(world, body, deadline_s=0.6, flight_dir=tmp_path)
+    assert all(isinstance(outcome.error, RingError) for outcome in outcomes)
+    assert f"flight record: {tmp_path / 'flight-0.json'}" in outcomes[0].error.__notes__  # type: ignore[union-attr]
+    first = divergences(read_records(tmp_path))[0]
+    assert "rank 1 never posted" in first and first.endswith("it is inside the launch of exchange 4"), first
