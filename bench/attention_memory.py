@@ -35,7 +35,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionMemoryOptions:
     """`configurations` are drawn from `seed`."""
 
     configurations: int = 20
@@ -150,7 +150,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     return made
 
 
-def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
+def weigh(options: AttentionMemoryOptions, say: Say) -> list[dict[str, Any]]:
     """One record for each configuration, by fresh processes."""
     records = []
     for one in drawn(options.configurations, options.seed):
@@ -162,7 +162,7 @@ def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(AttentionMemoryOptions(), words)
     with progress("attention_memory") as say:
         data = {"configurations": weigh(options, say)}
     finish("attention_memory", options, [table(data["configurations"])], data, options.results)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn.bench.crash_proof import told
-from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
@@ -154,8 +154,8 @@ def ours(name: str, engine: Engine) -> Contestant:
     def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
         q, k, v, dout = (x.transpose(0, 1) for x in inputs)
         rows, _, heads, dim = q.shape
-        strip = Strip(Run(0, rows), Run(0, rows))
-        tile = Tile(strip, strip, CAUSAL if causal else FULL, Run(0, heads))
+        strip = TokenRange(StridedRange(0, rows), StridedRange(0, rows))
+        tile = Tile(strip, strip, CAUSAL if causal else FULL, StridedRange(0, heads))
         works = [engine.prepare([(tile,)], Softmax(dim**-0.5), rows, heads) for _ in range(2)]
 
         def forward() -> Tensor:

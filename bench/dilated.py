@@ -53,7 +53,7 @@ GATE_TOKENS_PER_RANK = 97
 
 
 @dataclass(frozen=True)
-class Options:
+class DilatedOptions:
     """`length_tokens`: of what is compared, by `ranks` processes each; `long_tokens`: of the long run, 0 for none.
 
     `tokens_per_rank`: of the runs whose memory is weighed, by `memory_ranks` processes each.
@@ -132,7 +132,7 @@ def _rows_received(plan: Plan) -> float:
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     """One rank's part: the gate, then each contender forward and backward in turns. Laps, pairs and memory."""
-    options, tokens = Options(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
+    options, tokens = DilatedOptions(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     branches = geometric(options.base_length, length=options.length_tokens)
     _gate(ring, options)
@@ -156,7 +156,7 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
 
 def weighed(ring: Ring, **spec: Any) -> dict[str, int]:
     """One rank's memory for dilated attention over `tokens_per_rank` tokens of each rank, forward and backward."""
-    options = Options(**spec)
+    options = DilatedOptions(**spec)
     _gate(ring, options)
     tokens = options.tokens_per_rank * ring.world_size
     gc.collect()
@@ -174,7 +174,7 @@ def weighed(ring: Ring, **spec: Any) -> dict[str, int]:
 class _Call:
     """This rank's part of one attention call on random numbers."""
 
-    def __init__(self, ring: Ring, options: Options, tokens: int, branches: Branches | None) -> None:
+    def __init__(self, ring: Ring, options: DilatedOptions, tokens: int, branches: Branches | None) -> None:
         self.ring, self.options, self.branches = ring, options, branches
         self.seq = ring.sequence(tokens, layout="contiguous")
         shape = 1, self.seq.counts[ring.rank], options.heads, options.head_dim
@@ -203,7 +203,7 @@ class _Call:
         return sum(table.area() for table in tiles_of(problem, self.ring.rank).values())
 
 
-def _gate(ring: Ring, options: Options) -> None:
+def _gate(ring: Ring, options: DilatedOptions) -> None:
     """Raise `GateError` unless small branches are exact on these ranks, forward and backward."""
     tokens = GATE_TOKENS_PER_RANK * ring.world_size
     branches: dict[str, Any] = {"segment_lengths": [64, tokens // 2 + 1, tokens], "dilation_rates": [1, 3, 4]}
@@ -220,7 +220,7 @@ def _gate(ring: Ring, options: Options) -> None:
         raise GateError(f"rank {ring.rank}: dilated attention is off by {error:.1e}: nothing is timed")
 
 
-def compared(options: Options, by_ranks: dict[int, list[Any]]) -> Table:
+def compared(options: DilatedOptions, by_ranks: dict[int, list[Any]]) -> Table:
     """Times beside FLOPs."""
     table = Table(
         f"Measured: {options.length_tokens} tokens, {options.heads} heads of {options.head_dim}, float32, one thread a "
@@ -241,7 +241,7 @@ def compared(options: Options, by_ranks: dict[int, list[Any]]) -> Table:
     return table
 
 
-def memory(options: Options, weights: dict[int, list[dict[str, int]]]) -> Table:
+def memory(options: DilatedOptions, weights: dict[int, list[dict[str, int]]]) -> Table:
     """Peak memory of the greatest rank."""
     table = Table(
         f"Memory: {options.tokens_per_rank} tokens a rank, {options.heads} heads of {options.head_dim}, float32, "
@@ -260,7 +260,7 @@ def memory(options: Options, weights: dict[int, list[dict[str, int]]]) -> Table:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Plan, run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(DilatedOptions(), words)
     table, plans = planned()
     tables: list[Table] = [table]
     by_ranks: dict[int, list[Any]] = {}

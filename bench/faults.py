@@ -37,7 +37,7 @@ PROGRAM = "ringattn.bench.fault_ranks"
 
 
 @dataclass(frozen=True)
-class Options:
+class FaultsOptions:
     """What can be asked for."""
 
     faults: int = 20
@@ -198,7 +198,7 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def tabulate(options: Options, outcomes: Sequence[Outcome]) -> Table:
+def tabulate(options: FaultsOptions, outcomes: Sequence[Outcome]) -> Table:
     """One row a fault."""
     table = Table("Faults, and what the survivors said", ("fault", "rank", "hop", "seconds", "errors", "verdict"))
     for outcome in outcomes:
@@ -222,7 +222,7 @@ def tabulate(options: Options, outcomes: Sequence[Outcome]) -> Table:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept. Raises `RingError` when a process is left behind."""
-    options = parse(Options(), words)
+    options = parse(FaultsOptions(), words)
     if options.faults < 1 or options.timeout_s <= 0:
         raise InputError("faults and timeout_s must be positive")
     outcomes: list[Outcome] = []

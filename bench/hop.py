@@ -41,7 +41,7 @@ LOG_HOPS = 500  # what the stub's log has room for
 
 
 @dataclass(frozen=True)
-class Options:
+class HopOptions:
     """`hops` are timed in blocks of `LOG_HOPS`; a figure is of one block."""
 
     hops: int = 20_000
@@ -114,7 +114,7 @@ class NoDevice:
 
 def main(words: Sequence[str] = ()) -> None:
     """Time, print, and keep the table. Raises `GateError` when the stub has seen anything but the hops."""
-    options = parse(Options(), words)
+    options = parse(HopOptions(), words)
     with tempfile.TemporaryDirectory() as folder, progress("hop") as say:
         say("building the stub")
         library = build_stub(Path(folder))

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ringattn.bench.contestants import Inputs, implementation, made_inputs, passes
 from ringattn.bench.device_clock import device_us, host_us
-from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.merge import merge_call
 
 
 @dataclass(frozen=True)
-class Options:
+class KernelJobsOptions:
     """`tokens`: sequence lengths; `total`: batch times tokens; `steps`, `step_tokens`: of the ring; `ms`: per timing.
 
     `only`: names of implementations. `measured`: put the engines' times into the table that engine="auto" reads.
@@ -50,12 +50,12 @@ def attention_flops(inputs: Inputs, tokens: int, mask: str) -> float:
     return 4.0 * inputs.q.shape[0] * inputs.q.shape[2] * inputs.q.shape[3] * pairs
 
 
-def gate(options: Options, name: str) -> str | None:
+def gate(options: KernelJobsOptions, name: str) -> str | None:
     """Why an implementation must not be timed."""
     return passes(implementation(name, options.head_dim, options.dtype), options.head_dim, options.dtype)
 
 
-def speed(options: Options, name: str, mask: str, tokens: int, part: str) -> dict[str, float]:
+def speed(options: KernelJobsOptions, name: str, mask: str, tokens: int, part: str) -> dict[str, float]:
     """Microseconds and TFLOP/s of an implementation; `part`: "forward" or "backward"."""
     inputs = made_inputs(max(1, options.total // tokens), tokens, options.heads, options.head_dim, options.dtype)
     forward, backward = implementation(name, options.head_dim, options.dtype).passes(inputs, mask == "causal")
@@ -64,18 +64,24 @@ def speed(options: Options, name: str, mask: str, tokens: int, part: str) -> dic
     return {f"{part}_us": us, f"{part}_tflops": flops / us / 1e6}
 
 
-def ring_steps(options: Options, name: str) -> dict[str, float]:
+def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
     """Microseconds of one launch over all keys, of carried steps, and of steps that are merged outside."""
     engine = implementation(name, options.head_dim, options.dtype).engine
     assert engine is not None
     rows, steps = options.step_tokens, options.steps
     inputs = made_inputs(1, rows, options.heads, options.head_dim, options.dtype, k_tokens=rows * steps)
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])
-    heads = Run(0, options.heads)
+    heads = StridedRange(0, options.heads)
     tiles = [
-        Tile(Strip(Run(0, rows), Run(0, rows)), Strip(Run(0, rows), Run(0, rows)), FULL, heads) for _ in range(steps)
+        Tile(
+            TokenRange(StridedRange(0, rows), StridedRange(0, rows)),
+            TokenRange(StridedRange(0, rows), StridedRange(0, rows)),
+            FULL,
+            heads,
+        )
+        for _ in range(steps)
     ]
-    every = Strip(Run(0, rows * steps), Run(0, rows * steps))
+    every = TokenRange(StridedRange(0, rows * steps), StridedRange(0, rows * steps))
     softmax = Softmax(options.head_dim**-0.5)
     blocks = [KV(k[i * rows : (i + 1) * rows], v[i * rows : (i + 1) * rows]) for i in range(steps)]
     whole = engine.prepare([(tiles[0]._replace(k=every),)], softmax, rows, options.heads)
@@ -119,7 +125,12 @@ def launch_costs() -> dict[str, float]:
     engine = TritonEngine()
     inputs = made_inputs(1, 64, 2, 64, "bfloat16")
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])
-    tile = Tile(Strip(Run(0, 64), Run(0, 64)), Strip(Run(0, 64), Run(0, 64)), CAUSAL, Run(0, 2))
+    tile = Tile(
+        TokenRange(StridedRange(0, 64), StridedRange(0, 64)),
+        TokenRange(StridedRange(0, 64), StridedRange(0, 64)),
+        CAUSAL,
+        StridedRange(0, 2),
+    )
     works = engine.prepare([(tile,)], Softmax(0.1), 64, 2)
     carry = engine.begin(works, q, 64, None)
     call = partial(engine.attend, q, KV(k, v), carry, works[0])

@@ -22,7 +22,7 @@ import torch
 from ringattn.bench.contestants import Contestant, contestants
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts
-from ringattn.bench.kernel_jobs import Options, gate, launch_costs, ring_steps, speed
+from ringattn.bench.kernel_jobs import KernelJobsOptions, gate, launch_costs, ring_steps, speed
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
 from ringattn.engine import measured
@@ -32,7 +32,7 @@ MOST_FAILURES = 2
 """Sizes at which an implementation fails before its other sizes are left out: each may cost a whole time limit."""
 
 
-def put_measured(options: Options, rows: list[dict[str, Any]]) -> None:
+def put_measured(options: KernelJobsOptions, rows: list[dict[str, Any]]) -> None:
     """Replace this device's rows of the table that engine="auto" reads, for this dtype and head dimension."""
     here = torch.cuda.get_device_name(), options.dtype, options.head_dim
     kept = [row._asdict() for row in measurements() if (row.device, row.dtype, row.head_dim) != here]
@@ -49,7 +49,7 @@ def put_measured(options: Options, rows: list[dict[str, Any]]) -> None:
 class Found:
     """What is known so far; `keep` writes it."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: KernelJobsOptions) -> None:
         self.options = options
         self.rows: list[dict[str, Any]] = []
         self.ring: dict[str, dict[str, float]] = {}
@@ -107,8 +107,13 @@ def measure(one: Contestant, found: Found, budget: Budget, say: Callable[[str], 
             found.keep()
 
 
-def tables(options: Options, rows: list[dict[str, Any]], ring: dict[str, dict[str, float]], costs: dict[str, float],
-           refused: dict[str, str]) -> list[Table]:  # fmt: skip
+def tables(
+    options: KernelJobsOptions,
+    rows: list[dict[str, Any]],
+    ring: dict[str, dict[str, float]],
+    costs: dict[str, float],
+    refused: dict[str, str],
+) -> list[Table]:
     """What a person reads."""
     speed = Table("TFLOP/s, and the share of cuDNN's", ["mask", "tokens", "engine", "forward", "", "backward", ""])
     base = {(row["mask"], row["tokens"]): row for row in rows if row["engine"] == "cudnn"}
@@ -135,7 +140,7 @@ def tables(options: Options, rows: list[dict[str, Any]], ring: dict[str, dict[st
 
 def main(words: list[str]) -> None:
     """Gate, time, keep, print."""
-    options = parse(Options(), words)
+    options = parse(KernelJobsOptions(), words)
     budget, found = Budget(options.budget_s), Found(options)
     with progress("kernels") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")

@@ -25,7 +25,7 @@ from triton.runtime import driver
 from ringattn.bench import report
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, finish, progress, spread
-from ringattn.core.geometry import CAUSAL, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_forward import forward
@@ -37,7 +37,7 @@ CALLS = 200
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """`rounds`: how often 200 calls are timed."""
 
     rounds: int = 25
@@ -117,7 +117,12 @@ def measured() -> dict[str, Callable[[], Any]]:
         handle.run, *call.grid, 1, 1, 0, handle.function, handle.packed, None, None, None, *call.args, *handle.constants
     )
     engine = TritonEngine(configs_for(90, torch.bfloat16, 128))
-    tile = Tile(Strip(Run(0, 64), Run(0, 64)), Strip(Run(0, 64), Run(0, 64)), CAUSAL, Run(0, 8))
+    tile = Tile(
+        TokenRange(StridedRange(0, 64), StridedRange(0, 64)),
+        TokenRange(StridedRange(0, 64), StridedRange(0, 64)),
+        CAUSAL,
+        StridedRange(0, 8),
+    )
     work = engine.prepare([(tile,)], Softmax(0.1), 64, 8)[0]
     return {
         "kernel[grid](...)": call.run,
@@ -131,7 +136,7 @@ def measured() -> dict[str, Callable[[], Any]]:
 
 def main(words: list[str]) -> None:
     """Time each kind of call, print, keep."""
-    options = parse(Options(), words)
+    options = parse(LaunchOptions(), words)
     table = report.Table(
         f"Host cost of one call, µs (least / median / greatest of {options.rounds} rounds)", ["call", "µs"]
     )

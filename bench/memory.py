@@ -45,7 +45,7 @@ ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Options:
+class MemoryOptions:
     """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` are of the second table."""
 
     length_tokens: tuple[int, ...] = (4096, 8192, 16_384)
@@ -101,7 +101,7 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
     return {"storages_bytes": storages.peak_bytes, **found}
 
 
-def predicted(method: str, length: int, options: Options) -> dict[str, int]:
+def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int]:
     """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, scores or block."""
     ranks, dim = options.ranks, options.head_dim
     own = -(-length // ranks)
@@ -133,18 +133,18 @@ def _greatest_arena(problem: Problem, schedule: str, backward: bool) -> int:
     return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
 
 
-def _scores_bytes(queries: int, keys: int, options: Options) -> int:
+def _scores_bytes(queries: int, keys: int, options: MemoryOptions) -> int:
     """The matrix of scores, a second one while it is made, and its mask."""
     return queries * keys * (2 * options.heads * ITEM_BYTES + 1)
 
 
-def _problem(length: int, options: Options, ranks: int) -> Problem:
+def _problem(length: int, options: MemoryOptions, ranks: int) -> Problem:
     layout = make_layout("zigzag", length, ranks)
     sizes = 1, options.heads, options.kv_heads, options.head_dim, options.head_dim
     return Problem(layout, layout, make_mask(length, length, causal=True), *sizes, "float32")
 
 
-def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
+def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
     """One record for each length and method."""
     records = []
     for length in options.length_tokens:
@@ -160,7 +160,7 @@ def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
     return records
 
 
-def pool_high_water(options: Options, say: Say) -> list[dict[str, int]]:
+def pool_high_water(options: MemoryOptions, say: Say) -> list[dict[str, int]]:
     """The pool of the greatest rank at fixed tokens per rank, for each number of ranks: planned and run; bytes."""
     records = []
     for ranks in options.pool_ranks:
@@ -178,7 +178,7 @@ def pool_high_water(options: Options, say: Say) -> list[dict[str, int]]:
     return records
 
 
-def _pool_pass(length: int, options: Options) -> Callable[[Ring], int]:
+def _pool_pass(length: int, options: MemoryOptions) -> Callable[[Ring], int]:
     """What each thread does: the gate, then forward and backward of `length` tokens; its pool's high water in bytes."""
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
 
@@ -194,7 +194,7 @@ def _pool_pass(length: int, options: Options) -> Callable[[Ring], int]:
     return run
 
 
-def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
+def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
     """Both tables."""
     one = Table(
         f"Peak memory of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
@@ -246,7 +246,7 @@ def tables(options: Options, weights: list[dict[str, Any]], pools: list[dict[str
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(MemoryOptions(), words)
     with progress("memory") as say:
         data = {"weights": weigh(options, say), "pools": pool_high_water(options, say)}
     finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)

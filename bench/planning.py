@@ -35,7 +35,7 @@ GATE_RANKS, GATE_TOKENS, GATE_DOCUMENTS = 6, 300, 7
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanningOptions:
     """`rank` is the one whose plan is made; `seed` draws the documents' borders."""
 
     length_tokens: int = 1 << 20
@@ -79,7 +79,7 @@ def plan_cold(
     return plan, 1e3 * (time.process_time() - start)
 
 
-def open_gate(options: Options) -> None:
+def open_gate(options: PlanningOptions) -> None:
     """Raises `PlanError` or `GateError` unless small plans are right."""
     cuts = borders(GATE_TOKENS, GATE_DOCUMENTS, options.seed)
     for layout in options.layouts:
@@ -95,7 +95,7 @@ def open_gate(options: Options) -> None:
                         raise GateError(f"{layout} {schedule}: rank {rank}'s plan is not its part of the schedule")
 
 
-def measure(options: Options, say: Say) -> dict[str, list[float]]:
+def measure(options: PlanningOptions, say: Say) -> dict[str, list[float]]:
     """Milliseconds of processor time by "layout schedule pass" and round; cases take turns, so noise meets all."""
     cuts = borders(options.length_tokens, options.documents, options.seed)
     cases = [(lay, sch, back) for lay in options.layouts for sch in options.schedules for back in (False, True)]
@@ -112,7 +112,7 @@ def _name(layout: str, schedule: str, backward: bool) -> str:
     return f"{layout} {schedule} {'backward' if backward else 'forward'}"
 
 
-def table_of(options: Options, found: dict[str, list[float]]) -> Table:
+def table_of(options: PlanningOptions, found: dict[str, list[float]]) -> Table:
     """A line for each case, with its bar where it has one."""
     table = Table(
         f"Planning one rank of {options.ranks}: {options.length_tokens} tokens, {options.documents} documents, causal, "
@@ -128,7 +128,7 @@ def table_of(options: Options, found: dict[str, list[float]]) -> Table:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(PlanningOptions(), words)
     with progress("planning") as say:
         say("gate: small plans against their schedules")
         open_gate(options)

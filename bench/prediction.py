@@ -43,7 +43,7 @@ BAR = 0.15
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictionOptions:
     """`cluster`: constants to predict with; empty: measured first, on two ranks, in `rounds` rounds. `shapes`: how
     many."""
 
@@ -101,7 +101,7 @@ SHAPES = (
 )
 
 
-class Call:
+class PredictedCall:
     """A shape on this rank's random numbers."""
 
     def __init__(self, ring: Ring, shape: Shape) -> None:
@@ -142,12 +142,12 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shapes = SHAPES[: spec["shapes"]]
     say(f"{ring.world_size} ranks, gate: small problems against a dense float64 softmax")
-    error = max(Call(ring, shape.small(ring.world_size)).gate() for shape in shapes)
+    error = max(PredictedCall(ring, shape.small(ring.world_size)).gate() for shape in shapes)
     laps: list[dict[str, list[Lap]]] = [{name: [] for name in PASSES} for _ in shapes]
     for turn in range(spec["repeats"] + 1):
         for number, shape in enumerate(shapes):
             say(f"{ring.world_size} ranks, round {turn} of {spec['repeats']}: {shape}")
-            call = Call(ring, shape)
+            call = PredictedCall(ring, shape)
             for name in PASSES:
                 taken = lap(ring.barrier, getattr(call, name))
                 if turn:  # the first round plans and binds
@@ -175,7 +175,7 @@ def processor_s(plans: tuple[Plan, ...], cluster: Cluster) -> float:
     return max(us / 1e6 + s for us, s in zip(busy, carried, strict=True))
 
 
-def calibrated(options: Options, say: Callable[[str], None]) -> Cluster:
+def calibrated(options: PredictionOptions, say: Callable[[str], None]) -> Cluster:
     """The constants in `options.cluster`, or what `ringattn calibrate` measures now. Raises `RingError` if it fails."""
     if options.cluster:
         return cluster_named(options.cluster)
@@ -192,7 +192,7 @@ def calibrated(options: Options, say: Callable[[str], None]) -> Cluster:
         return cluster_named(str(file))
 
 
-def table_of(options: Options, cluster: Cluster, found: dict[int, list[dict[str, list[Sample]]]]) -> Table:
+def table_of(options: PredictionOptions, cluster: Cluster, found: dict[int, list[dict[str, list[Sample]]]]) -> Table:
     """A row for each shape, pass and number of ranks; the verdict below."""
     table = Table(
         f"Predicted and measured, {options.repeats} rounds, constants: {cluster.name}",
@@ -226,7 +226,7 @@ def table_of(options: Options, cluster: Cluster, found: dict[int, list[dict[str,
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Calibrate, run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(PredictionOptions(), words)
     with progress("prediction") as say:
         cluster = calibrated(options, say)
         answers = {ranks: run_in_processes(ranks, PROGRAM, asdict(options), say) for ranks in options.ranks}

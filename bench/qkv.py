@@ -39,7 +39,7 @@ PARTS = ("q", "the message", "dx", "dweight", "dq_norm", "dk_norm")
 
 
 @dataclass(frozen=True)
-class Options:
+class QkvOptions:
     """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads.
 
     There is one key and value head for four query heads. `ms`: how long each timing repeats; `table`: put the times of
@@ -94,7 +94,7 @@ Forward = Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
 """q, k and v of the inputs, (1, tokens, heads, head_dim) each; k and v are in the message as well."""
 
 
-def made_inputs(options: Options, model: int, tokens: int) -> Inputs:
+def made_inputs(options: QkvOptions, model: int, tokens: int) -> Inputs:
     """Random numbers."""
     dim, dtype = options.head_dim, getattr(torch, options.dtype)
     heads = model // dim
@@ -157,7 +157,7 @@ def gradients(given: Inputs, made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tenso
     return torch.autograd.grad(made, given[:4], seeds, retain_graph=True)
 
 
-def fault(options: Options, model: int, name: str) -> str | None:
+def fault(options: QkvOptions, model: int, name: str) -> str | None:
     """In what an implementation is wrong, or None."""
     given = made_inputs(options, model, min(options.tokens, GATE_TOKENS))
     wide = given._replace(
@@ -180,7 +180,7 @@ def _results(forward: Forward, given: Inputs) -> tuple[Tensor, ...]:
     return (made[0].detach(), given.message.clone(), *gradients(given, made))
 
 
-def _turn(options: Options, tokens: int, dtype: torch.dtype) -> Rotation:
+def _turn(options: QkvOptions, tokens: int, dtype: torch.dtype) -> Rotation:
     return rotation(torch.arange(tokens, device=DEVICE), options.head_dim, ROPE_BASE, dtype)
 
 
@@ -188,7 +188,7 @@ def _error(x: Tensor, reference: Tensor) -> float:
     return float((x.double() - reference).norm() / reference.norm())
 
 
-def times(options: Options, model: int, name: str) -> dict[str, Any]:
+def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
     """Microseconds of one implementation."""
     given, forward = made_inputs(options, model, options.tokens), CONTESTANTS[name]
     made = forward(given)
@@ -202,7 +202,9 @@ def times(options: Options, model: int, name: str) -> dict[str, Any]:
     }
 
 
-def measured_rows(options: Options, rows: list[dict[str, Any]], device: str, commit: str) -> list[MeasuredProjection]:
+def measured_rows(
+    options: QkvOptions, rows: list[dict[str, Any]], device: str, commit: str
+) -> list[MeasuredProjection]:
     """The package's table with this device's and dtype's rows replaced by `rows`, without what is not a backend."""
     kept = [row for row in measured_projections() if (row.device, row.dtype) != (device, options.dtype)]
     ours = [row for row in rows if row["backend"] != "eager"]
@@ -226,7 +228,7 @@ def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
 
 def main(words: list[str]) -> None:
     """Gate, time, keep, print."""
-    options = parse(Options(), words)
+    options = parse(QkvOptions(), words)
     if options.table and DEVICE == "cpu":
         raise InputError("table: needs a CUDA device; times of a rehearsal decide nothing")
     budget = Budget(options.budget_s)

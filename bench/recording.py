@@ -41,7 +41,7 @@ COMPARISONS, PLAYED = 1_000_000, 200
 
 
 @dataclass(frozen=True)
-class Options:
+class RecordingOptions:
     """Causal attention, zigzag layout."""
 
     length_tokens: int = 4096
@@ -56,7 +56,7 @@ class Options:
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     """One rank's part: the gate while recording, then the rounds. Laps by mode, pass and round."""
-    options = Options(**spec)
+    options = RecordingOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
     ours = OurRing(ring, "zigzag", options.schedule)
@@ -115,7 +115,7 @@ def comparison_ns() -> float:
     return min(timeit.repeat(statement, setup, number=COMPARISONS, repeat=5)) / COMPARISONS * 1e9
 
 
-def cost_table(options: Options, found: dict[str, dict[str, list[Sample]]], alone: dict[str, Any]) -> Table:
+def cost_table(options: RecordingOptions, found: dict[str, dict[str, list[Sample]]], alone: dict[str, Any]) -> Table:
     """Times by pass and mode, and what each adds to off."""
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
@@ -152,7 +152,7 @@ def cost_table(options: Options, found: dict[str, dict[str, list[Sample]]], alon
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(RecordingOptions(), words)
     with progress("recording") as say:
         by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
     found = {

@@ -34,7 +34,7 @@ BAR = 1.9
 
 
 @dataclass(frozen=True)
-class Options:
+class SpeedOptions:
     """Causal attention of one whole problem; `rotate`: torch's ring by alltoall or allgather."""
 
     length_tokens: int = 16_384
@@ -51,7 +51,7 @@ class Options:
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     """One rank's part: the gate, the rounds, the stages. Laps of each contender by pass and round."""
-    options = Options(**spec)
+    options = SpeedOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
     ours = OurRing(ring, options.layout, options.schedule)
@@ -100,7 +100,7 @@ Samples = dict[str, dict[str, list[Sample]]]
 """By contender and pass."""
 
 
-def speed_table(options: Options, found: Samples) -> Table:
+def speed_table(options: SpeedOptions, found: Samples) -> Table:
     """Times and ratios; above 1 means that ours is faster."""
     ours = next(name for name in found if name.startswith("ringattn"))
     table = Table(
@@ -149,7 +149,7 @@ def stage_table(by_rank: Sequence[dict[str, dict[str, float]]]) -> Table:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(SpeedOptions(), words)
     with progress("speed") as say:
         by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
     found: Samples = {

@@ -17,7 +17,7 @@ from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.launch.capacity.model_shapes import ModelShape
-from ringattn.launch.capacity.training_bytes import Run, training_bytes
+from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 
 PROGRAM = "ringattn.launch.train.weighing:weigh"
 
@@ -44,7 +44,7 @@ SAME_LOSS = 1e-5
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainingMemoryOptions:
     """A decoder in float32; two steps, so that the second meets the optimizer's state. The first `combinations` run."""
 
     length_tokens: int = 2048
@@ -57,7 +57,7 @@ class Options:
     results: str = RESULTS
 
 
-def words_of(run: Combination, options: Options) -> list[str]:
+def words_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     """The run as `ringattn train` takes it."""
     sizes = ("layers", "dim", "heads", "kv_heads", "hidden_dim")
     return [
@@ -67,17 +67,17 @@ def words_of(run: Combination, options: Options) -> list[str]:
     ]  # fmt: skip
 
 
-def predicted_bytes(run: Combination, options: Options) -> int:
+def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
     """The peak of the greatest rank as the capacity planner has it."""
     sizes = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
-    whole = Run(
+    whole = TrainingSetup(
         ModelShape(*sizes, BYTES, tied=True), options.length_tokens, run.ranks, precision="fp32",
         optimizer=run.optimizer, recompute=run.recompute, gradients_kept=False, data="whole",
     )  # fmt: skip
     return int(training_bytes(whole).peak.total)
 
 
-def weigh(options: Options, say: Say) -> list[dict[str, Any]]:
+def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
     """One record for each combination."""
     records = []
     for run in COMBINATIONS[: options.combinations]:
@@ -99,7 +99,7 @@ def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
                 raise GateError(f"{name}: loss {loss}, {expected} expected; nothing is measured")
 
 
-def table(options: Options, records: Sequence[dict[str, Any]]) -> Table:
+def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> Table:
     """All combinations."""
     found = Table(
         f"Peak growth of the greatest rank in training, MiB; {options.length_tokens} tokens in all, "
@@ -119,7 +119,7 @@ def table(options: Options, records: Sequence[dict[str, Any]]) -> Table:
 
 def main(words: Sequence[str]) -> dict[str, Any]:
     """Run, print, keep; returns what is kept."""
-    options = parse(Options(), words)
+    options = parse(TrainingMemoryOptions(), words)
     with progress("training_memory") as say:
         data = {"runs": weigh(options, say)}
     finish("training_memory", options, [table(options, data["runs"])], data, options.results)

@@ -23,8 +23,8 @@ from ringattn.bench.crash_proof import Budget, JobFailed, Worker, run_all, told
 from ringattn.bench.device_clock import device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import finish, progress
-from ringattn.bench.tune_kept import Case, Found, Options, Timed, sized
-from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
+from ringattn.bench.tune_kept import Case, Found, Timed, TuneKeptOptions, sized
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine, architecture, kept
 from ringattn.kernels.configs import Configs, configs_for, put_config
@@ -37,15 +37,15 @@ def with_config(case: Case, config: Config) -> TritonEngine:
     return TritonEngine(configs._replace(**{case.kernel: config}), deterministic=case.kernel != "grad_fused")
 
 
-def run(case: Case, config: Config, options: Options, timed: bool) -> Timed:
+def run(case: Case, config: Config, options: TuneKeptOptions, timed: bool) -> Timed:
     """Compile the call and, if `timed`, time it."""
     try:
         inputs = made_inputs(options.batch, options.tokens, options.heads, case.dim, options.dtype)
         q, k, v, dout = (x.transpose(0, 1) for x in inputs)
         engine, us = with_config(case, config), []
-        strip = Strip(Run(0, options.tokens), Run(0, options.tokens))
+        strip = TokenRange(StridedRange(0, options.tokens), StridedRange(0, options.tokens))
         for band in (FULL, CAUSAL):
-            tile = Tile(strip, strip, band, Run(0, options.heads))
+            tile = Tile(strip, strip, band, StridedRange(0, options.heads))
             works = [engine.prepare([(tile,)], Softmax(case.dim**-0.5), options.tokens, options.heads) for _ in "fb"]
             state = engine.begin(works[0], q, case.dim, None)
             engine.attend(q, KV(k, v), state, works[0][0])
@@ -110,7 +110,7 @@ def tune(case: Case, todo: list[Config], found: Found, budget: Budget, say: Call
 
 def main(words: list[str]) -> None:
     """Tune, keep, print, and write the table if asked to."""
-    options = parse(Options(), words)
+    options = parse(TuneKeptOptions(), words)
     budget = Budget(options.budget_s)
     with progress("tune") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each candidate")

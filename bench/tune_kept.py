@@ -26,7 +26,7 @@ from ringattn.kernels.launch_call import Config
 
 
 @dataclass(frozen=True)
-class Options:
+class TuneKeptOptions:
     """`tokens`, `heads`, `batch`: of the timed call; `workers`: compiling processes; `limit`: candidates a kernel.
 
     `limit_s`: for one candidate to compile, and for one to be timed; `budget_s`: for all.
@@ -79,7 +79,7 @@ class Timed(NamedTuple):
         return sum(self.us) if self.us else float("inf")
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: TuneKeptOptions) -> Iterator[Case]:
     """The entries that there are, of those asked for."""
     for form in options.forms:
         for dim in options.dims:
@@ -107,7 +107,7 @@ def entry(case: Case) -> Config:
 class Found:
     """The candidates tried so far, by case, in the order in which they were."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TuneKeptOptions) -> None:
         """With those of the kept results, where these are of the same device, sizes and kernels."""
         self.options = options
         self.rows: dict[Case, list[Timed]] = {}

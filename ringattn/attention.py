@@ -87,7 +87,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of what `spec` says; see `attention`."""
     call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, spec), spec.sinks)
-    out, lse = Attention.apply(q, k, v, spec.sinks, ring, call)
+    out, lse = AttentionFunction.apply(q, k, v, spec.sinks, ring, call)
     return out, lse
 
 
@@ -149,7 +149,7 @@ def make_problem(
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """(q, k, v, sinks) to (out, lse); every rank calls its own backward."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ringattn.attention import Attention, agreed, check_tensors, checked_call
+from ringattn.attention import AttentionFunction, agreed, check_tensors, checked_call
 from ringattn.core.dilation import Dilated
 from ringattn.core.presets import head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
@@ -69,7 +69,7 @@ def dilated_attention(
             return checked_call(ring, q, k, v, seq, None, chosen[0])
 
         call = agreed(ring, described, sinks)
-        out, lse = Attention.apply(q, k, v, sinks, ring, call)
+        out, lse = AttentionFunction.apply(q, k, v, sinks, ring, call)
         if tail == "zero_pad" and not causal:
             assert isinstance(chosen[0].mask, Dilated)
             out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0].mask, seq, q.shape[2], k.shape[2]))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.attention import make_problem
 from ringattn.core.dilation import Dilated
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.presets import check
@@ -221,7 +221,9 @@ def _beside(e: Explanation) -> str | None:
     for branch in p.mask.branches:
         met = {(rank, owner) for rank in range(p.world_size) for owner, *_ in branch_tiles(p, branch, rank, False)}
         if any(rank != owner for rank, owner in met):
-            served = (part for part in p.parts if part.q_heads.intersect(branch.heads or Run(0, p.q_heads)).count)
+            served = (
+                part for part in p.parts if part.q_heads.intersect(branch.heads or StridedRange(0, p.q_heads)).count
+            )
             heads = sum(part.kv_heads.count for part in served)
             sparse += int(pieces_of(p.kv_layout, branch, keys=True).size.sum()) * heads * record
     full = p.kv_layout.length * p.kv_heads * record

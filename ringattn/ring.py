@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import attention as plain
+from ringattn import attention as attention_module
 from ringattn import dilated, explain
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import EIGHT_BIT, FLOATS, wire_name
@@ -96,7 +96,7 @@ class Ring(Runtime):
             raise InputError(f"length must be a number of tokens, got {length!r}")
         return Sequence(self, make_layout(layout, length, self.world_size, documents, for_), documents)
 
-    attention = plain.attention
+    attention = attention_module.attention
     dilated_attention = dilated.dilated_attention
     explain = explain.explain
 

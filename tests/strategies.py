@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import UNBOUNDED, Band, Run
+from ringattn.core.geometry import UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import LAYOUTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
@@ -164,7 +164,9 @@ def branched_cases(draw: st.DrawFn) -> Case:
     branches = []
     for _ in range(draw(st.integers(1, 3))):
         bounds, first = draw(cuts(length)), draw(st.integers(0, 3))
-        heads = draw(st.one_of(st.none(), st.integers(0, 4 - first).map(lambda count, first=first: Run(first, count))))
+        heads = draw(
+            st.one_of(st.none(), st.integers(0, 4 - first).map(lambda count, first=first: StridedRange(first, count)))
+        )
         segment, dilation = draw(st.one_of(st.none(), st.integers(1, 30))), draw(st.sampled_from([1, 1, 2, 3, 4, 6]))
         offset = draw(st.integers(0, dilation - 1))
         branches.append(Branch(bounds, bounds, draw(_bands()), heads, segment, dilation, offset))
@@ -201,7 +203,7 @@ def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tupl
     return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), truth_of(mask, 4))
 
 
-def branched(name: str, length: int, ranks: int, *branches: tuple[Band, Run | None]) -> Case:
+def branched(name: str, length: int, ranks: int, *branches: tuple[Band, StridedRange | None]) -> Case:
     """Branches on the whole sequence, two query heads to a K/V head."""
     layout, bounds = make_layout(name, length, ranks), (0, length)
     mask = Mask(tuple(Branch(bounds, bounds, band, heads) for band, heads in branches))
@@ -224,10 +226,12 @@ NOTABLE = (
     simple("contiguous", 0, 3),
     cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments that start elsewhere on the other side
     cross(("zigzag", "contiguous"), (0, 9, 9, 16), (0, 2, 8, 9), 5),
-    branched("zigzag", 16, 4, (Band(0, UNBOUNDED), Run(0, 2)), (Band(0, 3), Run(2, 2))),
-    branched("contiguous", 16, 4, (Band(0, UNBOUNDED), Run(0, 2)), (Band(-6, -2), Run(2, 1))),
-    branched("striped", 16, 4, (Band(2, 3), None), (Band(-5, 2), Run(1, 2))),
-    branched("contiguous", 16, 2, (Band(0, 5), Run(0, 1)), (Band(0, 5), Run(0, 1))),  # a pair that counts twice
+    branched("zigzag", 16, 4, (Band(0, UNBOUNDED), StridedRange(0, 2)), (Band(0, 3), StridedRange(2, 2))),
+    branched("contiguous", 16, 4, (Band(0, UNBOUNDED), StridedRange(0, 2)), (Band(-6, -2), StridedRange(2, 1))),
+    branched("striped", 16, 4, (Band(2, 3), None), (Band(-5, 2), StridedRange(1, 2))),
+    branched(
+        "contiguous", 16, 2, (Band(0, 5), StridedRange(0, 1)), (Band(0, 5), StridedRange(0, 1))
+    ),  # a pair that counts twice
 )
 """Cases that earn their place in every run, whatever else is drawn."""
 

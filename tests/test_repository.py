@@ -76,7 +76,7 @@ def test_import_contracts_are_kept(importable: Path) -> None:
         ("engine/aten.py", "import ringattn.transport.local", "layers"),
         ("runtime/executor.py", "from ringattn.ring import Ring", "layers"),
         ("launch/ring.py", "from ringattn.bench import gate", "layers"),
-        ("kernels/rows.py", "from ringattn.core.geometry import Run", "layers"),
+        ("kernels/rows.py", "from ringattn.core.geometry import StridedRange", "layers"),
         ("core/layout.py", "def f():\n    import torch", "no-torch"),
         ("planner/cost.py", "from torch.nn import functional", "no-torch"),
         ("planner/cost.py", "from ringattn.kernels import rows", "no-torch"),
@@ -279,7 +279,7 @@ def test_the_root_holds_what_belongs_there() -> None:
 
 
 REPLACED = {
-    "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received", "Home": "LocalTensors", "HOME": "LOCAL",
+    "Strip": "TokenRange", "Spot": "Overlap", "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received", "Home": "LocalTensors", "HOME": "LOCAL",
     "Carry": "SoftmaxState", "settled": "finalized", "Seed": "BackwardInputs", "Records": "PackedBuffer",
     "Form": "RecordLayout", "Needs": "ReadSets", "Bundle": "FusedBuffer", "Promises": "Guarantees",
     "Does not know": "an import contract", "float64 truth": "float64 reference",

@@ -10,7 +10,7 @@ import pytest
 
 from ringattn.bench import faults
 from ringattn.bench.fault_ranks import FATAL, KINDS, Fault
-from ringattn.bench.faults import Options, Outcome, judged, named, run_job, run_torchrun, script, tabulate
+from ringattn.bench.faults import FaultsOptions, Outcome, judged, named, run_job, run_torchrun, script, tabulate
 from ringattn.errors import RingError
 from tests.transport.fault_entries import POISON
 
@@ -124,6 +124,6 @@ def test_the_script_varies_ranks_and_hops() -> None:
 
 def test_a_missed_bar_is_said() -> None:
     good, bad = Outcome(Fault("kill", 1)), Outcome(Fault("stop", 2), complaints=["rank 0 took 9.00 s"])
-    assert "2 of 2" in tabulate(Options(), [good, good]).markdown()
-    page = tabulate(Options(), [good, bad]).markdown()
+    assert "2 of 2" in tabulate(FaultsOptions(), [good, good]).markdown()
+    page = tabulate(FaultsOptions(), [good, bad]).markdown()
     assert "1 of 2" in page and "The bar is all of them: MISSED" in page and "rank 0 took 9.00 s" in page

@@ -13,7 +13,7 @@ from ringattn.core.geometry import MOST_TOKENS
 from ringattn.launch.capacity.activations import RECOMPUTE, SAVED
 from ringattn.launch.capacity.hardware import Hardware
 from ringattn.launch.capacity.step_time import step_seconds
-from ringattn.launch.capacity.training_bytes import OFFLOADS, Run, training_bytes
+from ringattn.launch.capacity.training_bytes import OFFLOADS, TrainingSetup, training_bytes
 
 MOST_RANKS = 2**24
 """Searches end here: more ranks than any machine has."""
@@ -67,12 +67,12 @@ class Advice(NamedTuple):
     total_bytes: float
 
 
-def fits(run: Run, memory_bytes: float) -> bool:
+def fits(run: TrainingSetup, memory_bytes: float) -> bool:
     """Whether a rank's peak is within its memory."""
     return training_bytes(run).peak.total <= memory_bytes
 
 
-def longest_tokens(run: Run, memory_bytes: float) -> int:
+def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
     """The longest sequence that fits on `run.ring` ranks, a multiple of them; 0 if not one token a rank fits."""
 
     def at(per_rank: int) -> bool:
@@ -89,14 +89,14 @@ def longest_tokens(run: Run, memory_bytes: float) -> int:
     return low * run.ring
 
 
-def bytes_per_token(run: Run) -> float:
+def bytes_per_token(run: TrainingSetup) -> float:
     """How much a rank's peak grows with each of its tokens: from this length to twice as much on the same ring."""
     twice = replace(run, length_tokens=2 * run.length_tokens)
     grown = training_bytes(twice).peak.total - training_bytes(run).peak.total
     return grown / (twice.tokens - run.tokens)
 
 
-def smallest_ring(run: Run, memory_bytes: float) -> int | None:
+def smallest_ring(run: TrainingSetup, memory_bytes: float) -> int | None:
     """The fewest ranks among which `run.length_tokens` fits, the state shared as `run` says; None if no number does."""
 
     def at(ranks: int) -> bool:
@@ -114,7 +114,7 @@ def smallest_ring(run: Run, memory_bytes: float) -> int | None:
     return high
 
 
-def advice(run: Run, machine: Hardware) -> list[Advice]:
+def advice(run: TrainingSetup, machine: Hardware) -> list[Advice]:
     """What to turn on, one after another, until the run fits or nothing is left: fewest seconds a byte first.
 
     A time factor is against the run as given.
@@ -138,7 +138,7 @@ def advice(run: Run, machine: Hardware) -> list[Advice]:
     return steps
 
 
-def rounding_saves(run: Run) -> dict[str, float]:
+def rounding_saves(run: TrainingSetup) -> dict[str, float]:
     """Bytes that each switch of `ROUNDING` would save alone, as "key=value"; what it costs was not measured."""
     before = training_bytes(run).peak.total
     return {
@@ -148,12 +148,12 @@ def rounding_saves(run: Run) -> dict[str, float]:
     }  # fmt: skip
 
 
-def with_steps(run: Run, steps: list[Advice]) -> Run:
+def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
     """The run with all steps taken."""
     return replace(run, **{one.switch.key: one.switch.value for one in steps})
 
 
-def _goes_further(run: Run, switch: Switch) -> bool:
+def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
     """Whether a switch may be tried: no step back, and no other optimizer than the one that was asked for."""
     now = getattr(run, switch.key)
     if switch.key in ORDER:

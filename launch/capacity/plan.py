@@ -28,8 +28,8 @@ from ringattn.launch.capacity.fitting import (
 )
 from ringattn.launch.capacity.hardware import GIB, Hardware
 from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
-from ringattn.launch.capacity.slots import KINDS, Attention
-from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, Run, training_bytes
+from ringattn.launch.capacity.slots import KINDS, AttentionSetup
+from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, TrainingSetup, training_bytes
 from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
@@ -128,12 +128,15 @@ def shape_of(config: PlanConfig) -> ModelShape:
     return replace(model_shape(config.preset), **{key: one for key, one in sizes.items() if one is not None})
 
 
-def run_of(config: PlanConfig) -> Run:
+def run_of(config: PlanConfig) -> TrainingSetup:
     """The run that the options describe; one rank where the ring is not set."""
     branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
-    attention = Attention(config.attention, config.window_tokens, *branches)
-    same = {one.name for one in fields(Run)} & {one.name for one in fields(PlanConfig)} - {"attention", "ring"}
-    return Run(
+    attention = AttentionSetup(config.attention, config.window_tokens, *branches)
+    same = {one.name for one in fields(TrainingSetup)} & {one.name for one in fields(PlanConfig)} - {
+        "attention",
+        "ring",
+    }
+    return TrainingSetup(
         model=shape_of(config), attention=attention, ring=config.ring or 1,
         framework_bytes=int(config.framework_gib * GIB), **{key: getattr(config, key) for key in same},
     )  # fmt: skip

@@ -28,7 +28,7 @@ KINDS = ("causal", "full", "window", "dilated")
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSetup:
     """Which pairs meet. `window_tokens`: keys before the query, for a causal window; lengths and rates for dilation."""
 
     kind: str = "causal"
@@ -56,11 +56,11 @@ class Attention:
         branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
         return sum(length * min(segment, length) / rate**2 / 2 for segment, rate in branches)
 
-    def scaled(self, cut: float, rows: int) -> Attention:
+    def scaled(self, cut: float, rows: int) -> AttentionSetup:
         """The same with all lengths divided by `cut`, for shards of `rows`; shorter segments become shards."""
         segments = tuple(max(rows, round(length / cut)) for length in self.segment_lengths)
         window = max(1, round(self.window_tokens / cut)) if self.kind == "window" else 0
-        return Attention(self.kind, window, segments, self.dilation_rates)
+        return AttentionSetup(self.kind, window, segments, self.dilation_rates)
 
     def mask(self, length: int, heads: int, kv_heads: int) -> Mask:
         """Over one sequence of `length` tokens."""
@@ -76,7 +76,7 @@ class Attention:
         return "zigzag" if self.kind == "causal" else "contiguous"
 
 
-class Slots(NamedTuple):
+class StagingBytes(NamedTuple):
     """Bytes of the arena of a forward and of a backward pass, and kept between them for each layer; and the route."""
 
     forward: float
@@ -90,19 +90,26 @@ class Slots(NamedTuple):
         return max(self.forward, self.backward)
 
 
-def attention_slots(
-    attention: Attention, length: int, ranks: int, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: str,
+def staging_bytes(
+    attention: AttentionSetup,
+    length: int,
+    ranks: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
     schedule: str = "auto",
-) -> Slots:  # fmt: skip
+) -> StagingBytes:
     """The slots of one call over `length` tokens on the rank that needs most, in bytes."""
     if schedule != "auto":
         one_of(schedule, tuple(ROUTES), "schedule")
     if ranks == 1:
-        return Slots(0, 0, 0, "none")
+        return StagingBytes(0, 0, 0, "none")
     per_rank = -(-length // ranks)
     if ranks > MOST_RANKS and max(attention.segment_lengths, default=0) > MOST_RANKS * per_rank:
         slots = ring_slots_bytes(per_rank, kv_heads * head_dim, dtype, causal=False)
-        return Slots(slots[0] * batch, slots[1] * batch, 0, "ring")
+        return StagingBytes(slots[0] * batch, slots[1] * batch, 0, "ring")
     facts = heads, kv_heads, head_dim, dtype, schedule
     if per_rank <= ROWS_PER_RANK and ranks <= MOST_RANKS:
         planned, grown = _planned(attention, length, ranks, *facts), float(batch)
@@ -110,13 +117,20 @@ def attention_slots(
         rows, some = min(ROWS_PER_RANK, per_rank), min(ranks, MOST_RANKS)
         cut = per_rank / rows
         planned, grown = _planned(attention.scaled(cut, rows), rows * some, some, *facts), cut * batch
-    return Slots(planned.forward * grown, planned.backward * grown, planned.kept * grown, planned.route)
+    return StagingBytes(planned.forward * grown, planned.backward * grown, planned.kept * grown, planned.route)
 
 
 @lru_cache(maxsize=1024)
 def _planned(
-    attention: Attention, length: int, ranks: int, heads: int, kv_heads: int, head_dim: int, dtype: str, schedule: str
-) -> Slots:
+    attention: AttentionSetup,
+    length: int,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    schedule: str,
+) -> StagingBytes:
     """The greatest arenas of the real plans of all ranks, for a batch of one."""
     layout = make_layout(attention.layout, length, ranks)
     mask = attention.mask(length, heads, kv_heads)
@@ -124,7 +138,7 @@ def _planned(
     route = choose_route(problem, schedule)
     plans = [[plan_of(problem, route, rank, back) for rank in range(ranks)] for back in (False, True)]
     forward, backward = (max(plan.arena_bytes for plan in both) for both in plans)
-    return Slots(forward, backward, max(plan.kept_bytes for plan in plans[0]), route.name)
+    return StagingBytes(forward, backward, max(plan.kept_bytes for plan in plans[0]), route.name)
 
 
 def ring_slots_bytes(tokens: int, kv_width: int, dtype: str, causal: bool) -> tuple[int, int]:

@@ -8,11 +8,11 @@ Guarantees: closed forms with their source.
 from __future__ import annotations
 
 from ringattn.launch.capacity.hardware import Hardware
-from ringattn.launch.capacity.training_bytes import Run, host_bytes
+from ringattn.launch.capacity.training_bytes import TrainingSetup, host_bytes
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 
-def matrix_flops(run: Run) -> float:
+def matrix_flops(run: TrainingSetup) -> float:
     """Operations of one rank's matrix products, forward: 2 a parameter and token (arXiv:2001.08361, section 2.1).
 
     The products of all layers and of the output, of which a tied model has one, too.
@@ -22,14 +22,14 @@ def matrix_flops(run: Run) -> float:
     return 2.0 * (layers + shape.vocabulary * shape.width) * run.tokens
 
 
-def attention_flops(run: Run) -> float:
+def attention_flops(run: TrainingSetup) -> float:
     """Operations of one rank's attention, forward: 4 times head_dim a pair and head (FlashAttention-2, section 4.1)."""
     shape = run.model
     pairs = run.attention.pairs(run.length_tokens) * run.batch / run.ring
     return FORWARD_FLOPS_PER_DIM * shape.width * pairs * shape.layers
 
 
-def compute_flops(run: Run) -> float:
+def compute_flops(run: TrainingSetup) -> float:
     """Operations of one rank's step. Backward: twice the products, 2.5 times the attention. Then what is done again.
 
     full: one more forward of the layers (Korthikanti et al. 2022, section 5). selective: without the attention.
@@ -42,7 +42,7 @@ def compute_flops(run: Run) -> float:
     return 3 * products + (1 + BACKWARD_OVER_FORWARD) * attention + again + chunked
 
 
-def state_bytes_moved(run: Run) -> float:
+def state_bytes_moved(run: TrainingSetup) -> float:
     """Bytes that sharing the state moves between ranks, one way and rank (arXiv:1910.02054, section 7).
 
     Stages 0 to 2 all-reduce the gradients, or scatter them and gather the weights: twice the parameters; stage 3
@@ -55,7 +55,7 @@ def state_bytes_moved(run: Run) -> float:
     return 2 * weights + gradients if run.zero_stage == 3 else weights + gradients
 
 
-def step_seconds(run: Run, machine: Hardware) -> float:
+def step_seconds(run: TrainingSetup, machine: Hardware) -> float:
     """Least seconds of a step: arithmetic at peak, then the state between ranks, then host memory there and back."""
     arithmetic = compute_flops(run) / machine.flops
     return arithmetic + state_bytes_moved(run) / machine.link_bytes_s + 2 * host_bytes(run) / machine.host_bytes_s

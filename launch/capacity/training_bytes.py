@@ -23,7 +23,7 @@ from ringattn.launch.capacity.activations import (
     stored,
 )
 from ringattn.launch.capacity.model_shapes import ModelShape
-from ringattn.launch.capacity.slots import Attention, Slots, attention_slots
+from ringattn.launch.capacity.slots import AttentionSetup, StagingBytes, staging_bytes
 
 OPTIMIZERS = ("adamw", "adamw8bit", "adam_mini", "lion", "adafactor", "sgd", "sgd_momentum")
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -39,7 +39,7 @@ GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingSetup:
     """One training run: a model, its sequence, and every switch that saves memory.
 
     `ring`: ranks that share each sequence. `zero_degree`: ranks that share the state, the ring's if None.
@@ -53,7 +53,7 @@ class Run:
     length_tokens: int
     ring: int = 1
     batch: int = 1
-    attention: Attention = field(default_factory=Attention)
+    attention: AttentionSetup = field(default_factory=AttentionSetup)
     schedule: str = "auto"
     precision: str = "bf16_master"
     optimizer: str = "adamw"
@@ -132,10 +132,10 @@ class Account(NamedTuple):
     peak: Breakdown
     totals: dict[str, float]
     host_bytes: float
-    slots: Slots
+    slots: StagingBytes
 
 
-def parameter_bytes(run: Run) -> float:
+def parameter_bytes(run: TrainingSetup) -> float:
     """Weights on the device: whole, or under ZeRO 3 (arXiv:1910.02054, section 5.3) a share and what is gathered."""
     shape, item = run.model, run.numbers.weight
     if run.zero_stage < 3 or run.degree == 1:
@@ -145,7 +145,7 @@ def parameter_bytes(run: Run) -> float:
     return share + (GATHERED_LAYERS * shape.layer_parameters + shape.head_parameters) * item
 
 
-def gradient_bytes(run: Run) -> float:
+def gradient_bytes(run: TrainingSetup) -> float:
     """All gradients: whole, or from ZeRO 2 on (section 5.2) a share, and unsummed one layer's and the tables'."""
     shape, item = run.model, run.numbers.gradient
     if run.zero_stage < 2 or run.degree == 1:
@@ -154,7 +154,7 @@ def gradient_bytes(run: Run) -> float:
     return share + (shape.layer_parameters + shape.head_parameters) * item
 
 
-def optimizer_bytes(run: Run) -> float:
+def optimizer_bytes(run: TrainingSetup) -> float:
     """Optimizer state with the master copy, before offloading: whole, or from ZeRO 1 on (section 5.1) a share.
 
     Numbers for each weight: AdamW 2; Adam-mini 1 (one second moment a block, arXiv:2406.16793); Lion 1
@@ -176,13 +176,13 @@ def optimizer_bytes(run: Run) -> float:
     return whole / run.degree if run.zero_stage else whole
 
 
-def data_bytes(run: Run) -> int:
+def data_bytes(run: TrainingSetup) -> int:
     """Tokens, labels and positions of a rank; `whole`: also each sequence twice, read and learned."""
     own = 3 * run.tokens * TOKEN_BYTES
     return own + (2 * run.batch * run.length_tokens * TOKEN_BYTES if run.data == "whole" else 0)
 
 
-def cast_bytes(run: Run) -> float:
+def cast_bytes(run: TrainingSetup) -> float:
     """Weights cast on use, which autograd keeps: of all layers (of one where recomputed) and the output's."""
     if not run.numbers.cast:
         return 0
@@ -192,7 +192,7 @@ def cast_bytes(run: Run) -> float:
     return (layers * layer + shape.vocabulary * shape.width) * run.numbers.activation
 
 
-def activation_bytes(run: Run) -> float:
+def activation_bytes(run: TrainingSetup) -> float:
     """What all layers and the head keep from forward to backward (see `planner.activations`)."""
     shape, numbers = run.model, run.numbers
     layer = held_bytes(stored(shape, numbers, run.recompute).device, run.saved_activations)
@@ -201,12 +201,12 @@ def activation_bytes(run: Run) -> float:
     return run.tokens * (shape.layers * layer + waiting) + head_bytes(run) + cast_bytes(run)
 
 
-def head_bytes(run: Run) -> int:
+def head_bytes(run: TrainingSetup) -> int:
     """What the last norm and the output product keep."""
     return run.tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
 
 
-def live_bytes(run: Run) -> tuple[float, float]:
+def live_bytes(run: TrainingSetup) -> tuple[float, float]:
     """The greatest moment of a layer's backward: (layer, attention sums), what was made again included."""
     made_again = stored(run.model, run.numbers, run.recompute).live.total
     if not run.transients:
@@ -217,16 +217,16 @@ def live_bytes(run: Run) -> tuple[float, float]:
     return run.tokens * (made_again + (0 if at_attention else moment.feed_forward)), run.tokens * at_attention
 
 
-def slots_of(run: Run) -> Slots:
+def slots_of(run: TrainingSetup) -> StagingBytes:
     """The slots of one layer's attention."""
     shape = run.model
-    return attention_slots(
+    return staging_bytes(
         run.attention, run.length_tokens, run.ring, run.batch, shape.heads, shape.kv_heads, shape.head_dim,
         run.numbers.dtype, run.schedule,
     )  # fmt: skip
 
 
-def host_bytes(run: Run) -> float:
+def host_bytes(run: TrainingSetup) -> float:
     """What waits in host memory, for each rank: offloaded state, its gradients, weights, layer inputs."""
     shape, numbers = run.model, run.numbers
     inputs = run.tokens * shape.layers * stored(shape, numbers, run.recompute).host.total
@@ -237,7 +237,7 @@ def host_bytes(run: Run) -> float:
     return inputs + optimizer_bytes(run) + share + weights
 
 
-def moments(run: Run) -> dict[str, Breakdown]:
+def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     """The breakdown at each moment of a step that may be its peak.
 
     loss: all activations, and the logits' tensors. last layer: the first backward of a layer. first layer: the last
@@ -285,7 +285,7 @@ def _largest(shape: ModelShape) -> int:
     return max(one.rows * one.columns for one in shape.matrices)
 
 
-def training_bytes(run: Run) -> Account:
+def training_bytes(run: TrainingSetup) -> Account:
     """What a rank needs: the greatest of the run's moments."""
     found = moments(run)
     moment = max(found, key=lambda name: found[name].total)

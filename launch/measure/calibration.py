@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 import ringattn
-from ringattn.core.geometry import CAUSAL, FULL, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
@@ -57,9 +57,9 @@ class Shape(NamedTuple):
 
     def table(self) -> TileTable:
         """Its tiles."""
-        band, heads = CAUSAL if self.causal else FULL, Run(0, self.heads)
-        q, k = ([Run(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
-        return TileTable.of([Tile(Strip(a, a), Strip(b, b), band, heads) for a, b in zip(q, k, strict=True)])
+        band, heads = CAUSAL if self.causal else FULL, StridedRange(0, self.heads)
+        q, k = ([StridedRange(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
+        return TileTable.of([Tile(TokenRange(a, a), TokenRange(b, b), band, heads) for a, b in zip(q, k, strict=True)])
 
 
 SHAPES = (

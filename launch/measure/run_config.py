@@ -101,7 +101,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Call:
+class MeasuredCall:
     """The attention call of a run, at its own length or at a smaller one, where the mask is as much smaller."""
 
     mask: MaskConfig
@@ -133,10 +133,10 @@ class Call:
         return max(1, size_tokens * length // self.tokens)
 
 
-def call_of(config: RunConfig) -> Call:
+def call_of(config: RunConfig) -> MeasuredCall:
     """The attention call of a resolved configuration."""
     assert config.tokens is not None
-    return Call(config.mask, config.layout, config.schedule.name, config.tokens)
+    return MeasuredCall(config.mask, config.layout, config.schedule.name, config.tokens)
 
 
 def load_run(overrides: Sequence[str]) -> RunConfig:

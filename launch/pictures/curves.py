@@ -18,7 +18,7 @@ INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
 ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
 
 
-class Agreement(NamedTuple):
+class CurveDistance(NamedTuple):
     """The relative differences of two loss curves, step by step, and the bound they must keep."""
 
     dtype: str
@@ -34,7 +34,7 @@ class Bars(NamedTuple):
     total_bytes: Sequence[int]
 
 
-def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[Agreement]) -> None:
+def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[CurveDistance]) -> None:
     """Write a PNG: the first two loss curves over each other, and below them how far runs differ, on a log axis.
 
     A difference of exactly 0 has no place on a log axis; it is drawn at the bottom, as a hollow mark.
@@ -55,7 +55,7 @@ def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreeme
     _finish(figure, [above, below], path)
 
 
-def _draw_agreements(axes: Axes, agreements: Sequence[Agreement]) -> float:
+def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
     """Differences and their bounds; returns the height at which zeros are drawn."""
     positive = [value for agreement in agreements for value in agreement.differences if value > 0]
     floor = min(positive, default=1e-17) / 3

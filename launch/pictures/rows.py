@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.patches import Patch
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles
@@ -45,7 +45,7 @@ def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows
     return Rows(read, sent)
 
 
-def _mark(line: np.ndarray, positions: Run, width: int, value: int) -> None:
+def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> None:
     """Raise the bins of these positions to `value`."""
     if positions.stride <= width:  # no bin between the first and the last is without one
         at: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)

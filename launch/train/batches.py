@@ -20,7 +20,7 @@ from ringattn.launch.train.documents import Documents, load_documents, packed
 from ringattn.launch.train.text import windows
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Sequences that pass the model at once."""
 
     seq: Sequence
@@ -47,7 +47,7 @@ def load(config: TrainConfig) -> Documents:
     return text
 
 
-def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[Part]:
+def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:
     """This replica's sequences of a step, in the parts in which they pass; on its device."""
     shorter = shortened(step, config.curriculum_start_tokens, config.length_tokens, config.curriculum_steps)
     length, batch = config.length_tokens // shorter, config.batch * shorter
@@ -57,11 +57,11 @@ def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainCon
         for index in mine:
             tokens, cuts = packed(text, step * batch + index, length, config.seed)
             seq = ring.sequence(cu_seqlens=cuts, layout=config.layout, for_=_purpose(config))
-            parts.append(Part(seq, tokens[None].to(ring.device)))
+            parts.append(BatchPart(seq, tokens[None].to(ring.device)))
         return parts
     seq = ring.sequence(length, layout=config.layout, for_=_purpose(config))
     tokens = windows(text.tokens, step, batch, length, config.seed)[mine.start : mine.stop].to(ring.device)
-    return [Part(seq, some) for some in tokens.split((config.micro_batch or config.batch) * shorter)]
+    return [BatchPart(seq, some) for some in tokens.split((config.micro_batch or config.batch) * shorter)]
 
 
 def _purpose(config: TrainConfig) -> str:

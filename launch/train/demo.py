@@ -21,7 +21,7 @@ from ringattn.errors import InputError, RingError
 from ringattn.explain import Explanation
 from ringattn.launch.folders import write_json
 from ringattn.launch.options import help_text
-from ringattn.launch.pictures.curves import Agreement, Bars, draw_losses, draw_memory
+from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.model import head_dim
@@ -81,13 +81,13 @@ def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, 
     return list(answers[0]["runs"])
 
 
-def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> Agreement:
+def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> CurveDistance:
     dtype = shared["config"]["dtype"]
     pairs = zip(shared["losses"], alone["losses"], strict=True)
-    return Agreement(dtype, [abs(a - b) / abs(b) for a, b in pairs], BOUNDS.get(dtype, BOUNDS["fp32"]))
+    return CurveDistance(dtype, [abs(a - b) / abs(b) for a, b in pairs], BOUNDS.get(dtype, BOUNDS["fp32"]))
 
 
-def _say_agreement(agreement: Agreement, ranks: int, console: Console) -> bool:
+def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bool:
     largest = max(agreement.differences)
     # Not `largest > bound`: a loss that is not a number must fail.
     good = largest <= agreement.bound
@@ -152,7 +152,7 @@ def explain(config: TrainConfig, ranks: int) -> Explanation:
 def _write(
     folder: Path,
     runs: Sequence[Sequence[dict[str, Any]]],
-    agreements: Sequence[Agreement],
+    agreements: Sequence[CurveDistance],
     explanation: Explanation,
     good: bool,
 ) -> None:

@@ -32,7 +32,7 @@ from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, write_json
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.train.alike import folder_of_run, load_alike
-from ringattn.launch.train.batches import Part, drawn
+from ringattn.launch.train.batches import BatchPart, drawn
 from ringattn.launch.train.checkpoints import Curve, checkpoints_of
 from ringattn.launch.train.config import TrainConfig, from_spec
 from ringattn.launch.train.documents import Documents
@@ -213,7 +213,7 @@ def skip(
 
 
 def backward(
-    ring: Ring, everyone: RankGroup, parts: Many[Part], model: Transformer, config: TrainConfig, told: str = ""
+    ring: Ring, everyone: RankGroup, parts: Many[BatchPart], model: Transformer, config: TrainConfig, told: str = ""
 ) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
@@ -246,7 +246,7 @@ def backward(
     return total
 
 
-def _labels(part: Part, config: TrainConfig) -> Tensor:
+def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
     """The labels of this rank's tokens, (sequences, tokens)."""
     learned = part.tokens.clone()
     learned[:, : config.prompt_tokens] = IGNORE

@@ -29,13 +29,13 @@ SHARDED = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "labels": -
 
 
 @dataclass
-class Call:
+class ModelCall:
     """A forward pass that is under way in a prepared model, over a ring."""
 
     model: nn.Module
     seq: Sequence
     given: Mapping[str, Any]
-    outer: Call | None
+    outer: ModelCall | None
     has_attended: bool = False
     has_chosen: bool = False
     """Frequencies of a rotary embedding, by the whole length."""
@@ -56,7 +56,7 @@ class Call:
 SHARD = "ringattn_shard"
 """Marks a cache that was filled under a sequence of several ranks."""
 
-_call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
+_call: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)
 
 
 class WatchedLoss:
@@ -83,13 +83,13 @@ def watch(model: Any) -> None:
     model.register_forward_hook(_after, always_call=True)
 
 
-def under_way() -> Call | None:
+def under_way() -> ModelCall | None:
     """The innermost call that goes over a ring, unless attention is local inside of it."""
     call = _call.get()
     return call if call is not None and active_sequence() is not None else None
 
 
-def attending() -> Call | None:
+def attending() -> ModelCall | None:
     """The same, as its attention goes through the ring."""
     call = under_way()
     if call is not None:
@@ -112,7 +112,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     is_placed = given.get("position_ids") is not None and not _decodes(given) and counts_by_itself(model)
     is_placed = is_placed and _is_placed(model, seq, given)
     if is_placed or seq.ring.world_size > 1:
-        _call.set(Call(model, seq, given, _call.get(), is_placed=is_placed))
+        _call.set(ModelCall(model, seq, given, _call.get(), is_placed=is_placed))
 
 
 def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
         return check_output(model, out, token_shape(call.given), call.has_labels and _is_used(model))
 
 
-def _mark_caches(call: Call, out: Any) -> None:
+def _mark_caches(call: ModelCall, out: Any) -> None:
     """What this call has filled is of this rank's tokens."""
     for cache in (call.given.get("past_key_values"), getattr(out, "past_key_values", None)):
         if cache is not None and cache.get_seq_length() > 0:

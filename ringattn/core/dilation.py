@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from ringattn.core.geometry import CAUSAL, FULL, Run
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange
 from ringattn.core.mask import Branch, Mask, check_causal
 from ringattn.core.presets import OFFSETS, check, head_offsets
 from ringattn.errors import InputError
@@ -67,6 +67,6 @@ class Dilated:
             offsets = head_offsets(self.offset, rate, q_heads, kv_heads, self.layer or 0)
             for offset, members in groupby(range(q_heads), offsets.__getitem__):
                 heads = list(members)
-                run = None if len(heads) == q_heads else Run(heads[0], len(heads))
+                run = None if len(heads) == q_heads else StridedRange(heads[0], len(heads))
                 branches.append(Branch(bounds, bounds, band, run, segment, rate, offset))
         return Mask(tuple(branches))

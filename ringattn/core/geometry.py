@@ -17,7 +17,7 @@ MOST_TOKENS = 2**50
 """Of a sequence: more than any text has; sums over all pairs of ranks stay inside int64."""
 
 
-class Run(NamedTuple):
+class StridedRange(NamedTuple):
     """The integers start, start + stride, ... (`count` of them, ascending; `stride` >= 1)."""
 
     start: int
@@ -38,21 +38,21 @@ class Run(NamedTuple):
         """The members, in order."""
         return range(self.start, self.start + self.count * self.stride, self.stride)
 
-    def pick(self, indices: Run) -> Run:
+    def pick(self, indices: StridedRange) -> StridedRange:
         """The run of the members at `indices`."""
-        return Run(self.start + indices.start * self.stride, indices.count, self.stride * indices.stride)
+        return StridedRange(self.start + indices.start * self.stride, indices.count, self.stride * indices.stride)
 
-    def between(self, lo: int, hi: int) -> Run:
+    def between(self, lo: int, hi: int) -> StridedRange:
         """The *indices* of the members m with lo <= m <= hi, as a run."""
         first = max(0, -((self.start - lo) // self.stride))
         end = min(self.count, (hi - self.start) // self.stride + 1)
-        return Run(first, max(0, end - first))
+        return StridedRange(first, max(0, end - first))
 
-    def intersect(self, other: Run) -> Run:
-        """The members of both, as a run (Chinese remainder). An empty result is `Run(0, 0)`."""
+    def intersect(self, other: StridedRange) -> StridedRange:
+        """The members of both, as a run (Chinese remainder). An empty result is `StridedRange(0, 0)`."""
         step = gcd(self.stride, other.stride)
         if not (self.count and other.count) or (other.start - self.start) % step:
-            return Run(0, 0)
+            return StridedRange(0, 0)
         stride = lcm(self.stride, other.stride)
         modulus = other.stride // step
         turns = (other.start - self.start) // step * pow(self.stride // step, -1, modulus) % modulus
@@ -60,7 +60,7 @@ class Run(NamedTuple):
         floor = max(self.start, other.start)
         start = meeting + -((meeting - floor) // stride) * stride
         count = (min(self.last, other.last) - start) // stride + 1
-        return Run(start, count, stride) if count > 0 else Run(0, 0)
+        return StridedRange(start, count, stride) if count > 0 else StridedRange(0, 0)
 
     def __str__(self) -> str:
         if self.count == 1:
@@ -91,24 +91,24 @@ FULL = Band()
 CAUSAL = Band(0, UNBOUNDED)
 
 
-class Strip(NamedTuple):
+class TokenRange(NamedTuple):
     """Which positions a tile covers on one side, and which rows of the held buffer hold them (equal counts)."""
 
-    positions: Run
-    rows: Run
+    positions: StridedRange
+    rows: StridedRange
 
-    def pick(self, indices: Run) -> Strip:
+    def pick(self, indices: StridedRange) -> TokenRange:
         """The strip of the members at `indices`."""
-        return Strip(self.positions.pick(indices), self.rows.pick(indices))
+        return TokenRange(self.positions.pick(indices), self.rows.pick(indices))
 
 
 class Tile(NamedTuple):
     """A rectangle of work: the pairs of two strips inside a band, for a run of query heads."""
 
-    q: Strip
-    k: Strip
+    q: TokenRange
+    k: TokenRange
     band: Band
-    heads: Run
+    heads: StridedRange
 
     def area(self) -> int:
         """Allowed (q, k) pairs times query heads: the unit of every cost and balance figure."""
@@ -147,14 +147,14 @@ class Tile(NamedTuple):
         return q.start - k.last >= self.band.lo and q.last - k.start <= self.band.hi
 
 
-def count_pairs(q: Run, k: Run, band: Band) -> int:
+def count_pairs(q: StridedRange, k: StridedRange, band: Band) -> int:
     """The number of pairs of q x k inside `band`, in O(log) steps whatever the strides."""
     if not (q.count and k.count) or band.lo > band.hi:
         return 0
     return _pairs_at_least(q, k, band.lo) - _pairs_at_least(q, k, band.hi + 1)
 
 
-def _pairs_at_least(q: Run, k: Run, lo: int) -> int:
+def _pairs_at_least(q: StridedRange, k: StridedRange, lo: int) -> int:
     """Pairs with q - k >= lo: for each q the keys up to q - lo, summed in closed form."""
     # Queries before `some` see no key, queries from `all_` on see every key.
     some = min(q.count, max(0, -((q.start - lo - k.start) // q.stride)))
@@ -176,8 +176,8 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
     return total
 
 
-def _residues(strip: Strip, stride: int) -> Iterator[Strip]:
+def _residues(strip: TokenRange, stride: int) -> Iterator[TokenRange]:
     """The strip cut into strips of the given position stride (a multiple of its own)."""
     step = stride // strip.positions.stride
     for first in range(min(step, strip.positions.count)):
-        yield strip.pick(Run(first, (strip.positions.count - first + step - 1) // step, step))
+        yield strip.pick(StridedRange(first, (strip.positions.count - first + step - 1) // step, step))

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ringattn.core.geometry import MOST_TOKENS, Run
+from ringattn.core.geometry import MOST_TOKENS, StridedRange
 from ringattn.errors import InputError
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
@@ -33,14 +33,14 @@ class Layout:
     cuts: tuple[int, ...]
 
     @cached_property
-    def shards(self) -> tuple[tuple[Run, ...], ...]:
+    def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
         """The position runs of each rank, in row order; empty runs are left out."""
-        shards: list[list[Run]] = [[] for _ in range(self.world_size)]
+        shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
         for start, stop in pairwise(self.cuts):
             if self.name == "striped":
                 runs = [
-                    Run(start + r, len(range(start + r, stop, self.world_size)), self.world_size)
+                    StridedRange(start + r, len(range(start + r, stop, self.world_size)), self.world_size)
                     for r in range(self.world_size)
                 ]
             else:
@@ -48,7 +48,7 @@ class Layout:
                 size, extra = divmod(stop - start, chunks)
                 counts = [size + ((c - dealt) % chunks < extra) for c in range(chunks)]
                 dealt += extra
-                runs = [Run(s, c) for s, c in zip(accumulate(counts, initial=start), counts, strict=False)]
+                runs = [StridedRange(s, c) for s, c in zip(accumulate(counts, initial=start), counts, strict=False)]
             for chunk, run in enumerate(runs):
                 if run.count:
                     mirrored = 2 * self.world_size - 1 - chunk

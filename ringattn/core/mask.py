@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ringattn.core.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, Run
+from ringattn.core.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, StridedRange
 from ringattn.errors import InputError
 
 
@@ -28,7 +28,7 @@ class Branch:
     bounds: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     band: Band = FULL
-    heads: Run | None = None
+    heads: StridedRange | None = None
     segment: int | None = None
     dilation: int = 1
     offset: int = 0
@@ -37,8 +37,8 @@ class Branch:
 class HeadPart(NamedTuple):
     """K/V heads that always travel together, and the query heads that read them."""
 
-    kv_heads: Run
-    q_heads: Run
+    kv_heads: StridedRange
+    q_heads: StridedRange
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Mask:
             if branch.heads is not None and branch.heads.count:
                 edges |= {branch.heads.start // group, -(-branch.heads.stop // group)}
         cuts = sorted(edges)
-        return tuple(HeadPart(Run(a, b - a), Run(a * group, (b - a) * group)) for a, b in pairwise(cuts))
+        return tuple(
+            HeadPart(StridedRange(a, b - a), StridedRange(a * group, (b - a) * group)) for a, b in pairwise(cuts)
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.core.geometry import UNBOUNDED, Band, Run, Strip, Tile
+from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRange
 from ringattn.core.layout import Layout
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
@@ -42,8 +42,11 @@ class TileTable:
 
     def __iter__(self) -> Iterator[Tile]:
         for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn in self.columns.tolist():
-            q_strip, k_strip = Strip(Run(q, qn, qs), Run(qr, qn, qrs)), Strip(Run(k, kn, ks), Run(kr, kn, krs))
-            yield Tile(q_strip, k_strip, Band(lo, hi), Run(h, hn))
+            q_strip, k_strip = (
+                TokenRange(StridedRange(q, qn, qs), StridedRange(qr, qn, qrs)),
+                TokenRange(StridedRange(k, kn, ks), StridedRange(kr, kn, krs)),
+            )
+            yield Tile(q_strip, k_strip, Band(lo, hi), StridedRange(h, hn))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileTable) and np.array_equal(self.columns, other.columns)
@@ -59,9 +62,9 @@ class TileTable:
         """The first K/V row of each tile."""
         return self.columns[:, 8]
 
-    def k_runs(self) -> list[Run]:
+    def k_runs(self) -> list[StridedRange]:
         """The K/V rows of each tile."""
-        return [Run(row, count, stride) for count, row, stride in self.columns[:, 7:10].tolist()]
+        return [StridedRange(row, count, stride) for count, row, stride in self.columns[:, 7:10].tolist()]
 
     def area(self) -> int:
         """Allowed pairs times query heads, summed over the tiles."""
@@ -84,9 +87,9 @@ class TileTable:
         """The tiles of all tables, in order."""
         return TileTable(np.concatenate([table.columns for table in tables]))
 
-    def q_runs(self) -> list[Run]:
+    def q_runs(self) -> list[StridedRange]:
         """The query rows of each tile."""
-        return [Run(row, count, stride) for count, row, stride in self.columns[:, 2:5].tolist()]
+        return [StridedRange(row, count, stride) for count, row, stride in self.columns[:, 2:5].tolist()]
 
     def with_single_heads(self) -> TileTable:
         """The same pairs, with a tile for every query head."""

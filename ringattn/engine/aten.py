@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringattn.core.geometry import Run, Tile
+from ringattn.core.geometry import StridedRange, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
@@ -295,7 +295,7 @@ class _Place(NamedTuple):
 
     def view_keys(self, x: Tensor) -> Tensor:
         """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
-        held = Run(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
+        held = StridedRange(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
         return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
 
     def view_rows(self, x: Tensor) -> Tensor:

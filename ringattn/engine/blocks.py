@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.core.geometry import Run, Strip, Tile
+from ringattn.core.geometry import StridedRange, Tile, TokenRange
 from ringattn.errors import UnsupportedError
 
 Ints = np.ndarray
@@ -45,19 +45,19 @@ class _Part(NamedTuple):
     `heads`: of the own side. `served`: its query heads, counted from own head * group.
     """
 
-    own: Strip
-    other: Strip
+    own: TokenRange
+    other: TokenRange
     lo: int
     hi: int
-    heads: Run
-    served: Run
+    heads: StridedRange
+    served: StridedRange
 
 
 class _Cell(NamedTuple):
     """Rows and heads of the own side that lie in the same parts, each cut down to these rows."""
 
-    rows: Run
-    heads: Run
+    rows: StridedRange
+    heads: StridedRange
     parts: list[_Part]
 
 
@@ -66,7 +66,11 @@ def query_blocks(tiles: Iterable[Tile], own_rows: int, other_rows: int) -> Block
 
     Raises UnsupportedError where rows or the positions of one tile span more than int32 can count.
     """
-    parts = [_Part(tile.q, tile.k, *tile.band, heads, Run(0, 1)) for tile in tiles for heads in _unstrided(tile.heads)]
+    parts = [
+        _Part(tile.q, tile.k, *tile.band, heads, StridedRange(0, 1))
+        for tile in tiles
+        for heads in _unstrided(tile.heads)
+    ]
     return _table(parts, own_rows, other_rows)
 
 
@@ -84,23 +88,23 @@ def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int
     return _table(parts, own_rows, other_rows)
 
 
-def _kv_heads(heads: Run, group: int) -> Iterator[tuple[Run, Run]]:
+def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
     """K/V heads with the same query heads in a run of stride 1, and these, counted from the K/V head's first."""
     first, last = -(-heads.start // group), heads.stop // group
     if heads.start // group == (heads.stop - 1) // group and last <= first:
-        yield Run(heads.start // group, 1), Run(heads.start % group, heads.count)
+        yield StridedRange(heads.start // group, 1), StridedRange(heads.start % group, heads.count)
         return
     if heads.start % group:
-        yield Run(first - 1, 1), Run(heads.start % group, group - heads.start % group)
+        yield StridedRange(first - 1, 1), StridedRange(heads.start % group, group - heads.start % group)
     if first < last:
-        yield Run(first, last - first), Run(0, group)
+        yield StridedRange(first, last - first), StridedRange(0, group)
     if heads.stop % group:
-        yield Run(last, 1), Run(0, heads.stop % group)
+        yield StridedRange(last, 1), StridedRange(0, heads.stop % group)
 
 
-def _unstrided(heads: Run) -> Iterator[Run]:
+def _unstrided(heads: StridedRange) -> Iterator[StridedRange]:
     """The run itself, or its members one by one."""
-    yield from (heads,) if heads.stride == 1 else (Run(head, 1) for head in heads.members())
+    yield from (heads,) if heads.stride == 1 else (StridedRange(head, 1) for head in heads.members())
 
 
 def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
@@ -114,22 +118,22 @@ def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
                 classes.setdefault(own.rows.start % stride, []).append(part._replace(own=own))
         for residue, held in classes.items():
             starts = [part.own.rows.start // stride for part in held]
-            spans = [Run(start, part.own.rows.count) for start, part in zip(starts, held, strict=True)]
+            spans = [StridedRange(start, part.own.rows.count) for start, part in zip(starts, held, strict=True)]
             for span, inside in _elementary(spans):
                 cut = [(held[i], held[i].own.pick(span._replace(start=span.start - starts[i]))) for i in inside]
-                rows = Run(residue + span.start * stride, span.count, stride)
+                rows = StridedRange(residue + span.start * stride, span.count, stride)
                 yield _Cell(rows, heads, [part._replace(own=own) for part, own in cut])
 
 
-def _residues(strip: Strip, stride: int) -> Iterator[Strip]:
+def _residues(strip: TokenRange, stride: int) -> Iterator[TokenRange]:
     """The strip cut into strips of the given row stride (a multiple of its own); a single row has any stride."""
     count = strip.rows.count
     step = stride // strip.rows.stride if count > 1 else 1
     for first in range(min(step, count)):
-        yield strip.pick(Run(first, (count - first + step - 1) // step, step))
+        yield strip.pick(StridedRange(first, (count - first + step - 1) // step, step))
 
 
-def _elementary(spans: Sequence[Run]) -> Iterator[tuple[Run, list[int]]]:
+def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, list[int]]]:
     """Runs of stride 1 cut at all their borders: each piece that some hold, and the indices of those that do."""
     borders = sorted({edge for span in spans for edge in (span.start, span.start + span.count)})
     holders: list[list[int]] = [[] for _ in borders]
@@ -138,7 +142,7 @@ def _elementary(spans: Sequence[Run]) -> Iterator[tuple[Run, list[int]]]:
             holders[at].append(index)
     for (start, end), held in zip(pairwise(borders), holders, strict=False):
         if held:
-            yield Run(start, end - start), held
+            yield StridedRange(start, end - start), held
 
 
 def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
@@ -163,7 +167,7 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
     return _sorted(blocks, entries[kept], block[kept], visits[kept])
 
 
-def _ordered(rows: Run) -> tuple[int, int, int]:
+def _ordered(rows: StridedRange) -> tuple[int, int, int]:
     return rows.start, rows.stride, rows.count
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import Run, Tile
+from ringattn.core.geometry import StridedRange, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
@@ -131,7 +131,7 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backwa
     return forbidden + max(more + q + scores, held + lse + max(weighing, weighed))
 
 
-def as_slice(run: Run) -> slice:
+def as_slice(run: StridedRange) -> slice:
     """A run of indices as a slice, so that indexing with it gives a view."""
     return slice(run.start, run.stop, run.stride)
 
@@ -147,7 +147,7 @@ def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
     q, k, band = tile.q.positions, tile.k.positions, tile.band
     step = max(1, SCORES_BYTES // max(1, matrices * k.count * item_bytes))
     for first in range(0, q.count, step):
-        rows = Run(first, min(step, q.count - first))
+        rows = StridedRange(first, min(step, q.count - first))
         q_part = q.pick(rows)
         # The keys that the first to the last of these queries see; between them all are seen by some or masked below.
         cols = k.between(q_part.start - band.hi, q_part.last - band.lo)

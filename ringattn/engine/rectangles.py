@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ringattn.core.geometry import Band, Run, Tile
+from ringattn.core.geometry import Band, StridedRange, Tile
 
 
 class Rectangle(NamedTuple):
@@ -20,25 +20,25 @@ class Rectangle(NamedTuple):
     `reversed`: both sides are taken in descending order first; only set together with `causal`.
     """
 
-    q_rows: Run
-    k_rows: Run
+    q_rows: StridedRange
+    k_rows: StridedRange
     causal: bool
     reversed: bool
-    heads: Run
+    heads: StridedRange
 
 
 class HeadGroup(NamedTuple):
     """Query heads of which each K/V head serves the same number of consecutive ones."""
 
-    q_heads: Run
-    kv_heads: Run
+    q_heads: StridedRange
+    kv_heads: StridedRange
 
 
 class _Block(NamedTuple):
     """A rectangle in indices of the tile's strips."""
 
-    rows: Run
-    cols: Run
+    rows: StridedRange
+    cols: StridedRange
     causal: bool = False
     reversed: bool = False
 
@@ -78,7 +78,7 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
     return [*(r for r in rest if r.causal), *_joined_queries(_joined_keys(full))]
 
 
-def head_groups(heads: Run, group: int) -> Iterator[HeadGroup]:
+def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
     """A run of query heads cut so that each part can go to a kernel that understands grouped heads.
 
     `group`: query heads per K/V head. A run that starts or ends inside a group gives up to three parts.
@@ -92,12 +92,12 @@ def head_groups(heads: Run, group: int) -> Iterator[HeadGroup]:
         step = kv_head - grown.kv_heads.last if grown else 0
         if grown and shape[0] == served and shape[1] in (0, step):
             shape = (served, step)
-            q_heads = Run(grown.q_heads.start, grown.q_heads.count + served, heads.stride)
-            parts[-1] = HeadGroup(q_heads, Run(grown.kv_heads.start, grown.kv_heads.count + 1, step))
+            q_heads = StridedRange(grown.q_heads.start, grown.q_heads.count + served, heads.stride)
+            parts[-1] = HeadGroup(q_heads, StridedRange(grown.kv_heads.start, grown.kv_heads.count + 1, step))
         else:
             shape = (served, 0)
-            q_heads = heads.pick(Run(start, served))
-            parts.append(HeadGroup(q_heads, Run(kv_head, 1)))
+            q_heads = heads.pick(StridedRange(start, served))
+            parts.append(HeadGroup(q_heads, StridedRange(kv_head, 1)))
         start += served
     yield from parts
 
@@ -126,13 +126,13 @@ def _continues(first: Rectangle, second: Rectangle) -> bool:
     return beside and first.heads == second.heads
 
 
-def _follows(first: Run, second: Run) -> bool:
+def _follows(first: StridedRange, second: StridedRange) -> bool:
     """Whether the second run goes on where the first ends."""
     return first.stride == second.stride and second.start == first.last + first.stride
 
 
-def _both(first: Run, second: Run) -> Run:
-    return Run(first.start, first.count + second.count, first.stride)
+def _both(first: StridedRange, second: StridedRange) -> StridedRange:
+    return StridedRange(first.start, first.count + second.count, first.stride)
 
 
 def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
@@ -170,11 +170,11 @@ def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
         yield from _beside_edge(_span(first, stop - 1), _span(0, 0), _span(first - hi, stop - 1 - hi), True)
 
 
-def _beside_edge(rows: Run, full: Run, edge: Run, reversed_: bool) -> Iterator[_Block]:
+def _beside_edge(rows: StridedRange, full: StridedRange, edge: StridedRange, reversed_: bool) -> Iterator[_Block]:
     """The columns `full`, seen by all rows, beside the causal columns `edge`; one causal column is a full one."""
     if edge.count == 1:
         start = min(full.start, edge.start) if full.count else edge.start
-        full, edge = Run(start, full.count + 1), Run(0, 0)
+        full, edge = StridedRange(start, full.count + 1), StridedRange(0, 0)
     if rows.count and full.count:
         yield _Block(rows, full)
     if rows.count and edge.count:
@@ -188,9 +188,9 @@ def _squares(block: _Block) -> Iterator[_Block]:
         yield block
         return
     square, rest = (spare, 0) if block.reversed else (0, block.cols.count)
-    yield block._replace(rows=block.rows.pick(Run(square, block.cols.count)))
-    yield _Block(block.rows.pick(Run(rest, spare)), block.cols)
+    yield block._replace(rows=block.rows.pick(StridedRange(square, block.cols.count)))
+    yield _Block(block.rows.pick(StridedRange(rest, spare)), block.cols)
 
 
-def _span(first: int, end: int) -> Run:
-    return Run(first, max(0, end - first))
+def _span(first: int, end: int) -> StridedRange:
+    return StridedRange(first, max(0, end - first))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ringattn.attention import Attention, agreed, call_of, check_recordable, check_sinks
+from ringattn.attention import AttentionFunction, agreed, call_of, check_recordable, check_sinks
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.layers.projection import Backend, check_projection, project_kv, project_q, stored_dtype
@@ -95,5 +95,5 @@ def projected_attention(
         make(None)
     q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
-    out: Tensor = Attention.apply(q, k, v, spec.sinks, ring, call)[0]
+    out: Tensor = AttentionFunction.apply(q, k, v, spec.sinks, ring, call)[0]
     return out

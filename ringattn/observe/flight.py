@@ -22,7 +22,7 @@ CONTROL_LANE = -1
 """The lane of agreements, which never meet the messages of an exchange."""
 
 
-class Part(NamedTuple):
+class MessageRecord(NamedTuple):
     """One message of an exchange. `op`: send or recv; `slot`: address of the buffer."""
 
     op: str
@@ -37,7 +37,7 @@ class Flight:
 
     __slots__ = ("done_s", "lane", "parts", "posted_s", "sequence", "started_s", "state")
 
-    def __init__(self, sequence: int, lane: int, parts: tuple[Part, ...]) -> None:
+    def __init__(self, sequence: int, lane: int, parts: tuple[MessageRecord, ...]) -> None:
         self.sequence, self.lane, self.parts = sequence, lane, parts
         self.posted_s, self.started_s, self.done_s = time.time(), 0.0, 0.0
         self.state = POSTED
@@ -62,7 +62,7 @@ class FlightRecord:
         self._ring: list[Flight | None] = [None] * CAPACITY
         self._dropped: Counter[tuple[int, str, int]] = Counter()
 
-    def begin(self, lane: int, parts: tuple[Part, ...]) -> Flight:
+    def begin(self, lane: int, parts: tuple[MessageRecord, ...]) -> Flight:
         """A new entry, in the state POSTED."""
         flight = Flight(self.count, lane, parts)
         oldest = self._ring[self.count % CAPACITY]

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.tiling import TileTable
 from ringattn.planner.packed_tiles import packed_rows, within_runs
-from ringattn.schedule.content import Content, Part, size
+from ringattn.schedule.content import Content, HeadRows, size
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
 from ringattn.schedule.passes import is_on_received
 
-ONE = Run(0, 1)
+ONE = StridedRange(0, 1)
 
 
 class FusedBuffer:
@@ -24,9 +24,9 @@ class FusedBuffer:
         self.label, self.kind, self.contents = label, kind, contents
         rows = list(accumulate(map(size, contents.values()), initial=0))
         self.starts = dict(zip(contents, rows, strict=False))
-        self.content: Content = (Part(ONE, (Run(0, rows[-1]),)),)
+        self.content: Content = (HeadRows(ONE, (StridedRange(0, rows[-1]),)),)
 
-    def parts(self, block: Block) -> Iterator[tuple[Part, int]]:
+    def parts(self, block: Block) -> Iterator[tuple[HeadRows, int]]:
         """Each part of a block with its first row in the buffer."""
         start = self.starts[block]
         for part in self.contents[block]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from ringattn.core.tiling import TileTable
-from ringattn.schedule.content import Part
+from ringattn.schedule.content import HeadRows
 
 
-def within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:
+def within_runs(table: TileTable, places: Iterable[HeadRows | None]) -> TileTable:
     """The tiles cut so that the key rows of each lie in one run of each of the parts."""
     for part in places:
         if part is not None and not (part.dense and (table.columns[:, 9] == 1).all()):
@@ -25,7 +25,7 @@ def within_runs(table: TileTable, places: Iterable[Part | None]) -> TileTable:
     return table
 
 
-def packed_rows(table: TileTable, part: Part | None) -> tuple[np.ndarray, np.ndarray]:
+def packed_rows(table: TileTable, part: HeadRows | None) -> tuple[np.ndarray, np.ndarray]:
     """The first key row of each tile and their step as rows of the part, of which one run holds them all."""
     rows, steps = table.k_rows, table.columns[:, 9]
     if part is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT, Problem
 from ringattn.core.tiling import TileTable
 from ringattn.planner.arena import lay_out
@@ -32,8 +32,8 @@ from ringattn.planner.plan import (
     record_elements,
 )
 from ringattn.planner.received_heads import ReceivedHeads
-from ringattn.schedule.content import Content, Part, piece_of, size, union
-from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
+from ringattn.schedule.content import Content, HeadRows, piece_of, size, union
+from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
 from ringattn.schedule.passes import is_on_received
 
 
@@ -159,7 +159,7 @@ class _Projection:
         dkv = self._sum(item.dkv, draft) if isinstance(item, AttendGrad) else LOCAL
         if kv == dkv == LOCAL and len(item.tiles) > 1:
             tiles = TileTable.together(table for _, table in item.tiles).with_joined_heads()
-            draft.work.append(AttendOp(self.rank, Run(0, self.problem.kv_heads), tiles, LOCAL))
+            draft.work.append(AttendOp(self.rank, StridedRange(0, self.problem.kv_heads), tiles, LOCAL))
         else:
             draft.work += [op for tiles in item.tiles for op in self._attend_ops(item, tiles, kv, dkv)]
 
@@ -269,7 +269,7 @@ class _Projection:
             draft.zeros.append(self.held[block])
         return self._use(self.held[block], draft.now)
 
-    def _attend_ops(self, item: Attend | AttendGrad, tiles: PartTiles, kv: int, dkv: int) -> Iterable[AttendOp]:
+    def _attend_ops(self, item: Attend | AttendGrad, tiles: HeadTiles, kv: int, dkv: int) -> Iterable[AttendOp]:
         """An attention update for each distance between a key's rows in `kv` and `dkv`: one, if contents are alike."""
         alike = isinstance(item, Attend) or kv == dkv
         alike = alike or (LOCAL not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content)
@@ -295,7 +295,7 @@ class _Projection:
             row, dkv_row = (int(end[one]) for end in ends)
             yield AttendOp(owner, heads, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
 
-    def _part(self, buffer: int, tiles: PartTiles) -> Part | None:
+    def _part(self, buffer: int, tiles: HeadTiles) -> HeadRows | None:
         """The part of a buffer's content that the tiles read; None for LOCAL, where each row has its own place."""
         if buffer == LOCAL:
             return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT, ITEM_BYTES, Problem
 from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, size
@@ -77,7 +77,7 @@ class AttendOp(NamedTuple):
     """
 
     owner: int | None
-    heads: Run
+    heads: StridedRange
     tiles: TileTable
     kv: int
     kv_row: int = 0

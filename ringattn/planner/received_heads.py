@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ringattn.core.geometry import Strip, Tile
+from ringattn.core.geometry import Tile, TokenRange
 from ringattn.core.tiling import TileTable
 from ringattn.errors import PlanError
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
-from ringattn.schedule.content import Content, Part, union
+from ringattn.schedule.content import Content, HeadRows, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind
 from ringattn.schedule.passes import inputs_of, result_of
 
@@ -52,7 +52,7 @@ class ReceivedHeads:
         )
 
 
-def _cut(tile: Tile, q: tuple[Part, int], k: tuple[Part, int]) -> Iterator[Tile]:
+def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int]) -> Iterator[Tile]:
     """A tile on packed rows: one for each run of queries and each run of keys that hold some of it."""
     for q_strip in _strips(tile.q, *q):
         for k_strip in _strips(tile.k, *k):
@@ -61,8 +61,8 @@ def _cut(tile: Tile, q: tuple[Part, int], k: tuple[Part, int]) -> Iterator[Tile]
                 yield cut
 
 
-def _strips(strip: Strip, part: Part, start: int) -> Iterator[Strip]:
+def _strips(strip: TokenRange, part: HeadRows, start: int) -> Iterator[TokenRange]:
     (spots,) = part.locate([strip.rows])
     for spot in spots:
         rows = spot.packed
-        yield Strip(strip.positions.pick(spot.indices), rows._replace(start=rows.start + start))
+        yield TokenRange(strip.positions.pick(spot.indices), rows._replace(start=rows.start + start))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ringattn.core.geometry import Band, Run, count_pairs
+from ringattn.core.geometry import Band, StridedRange, count_pairs
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.planner.cluster import Cluster
@@ -45,7 +45,9 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
         # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
         least, most = (1 - k_count) * k_step, (q_count - 1) * q_step
         lo, hi = min(max(lo - q + k, least), most + 1), min(max(hi - q + k, least - 1), most)
-        pairs += heads * computed_pairs(Run(0, q_count, q_step), Run(0, k_count, k_step), Band(lo, hi), block_keys)
+        pairs += heads * computed_pairs(
+            StridedRange(0, q_count, q_step), StridedRange(0, k_count, k_step), Band(lo, hi), block_keys
+        )
     summed = rows * record_bytes(problem, problem.accumulator_dtype, Kind.DQ)
     if backward:
         summed += keys * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
@@ -53,7 +55,7 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
 
 
 @lru_cache(maxsize=1 << 16)
-def computed_pairs(q: Run, k: Run, band: Band, block_keys: int) -> float:
+def computed_pairs(q: StridedRange, k: StridedRange, band: Band, block_keys: int) -> float:
     """Pairs that are computed: those in the band, and half a block, or half the band, at each edge of a row."""
     edges = q.between(k.start + band.lo, k.last + band.lo - 1).count
     edges += q.between(k.start + band.hi + 1, k.last + band.hi).count

@@ -16,7 +16,7 @@ KEPT_AGREEMENTS = 4096
 them. All ranks forget the same one at the same call."""
 
 
-class Agreement:
+class ConsistencyCheck:
     """One rank's side of the agreements of a ring, numbered by its calls."""
 
     def __init__(self, transport: Transport) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.engine.base import KV, Engine, Sizes, Softmax
 from ringattn.observe.shortage import is_shortage, told
 from ringattn.planner.plan import (
@@ -31,7 +31,7 @@ from ringattn.runtime.arithmetic import serving_bytes
 from ringattn.runtime.pass_profiler import PROJECT, PassProfiler
 from ringattn.runtime.pool import Pool
 from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, add, from_row, pack
-from ringattn.schedule.content import Part, size
+from ringattn.schedule.content import HeadRows, size
 from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Ticket, Transport
 
@@ -140,7 +140,9 @@ class Executor:
                 watch.begin(PROJECT)
             message = self._own_message()
             buffers = self._buffers(transport, pool)
-            local = make(None if message is None else buffers[message].part(Run(0, self.plan.problem.kv_heads)))
+            local = make(
+                None if message is None else buffers[message].part(StridedRange(0, self.plan.problem.kv_heads))
+            )
             self._depart(0, {Kind.KV: local}, filled=message)
             if watch is not None:
                 watch.project()
@@ -266,8 +268,8 @@ class Executor:
     def _own_message(self) -> int | None:
         """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""
         problem = self.plan.problem
-        rows = Run(0, problem.kv_layout.counts[self.plan.rank])
-        whole = (Part(Run(0, problem.kv_heads), (rows,)),)
+        rows = StridedRange(0, problem.kv_layout.counts[self.plan.rank])
+        whole = (HeadRows(StridedRange(0, problem.kv_heads), (rows,)),)
         for gather in self.plan.steps[0].packs:
             into = self.plan.buffers[gather.into]
             is_own_kv = gather.source == LOCAL and into.kind is Kind.KV

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 
 if TYPE_CHECKING:
     from ringattn.runtime.records import LocalTensors, PackedBuffer
@@ -78,7 +78,7 @@ def _by_part(x: Tensor, records: PackedBuffer, number: int) -> Iterator[Side]:
         yield Side(x[:, :, heads], records.parts[part.heads][number].x, rows)
 
 
-def _list(records: PackedBuffer, heads: Run | None, ratio: int, device: torch.device) -> Tensor:
+def _list(records: PackedBuffer, heads: StridedRange | None, ratio: int, device: torch.device) -> Tensor:
     """int64: the owner's rows of one part in order, or of all, each times `ratio` plus its head."""
     key = heads, ratio, device
     if key not in records.lists:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.errors import ClosedError, InputError, RingError
 from ringattn.runtime.activation import attended
-from ringattn.runtime.consistency import Agreement
+from ringattn.runtime.consistency import ConsistencyCheck
 from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
@@ -29,7 +29,7 @@ class RankGroup:
     def __init__(self, transport: Transport) -> None:
         """Owns the transport, which closes with it."""
         self.transport = transport
-        self._agreement = Agreement(transport)
+        self._agreement = ConsistencyCheck(transport)
         self._end: str | None = None
 
     @property

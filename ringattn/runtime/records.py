@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT, FLOATS
 from ringattn.engine.base import KV
 from ringattn.engine.softmax_state import merge_
 from ringattn.planner.plan import RecordLayout
 from ringattn.runtime import packing
-from ringattn.schedule.content import Content, Part, Spot
+from ringattn.schedule.content import Content, HeadRows, Overlap
 
 TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -59,7 +59,7 @@ class PackedBuffer:
         self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
         self.lists: dict[Any, Tensor] = {}
         """Kept by `ringattn.runtime.packing`."""
-        self.parts: dict[Run, tuple[Rows, ...]] = {}
+        self.parts: dict[StridedRange, tuple[Rows, ...]] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
         width = flat.numel() // records if records else 0
         at = 0
@@ -69,7 +69,7 @@ class PackedBuffer:
             self.parts[part.heads] = _values(block, form, dtype)
             at += count
 
-    def part(self, heads: Run) -> KV:
+    def part(self, heads: StridedRange) -> KV:
         """K and V of one head part."""
         k, v = self.parts[heads]
         return KV(k.x, v.x, heads.start)
@@ -79,11 +79,11 @@ class PackedBuffer:
         rows = sum(part.row_count for part in self.content)
         return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
 
-    def spots(self, part: Part) -> Iterator[list[Spot]]:
+    def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
         """Where the rows of a part lie here, run by run."""
         return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
 
-    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+    def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
         """The values of some packed rows of one head part."""
         return tuple(one.take(slice(packed.start, packed.stop, packed.stride)) for one in self.parts[heads])
 
@@ -105,16 +105,16 @@ class LocalTensors:
         """`values`: (rows, batch, heads, dim) each, as K and V; `scalars`: (rows, batch, heads) each, of one value."""
         self.values = tuple(Rows(x, tuple(scalars)) for x in values)
 
-    def part(self, heads: Run) -> KV:
+    def part(self, heads: StridedRange) -> KV:
         """All rows of K and V of some heads."""
         k, v = (one.x[:, :, heads.start : heads.stop] for one in self.values)
         return KV(k, v, heads.start)
 
-    def spots(self, part: Part) -> Iterator[list[Spot]]:
+    def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
         """Where the rows of a part lie here, run by run: where they say."""
-        return ([Spot(Run(0, run.count), run)] for run in part.rows)
+        return ([Overlap(StridedRange(0, run.count), run)] for run in part.rows)
 
-    def rows(self, heads: Run, packed: Run) -> tuple[Rows, ...]:
+    def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
         """The values of some rows and heads."""
         rows, some = slice(packed.start, packed.stop, packed.stride), slice(heads.start, heads.stop)
         return tuple(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, union
@@ -21,9 +21,9 @@ from ringattn.schedule.ops import (
     AttendGrad,
     Block,
     Copy,
+    HeadTiles,
     Kind,
     Merge,
-    PartTiles,
     Schedule,
     Work,
     attend,
@@ -95,7 +95,7 @@ def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables])
              for place in range(len(members))]  # fmt: skip
     for (asker, owner), tables in by_head.items():
         for rank, mine in zip(members, dealt, strict=True):
-            if tiles := tuple(PartTiles(Run(head, 1), tables[head]) for head in mine if head in tables):
+            if tiles := tuple(HeadTiles(StridedRange(head, 1), tables[head]) for head in mine if head in tables):
                 q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
                 yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
 

@@ -1,6 +1,6 @@
 """What a message or a held block contains: for some heads, some rows of the owner's shard.
 
-A content is a tuple of `Part`s, ordered by head; a part's rows are disjoint runs, as `merge_runs` makes them. Wire
+A content is a tuple of `HeadRows`s, ordered by head; a part's rows are disjoint runs, as `merge_runs` makes them. Wire
 order is part after part, in each run after run, rows outermost.
 """
 
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 
 
-class Part(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of some K/V heads."""
 
-    heads: Run
-    rows: tuple[Run, ...]
+    heads: StridedRange
+    rows: tuple[StridedRange, ...]
 
     @property
     def row_count(self) -> int:
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         at = np.searchsorted(starts, rows, side="right") - 1
         return (np.cumsum(counts) - counts)[at] + rows - starts[at]
 
-    def locate(self, wanted: Iterable[Run]) -> Iterator[list[Spot]]:
+    def locate(self, wanted: Iterable[StridedRange]) -> Iterator[list[Overlap]]:
         """For each run of owner rows where it lies in the packed part: a spot for each run that holds some of it."""
         dense, starts = self.dense, [run.start for run in self.rows]
         offsets = list(accumulate((run.count for run in self.rows), initial=0))
@@ -50,39 +50,39 @@ class Part(NamedTuple):
             yield [spot for n in near if (spot := _spot(rows, self.rows[n], offsets[n]))]
 
 
-class Spot(NamedTuple):
+class Overlap(NamedTuple):
     """Some members of a run of owner rows, by their `indices` in it, and the `packed` rows of a part that hold them."""
 
-    indices: Run
-    packed: Run
+    indices: StridedRange
+    packed: StridedRange
 
-    def meeting(self, other: Spot) -> tuple[Run, Run] | None:
+    def meeting(self, other: Overlap) -> tuple[StridedRange, StridedRange] | None:
         """The packed rows, here and there, of the members that both spots hold; None for none."""
         both = self.indices.intersect(other.indices)
         if not both.count:
             return None
-        picks = (Run((both.start - one.indices.start) // one.indices.stride, both.count,
+        picks = (StridedRange((both.start - one.indices.start) // one.indices.stride, both.count,
                      max(1, both.stride // one.indices.stride)) for one in (self, other))  # fmt: skip
         here, there = (one.packed.pick(pick) for one, pick in zip((self, other), picks, strict=True))
         return here, there
 
 
-def _spot(rows: Run, held: Run, offset: int) -> Spot | None:
+def _spot(rows: StridedRange, held: StridedRange, offset: int) -> Overlap | None:
     met = _indices(rows, held)
     if met is None:
         return None
     first, step = rows.start + met.start * rows.stride - held.start, rows.stride * met.stride
     stride = step // held.stride if met.count > 1 else 1
-    return Spot(met, Run(offset + first // held.stride, met.count, stride))
+    return Overlap(met, StridedRange(offset + first // held.stride, met.count, stride))
 
 
-Content = tuple[Part, ...]
+Content = tuple[HeadRows, ...]
 NOTHING: Content = ()
 
 
-def whole(rows: int, heads: Iterable[Run]) -> Content:
+def whole(rows: int, heads: Iterable[StridedRange]) -> Content:
     """All rows of a shard, for head parts `heads`."""
-    return tuple(Part(run, (Run(0, rows),)) for run in heads) if rows else NOTHING
+    return tuple(HeadRows(run, (StridedRange(0, rows),)) for run in heads) if rows else NOTHING
 
 
 def size(content: Content) -> int:
@@ -92,14 +92,14 @@ def size(content: Content) -> int:
 
 def union(contents: Iterable[Content]) -> Content:
     """What is in any of them. Head parts of equal start are the same part."""
-    found: dict[Run, list[Run]] = {}
+    found: dict[StridedRange, list[StridedRange]] = {}
     for content in contents:
         for heads, rows in content:
             found.setdefault(heads, []).extend(rows)
-    return tuple(Part(heads, merge_runs(found[heads])) for heads in sorted(found))
+    return tuple(HeadRows(heads, merge_runs(found[heads])) for heads in sorted(found))
 
 
-def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
     """The union of runs, as disjoint runs: of stride 1 in order and not touching, others without what denser ones have.
 
     Equal sets of runs of stride 1 give equal values; with other strides the values depend on the runs as well.
@@ -109,9 +109,9 @@ def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
         if count:
             stride = stride if count > 1 else 1
             by_class.setdefault((stride, start % stride), []).append((start // stride, count))
-    merged: list[Run] = []
+    merged: list[StridedRange] = []
     for stride, residue in sorted(by_class):
-        joined = [Run(residue + at * stride, n, stride) for at, n in _joined(by_class[stride, residue])]
+        joined = [StridedRange(residue + at * stride, n, stride) for at, n in _joined(by_class[stride, residue])]
         denser = tuple(merged) if stride > 1 else ()
         for run in joined:
             left = [run]
@@ -135,22 +135,26 @@ def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield first, stop - first
 
 
-def _without(run: Run, other: Run) -> list[Run]:
+def _without(run: StridedRange, other: StridedRange) -> list[StridedRange]:
     """The members of `run` that are not members of `other`."""
     met = _indices(run, other)
     if not met:
         return [run]
-    between = [Run(met.start + n, met.count - 1, met.stride) for n in range(1, met.stride if met.count > 1 else 1)]
-    ends = [Run(0, met.start), Run(met.last + 1, run.count - met.last - 1)]
+    between = [
+        StridedRange(met.start + n, met.count - 1, met.stride) for n in range(1, met.stride if met.count > 1 else 1)
+    ]
+    ends = [StridedRange(0, met.start), StridedRange(met.last + 1, run.count - met.last - 1)]
     return [run.pick(indices) for indices in (*ends, *between) if indices.count]
 
 
-def _indices(run: Run, other: Run) -> Run | None:
+def _indices(run: StridedRange, other: StridedRange) -> StridedRange | None:
     """The indices of `run` whose members are members of `other`; None for none."""
     both = run.intersect(other)
     if not both.count:
         return None
-    return Run((both.start - run.start) // run.stride, both.count, both.stride // run.stride if both.count > 1 else 1)
+    return StridedRange(
+        (both.start - run.start) // run.stride, both.count, both.stride // run.stride if both.count > 1 else 1
+    )
 
 
 def contains(outer: Content, inner: Content) -> bool:

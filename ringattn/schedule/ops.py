@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content
 
-NONE = Run(0, 0)
+NONE = StridedRange(0, 0)
 
 
 class Kind(StrEnum):
@@ -51,10 +51,10 @@ class Block(NamedTuple):
         return f"{self.kind}{self.owner}{origin}" + ("" if self.ring is None else f"/{self.ring}")
 
 
-class PartTiles(NamedTuple):
+class HeadTiles(NamedTuple):
     """Tiles that read some K/V `heads` of a block, all of them; key rows are the owner's."""
 
-    heads: Run
+    heads: StridedRange
     tiles: TileTable
 
 
@@ -75,7 +75,7 @@ class Attend(NamedTuple):
     q: Block
     kv: Block
     out: Block
-    tiles: tuple[PartTiles, ...]
+    tiles: tuple[HeadTiles, ...]
 
 
 class AttendGrad(NamedTuple):
@@ -87,7 +87,7 @@ class AttendGrad(NamedTuple):
     seed: Block
     dq: Block
     dkv: Block
-    tiles: tuple[PartTiles, ...]
+    tiles: tuple[HeadTiles, ...]
 
 
 class Merge(NamedTuple):
@@ -118,7 +118,7 @@ def _copy_order(copy: Copy) -> tuple[bool, int, int, int, int, Kind]:
     return block.kind is not Kind.KV, block.owner, copy.src, copy.dst, block.ring or 0, block.kind
 
 
-def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, Run]:
+def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, StridedRange]:
     if isinstance(item, Merge):
         _, owner, origin, ring = part = item.part
         return item.rank, owner, -1 if origin is None else origin, ring or 0, part.kind, 0, NONE
@@ -155,7 +155,7 @@ class Schedule:
         return tuple(sorted((copy.dst, copy.block, copy.content) for copy in copies))
 
 
-def attend(rank: int, owner: int, tiles: tuple[PartTiles, ...], ring: int | None = None) -> Attend:
+def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None = None) -> Attend:
     """`rank` attends its own queries to `owner`'s keys, which came in `ring`."""
     return Attend(rank, Block(Kind.Q, rank), Block(Kind.KV, owner, ring=ring), Block(Kind.OUT, rank), tiles)
 

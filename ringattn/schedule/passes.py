@@ -10,17 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ringattn.core.geometry import Run
-from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
+from ringattn.core.geometry import StridedRange
+from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
 from ringattn.schedule.ops import (
     INPUTS,
     Attend,
     AttendGrad,
     Block,
     Copy,
+    HeadTiles,
     Kind,
     Merge,
-    PartTiles,
     Schedule,
     Step,
     Work,
@@ -28,27 +28,27 @@ from ringattn.schedule.ops import (
     ordered_step,
 )
 
-Spot = tuple[int, Block]
+RankBlock = tuple[int, Block]
 """A rank and a block it may hold."""
 
 Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
 
-def rows_read(tiles: tuple[PartTiles, ...]) -> Content:
+def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
-    parts = (Part(heads, merge_runs(table.k_runs())) for heads, table in tiles)
+    parts = (HeadRows(heads, merge_runs(table.k_runs())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
 
 
-def rows_asked(tiles: tuple[PartTiles, ...]) -> Content:
+def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     """The rows of the queries that the tiles meet, for each query head."""
-    by_head: dict[int, list[Run]] = defaultdict(list)
+    by_head: dict[int, list[StridedRange]] = defaultdict(list)
     for _, table in tiles:
         single = table.with_single_heads()
         for head, run in zip(single.columns[:, 12].tolist(), single.q_runs(), strict=True):
             by_head[head].append(run)
-    return tuple(Part(Run(head, 1), merge_runs(by_head[head])) for head in sorted(by_head))
+    return tuple(HeadRows(StridedRange(head, 1), merge_runs(by_head[head])) for head in sorted(by_head))
 
 
 def is_on_received(item: Attend | AttendGrad) -> bool:
@@ -78,7 +78,7 @@ def prune(schedule: Schedule) -> Schedule:
 
     One scan from the end: what a rank still wants of a block is what it will read and what it will hand on.
     """
-    wanted: dict[Spot, Content] = defaultdict(tuple)
+    wanted: dict[RankBlock, Content] = defaultdict(tuple)
     steps: list[Step] = []
     for step in reversed(schedule.steps):
         copies = []

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ringattn.core.geometry import UNBOUNDED, Run
+from ringattn.core.geometry import UNBOUNDED, StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
-from ringattn.schedule.content import NOTHING, Content, Part, merge_runs, size, union
+from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
 
 NOBODY = 1 << 61
 """Start of a query piece that does not exist; its last position is -NOBODY, so nothing lies between."""
@@ -160,9 +160,9 @@ class ReadSets:
                 return self._intervals(owner, distance, reads.first, reads.end)
         reader = (owner + distance) % self.ranks
         if reader not in self._tables:
-            by_owner: dict[int, list[Part]] = {}
+            by_owner: dict[int, list[HeadRows]] = {}
             for (k_rank, index), table in tiles_of(self.problem, reader).items():
-                part = Part(self.problem.parts[index].kv_heads, merge_runs(table.k_runs()))
+                part = HeadRows(self.problem.parts[index].kv_heads, merge_runs(table.k_runs()))
                 by_owner.setdefault(k_rank, []).append(part)
             self._tables[reader] = {k_rank: tuple(parts) for k_rank, parts in by_owner.items()}
         return self._tables[reader].get(owner, NOTHING)
@@ -183,7 +183,7 @@ class ReadSets:
         if key not in self._shared:
             some, row = stop > start, self._reads[0].row[at]
             runs = _join_adjacent((row + start)[some], (row + stop)[some])
-            self._shared[key] = (Part(Run(0, self.problem.kv_heads), runs),) if runs else NOTHING
+            self._shared[key] = (HeadRows(StridedRange(0, self.problem.kv_heads), runs),) if runs else NOTHING
         return self._shared[key]
 
 
@@ -209,13 +209,13 @@ def _reads(problem: Problem, branch: Branch, k: Pieces) -> Reads:
     return Reads(first, end, apart, np.ones_like(apart) if one_sided else _joined(first, end, apart))
 
 
-def _join_adjacent(start: Ints, end: Ints) -> tuple[Run, ...]:
+def _join_adjacent(start: Ints, end: Ints) -> tuple[StridedRange, ...]:
     """Disjoint ascending intervals start .. end - 1 as runs that do not touch."""
     if not len(start):
         return ()
     gaps = np.flatnonzero(start[1:] != end[:-1])
     firsts, stops = [int(start[0]), *start[gaps + 1].tolist()], [*end[gaps].tolist(), int(end[-1])]
-    return tuple(map(Run, firsts, map(sub, stops, firsts)))
+    return tuple(map(StridedRange, firsts, map(sub, stops, firsts)))
 
 
 def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:

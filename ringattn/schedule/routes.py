@@ -16,7 +16,7 @@ from ringattn.core.tiling import tiles_of
 from ringattn.errors import InputError
 from ringattn.schedule import all_to_all, sub_rings
 from ringattn.schedule.content import whole
-from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
+from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
 from ringattn.schedule.passes import Delivery, prune, transpose
 from ringattn.schedule.read_sets import read_sets_of
 
@@ -89,11 +89,11 @@ def forward(problem: Problem, route: Route) -> Schedule:
     return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
 
 
-def work_of(problem: Problem, rank: int) -> dict[int, tuple[PartTiles, ...]]:
+def work_of(problem: Problem, rank: int) -> dict[int, tuple[HeadTiles, ...]]:
     """The tiles of `rank`'s queries by owner of the keys."""
-    found: dict[int, tuple[PartTiles, ...]] = {}
+    found: dict[int, tuple[HeadTiles, ...]] = {}
     for (owner, part), table in tiles_of(problem, rank).items():
-        found[owner] = (*found.get(owner, ()), PartTiles(problem.parts[part].kv_heads, table))
+        found[owner] = (*found.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
     return found
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, branch_tiles
 from ringattn.schedule.content import whole
-from ringattn.schedule.ops import Block, Copy, Kind, PartTiles, Schedule, Work, attend, ordered_step
+from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
 
-Tables = dict[Run, list[TileTable]]
+Tables = dict[StridedRange, list[TileTable]]
 """By the K/V heads of a part."""
 
 
@@ -59,6 +59,6 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
     return own, list(rings.values())
 
 
-def by_part(tables: Tables) -> tuple[PartTiles, ...]:
+def by_part(tables: Tables) -> tuple[HeadTiles, ...]:
     """The tiles of each head part."""
-    return tuple(PartTiles(heads, TileTable.together(tables[heads])) for heads in sorted(tables))
+    return tuple(HeadTiles(heads, TileTable.together(tables[heads])) for heads in sorted(tables))

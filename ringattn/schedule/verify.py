@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from ringattn.core.geometry import Run, Tile
+from ringattn.core.geometry import StridedRange, Tile
 from ringattn.errors import PlanError
 from ringattn.schedule.content import NOTHING, Content, contains, union
-from ringattn.schedule.ops import INPUTS, Block, Copy, Kind, Merge, PartTiles, Schedule
-from ringattn.schedule.passes import Spot, inputs_of, is_on_received, prune, result_of
+from ringattn.schedule.ops import INPUTS, Block, Copy, HeadTiles, Kind, Merge, Schedule
+from ringattn.schedule.passes import RankBlock, inputs_of, is_on_received, prune, result_of
 from ringattn.schedule.routes import work_of
 from ringattn.schedule.text import grid
 
@@ -62,7 +62,7 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
             fail(-1, rank, f"{missing.total()} tiles of KV{owner} are never worked on, first {next(iter(missing))}")
 
 
-def _single(parts: Iterable[PartTiles]) -> Counter[Tile]:
+def _single(parts: Iterable[HeadTiles]) -> Counter[Tile]:
     """The tiles, one for each query head: however heads are joined, the same pairs give the same tiles."""
     return Counter(tile for _, table in parts for tile in table.with_single_heads())
 
@@ -71,11 +71,11 @@ def _check_presence(schedule: Schedule, fail: Fail) -> None:
     problem = schedule.problem
     queries = problem.q_layout.counts
     counts = {Kind.KV: problem.kv_layout.counts, Kind.Q: queries, Kind.GRAD_OUT: queries}
-    came: dict[Spot, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
+    came: dict[RankBlock, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
 
     def held(rank: int, block: Block, rows: Content) -> bool:
         if block.owner == rank:
-            shard = Run(0, counts[block.kind][rank])
+            shard = StridedRange(0, counts[block.kind][rank])
             return all(run.intersect(shard) == run for part in rows for run in part.rows)
         return contains(came[rank, block], rows)
 
@@ -106,10 +106,10 @@ def _check_payload(schedule: Schedule, fail: Fail) -> None:
 def _check_sums(schedule: Schedule, fail: Fail) -> None:
     """Each partial sum: all additions, then one copy, then one merge, up to the owner; there a merge alone will do."""
     added: dict[Block, Content] = defaultdict(tuple)
-    arrived: dict[Spot, Content] = {}
+    arrived: dict[RankBlock, Content] = {}
     sent: set[Block] = set()
     for index, step in enumerate(schedule.steps):
-        incoming: dict[Spot, Content] = {}
+        incoming: dict[RankBlock, Content] = {}
         for copy in step.copies:
             if copy.block.kind in INPUTS:
                 continue

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, TransportError
-from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, Part
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
 from ringattn.transport.base import HostTransport, Message
 from ringattn.transport.board import Board
 from ringattn.transport.diagnosis import BEAT_S, Diagnosis
@@ -269,10 +269,10 @@ def _unfinished(operation: _Operation) -> bool:
     return False
 
 
-def _part(operation: _Operation) -> Part:
+def _part(operation: _Operation) -> MessageRecord:
     """An operation as the flight record keeps it."""
     op = "send" if operation.sends else "recv"
-    return Part(op, operation.peer, operation.nbytes, operation.buffer.data_ptr(), operation.label)
+    return MessageRecord(op, operation.peer, operation.nbytes, operation.buffer.data_ptr(), operation.label)
 
 
 def _holds(store: dist.Store, key: str) -> bool:

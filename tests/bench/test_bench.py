@@ -158,13 +158,13 @@ def test_samples_join_the_ranks() -> None:
 
 
 def test_options() -> None:
-    options = parse(speed.Options(), ["length_tokens=64", "layout=striped"])
-    assert options == replace(speed.Options(), length_tokens=64, layout="striped")
-    assert parse(memory.Options(), ["pool_ranks=2,4"]).pool_ranks == (2, 4)
+    options = parse(speed.SpeedOptions(), ["length_tokens=64", "layout=striped"])
+    assert options == replace(speed.SpeedOptions(), length_tokens=64, layout="striped")
+    assert parse(memory.MemoryOptions(), ["pool_ranks=2,4"]).pool_ranks == (2, 4)
     with pytest.raises(InputError, match=r"^lenght_tokens: .*length_tokens="):
-        parse(speed.Options(), ["lenght_tokens=3"])
+        parse(speed.SpeedOptions(), ["lenght_tokens=3"])
     with pytest.raises(InputError, match=r"^repeats: expected int, got 'many'"):
-        parse(speed.Options(), ["repeats=many"])
+        parse(speed.SpeedOptions(), ["repeats=many"])
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs trito
 if find_spec("triton") is not None:
     from ringattn.bench import qkv
     from ringattn.bench.crash_proof import JobFailed
-    from ringattn.bench.qkv import Inputs, Options, eager, fault, main, measured_rows
+    from ringattn.bench.qkv import Inputs, QkvOptions, eager, fault, main, measured_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["tokens=40", "models=64", "head_dim=16", "dtype=float16"]  # bfloat16 is not right in the stock interpreter
@@ -48,7 +48,7 @@ def test_the_gate_sees(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return (q * (1.02 if part == "q" else 1.0), k, v.detach() * v if part == "dweight" else v)
 
     monkeypatch.setattr(qkv, "CONTESTANTS", {"eager": eager, "spoiled": spoiled})
-    small = Options(tokens=40, head_dim=16, dtype="float16")
+    small = QkvOptions(tokens=40, head_dim=16, dtype="float16")
     assert fault(small, 64, "eager") is None and str(fault(small, 64, "spoiled")).startswith("model 64: ")
     monkeypatch.setattr(
         qkv, "CONTESTANTS", {"unwritten": lambda given: eager(given._replace(message=given.message.clone()))}
@@ -69,7 +69,7 @@ def test_what_hangs_or_is_wrong_costs_its_own_figures(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def ask(self, asked: Any, options: Options, model: int, name: str, *, limit_s: float) -> Any:
+        def ask(self, asked: Any, options: QkvOptions, model: int, name: str, *, limit_s: float) -> Any:
             assert 0 < limit_s <= 60
             rows = json.loads((tmp_path / "qkv.json").read_text())["times"] if (tmp_path / "qkv.json").exists() else []
             before.append(len(rows))
@@ -98,7 +98,7 @@ def test_new_rows_replace_those_of_the_same_device_and_dtype(monkeypatch: pytest
     sizes = {"model": 128, "columns": 192, "tokens": 40, "forward_us": 3.0, "backward_us": 4.0}
     rows = [{**sizes, "backend": name} for name in ("eager", "epilogue", "fused")]
     new = MeasuredProjection("a GPU", "bfloat16", 128, 192, 40, "epilogue", 3.0, 4.0, "def5678")
-    made = measured_rows(Options(), rows, "a GPU", "def5678")
+    made = measured_rows(QkvOptions(), rows, "a GPU", "def5678")
     assert made == [*others, new, new._replace(backend="fused")]
 
 

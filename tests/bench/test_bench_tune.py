@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from ringattn.bench import tune
 from ringattn.bench.crash_proof import JobFailed
 from ringattn.bench.tune_kept import Case, Timed
-from ringattn.bench.tune_kept import Options as TuneOptions
+from ringattn.bench.tune_kept import TuneKeptOptions as TuneOptions
 from ringattn.bench.tune_order import cost, promising
 from ringattn.engine.plain import PlainEngine
 from ringattn.kernels.launch_call import Config

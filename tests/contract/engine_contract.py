@@ -15,7 +15,7 @@ from ringattn.core.geometry import CAUSAL, Tile
 from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
 from ringattn.errors import UnsupportedError
 from tests.contract.engine_not_finite import NotFinite
-from tests.contract.engine_scenarios import DENSE, SCENARIOS, Run, Scenario, random_scenario, simple, strip
+from tests.contract.engine_scenarios import DENSE, SCENARIOS, Scenario, StridedRange, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 
 
@@ -94,7 +94,7 @@ class EngineContract(NotFinite):
         engine, softmax = self.engine(), Softmax(SCALE, 2)
         q, dout = (torch.randn(24, 2, 4, 16, device=self.device) for _ in range(2))
         k, v = (torch.randn(24, 2, 1, 16, device=self.device) for _ in range(2))
-        rows, heads = (Run(0, 10), Run(10, 14)), (Run(0, 2), Run(2, 2))
+        rows, heads = (StridedRange(0, 10), StridedRange(10, 14)), (StridedRange(0, 2), StridedRange(2, 2))
         tiles = [Tile(strip(14, 24), strip(0, run.count)._replace(rows=run), CAUSAL, some)
                  for run, some in zip(rows, heads, strict=True)]  # fmt: skip
         apart = [tile._replace(k=strip(0, tile.k.rows.count)) for tile in tiles]
@@ -141,10 +141,10 @@ class EngineContract(NotFinite):
     def test_half_is_as_good_as_torchs_kernel(self, dtype: torch.dtype, cut: bool) -> None:
         """At most 1.25 times the error of one device in the same dtype (Exactness in docs/architecture.md)."""
         q, k, band = DENSE[0]
-        halves = [(q, k.pick(Run(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
+        halves = [(q, k.pick(StridedRange(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
         # `pick` keeps buffer rows, so both steps read one buffer layout; the second half of the first is never read.
         trial = Trial(
-            simple(tuple(halves), Run(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False, 0, self.device
+            simple(tuple(halves), StridedRange(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False, 0, self.device
         )
         results, truth = trial.run(self.engine()), trial.truth()
         inputs = [trial.q.nan_to_num(0.0)[:96], *self._joined(trial)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, Tile
 from ringattn.engine.base import KV, Engine, Softmax
-from tests.contract.engine_scenarios import SCENARIOS, Run, strip
+from tests.contract.engine_scenarios import SCENARIOS, StridedRange, strip
 from tests.contract.engine_trial import NAN, SCALE, TOLERANCE, Trial
 
 
@@ -95,7 +95,7 @@ class NotFinite:
         q, *others = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
         q[..., 0] = 1.0
         others[0][..., 0] = -math.inf
-        tile = Tile(strip(0, rows), strip(0, rows), band, Run(0, 2))
+        tile = Tile(strip(0, rows), strip(0, rows), band, StridedRange(0, 2))
 
         def run(steps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             engine = self.engine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 
 
 class Step(NamedTuple):
@@ -13,7 +13,7 @@ class Step(NamedTuple):
 
     tiles: tuple[Tile, ...]
     k_rows: int
-    held: Run
+    held: StridedRange
 
 
 class Scenario(NamedTuple):
@@ -34,15 +34,21 @@ class Scenario(NamedTuple):
         return self.kv_heads * self.group
 
 
-def strip(start: int, count: int, stride: int = 1, row: int = 0, row_stride: int = 1) -> Strip:
-    return Strip(Run(start, count, stride), Run(row, count, row_stride))
+def strip(start: int, count: int, stride: int = 1, row: int = 0, row_stride: int = 1) -> TokenRange:
+    return TokenRange(StridedRange(start, count, stride), StridedRange(row, count, row_stride))
 
 
 def simple(
-    tiles: tuple[tuple[Strip, Strip, Band], ...], heads: Run, kv_heads: int, held: Run | None = None, **facts: object
+    tiles: tuple[tuple[TokenRange, TokenRange, Band], ...],
+    heads: StridedRange,
+    kv_heads: int,
+    held: StridedRange | None = None,
+    **facts: object,
 ) -> Scenario:
     """One step a tile, buffers that end with the last row of a strip."""
-    steps = tuple(Step((Tile(q, k, band, heads),), k.rows.stop + 2, held or Run(0, kv_heads)) for q, k, band in tiles)
+    steps = tuple(
+        Step((Tile(q, k, band, heads),), k.rows.stop + 2, held or StridedRange(0, kv_heads)) for q, k, band in tiles
+    )
     return Scenario(steps, max(q.rows.stop for q, _, _ in tiles) + 2, kv_heads, **facts)  # type: ignore[arg-type]
 
 
@@ -56,14 +62,18 @@ DENSE = ((strip(0, 96), strip(0, 96), CAUSAL),)
 
 
 def whole(
-    steps: tuple[tuple[tuple[Strip, Strip, Band], ...], ...], q_rows: int, heads: int, group: int, **facts: object
+    steps: tuple[tuple[tuple[TokenRange, TokenRange, Band], ...], ...],
+    q_rows: int,
+    heads: int,
+    group: int,
+    **facts: object,
 ) -> Scenario:
     """Steps of several tiles each that together meet every query row of every head, as a rank's own pass does."""
     made = tuple(
         Step(
-            tuple(Tile(*tile, Run(0, heads)) for tile in tiles),
+            tuple(Tile(*tile, StridedRange(0, heads)) for tile in tiles),
             max(k.rows.stop for _, k, _ in tiles) + 2,
-            Run(0, heads // group),
+            StridedRange(0, heads // group),
         )
         for tiles in steps
     )
@@ -78,28 +88,28 @@ ZIGZAG_PASS = (
 RING_PASS = tuple(((strip(60, 30), strip(start, 30), CAUSAL),) for start in (60, 30, 0))
 
 SCENARIOS = {
-    "full": simple(((strip(0, 33), strip(50, 45), FULL),), Run(0, 2), 2, batch=2),
-    "causal": simple(DENSE, Run(0, 2), 2, batch=2, memory="heads"),
-    "causal-long": simple(((strip(0, 260), strip(0, 260), CAUSAL),), Run(0, 1), 1, d_k=32, d_v=32),
-    "causal-more-queries": simple(((strip(0, 50), strip(0, 20), CAUSAL),), Run(0, 2), 1, group=2),
-    "causal-more-keys": simple(((strip(30, 20), strip(0, 50), CAUSAL),), Run(0, 2), 1, group=2),
-    "zigzag": simple(ZIGZAG, Run(0, 4), 2, group=2, memory="records"),
-    "window": simple(WINDOW, Run(0, 4), 2, group=2, batch=2),
-    "striped": simple(STRIPED, Run(0, 2), 2, memory="records"),
-    "dilated": simple(DILATED, Run(0, 2), 1, group=2, batch=2, memory="heads"),
-    "both-sides": simple(BOTH_SIDES, Run(0, 2), 2),
-    "blind": simple(BLIND, Run(0, 2), 2, batch=2),
-    "mqa": simple(ZIGZAG, Run(0, 5), 1, group=5, batch=2),
-    "part-of-the-heads": simple(ZIGZAG, Run(5, 9), 4, Run(1, 3), group=4, batch=2),
-    "one-head-of-a-group": simple(WINDOW, Run(6, 1), 3, Run(1, 1), group=4),
-    "every-other-head": simple(ZIGZAG, Run(1, 6, 2), 3, group=4),
-    "wider-keys": simple(WINDOW, Run(0, 4), 2, group=2, d_k=24, d_v=8, batch=2),
-    "wider-values": simple(ZIGZAG, Run(0, 4), 2, group=2, d_k=8, d_v=20, memory="records"),
-    "one-pair": simple(((strip(5, 1), strip(5, 1), CAUSAL),), Run(0, 1), 1),
+    "full": simple(((strip(0, 33), strip(50, 45), FULL),), StridedRange(0, 2), 2, batch=2),
+    "causal": simple(DENSE, StridedRange(0, 2), 2, batch=2, memory="heads"),
+    "causal-long": simple(((strip(0, 260), strip(0, 260), CAUSAL),), StridedRange(0, 1), 1, d_k=32, d_v=32),
+    "causal-more-queries": simple(((strip(0, 50), strip(0, 20), CAUSAL),), StridedRange(0, 2), 1, group=2),
+    "causal-more-keys": simple(((strip(30, 20), strip(0, 50), CAUSAL),), StridedRange(0, 2), 1, group=2),
+    "zigzag": simple(ZIGZAG, StridedRange(0, 4), 2, group=2, memory="records"),
+    "window": simple(WINDOW, StridedRange(0, 4), 2, group=2, batch=2),
+    "striped": simple(STRIPED, StridedRange(0, 2), 2, memory="records"),
+    "dilated": simple(DILATED, StridedRange(0, 2), 1, group=2, batch=2, memory="heads"),
+    "both-sides": simple(BOTH_SIDES, StridedRange(0, 2), 2),
+    "blind": simple(BLIND, StridedRange(0, 2), 2, batch=2),
+    "mqa": simple(ZIGZAG, StridedRange(0, 5), 1, group=5, batch=2),
+    "part-of-the-heads": simple(ZIGZAG, StridedRange(5, 9), 4, StridedRange(1, 3), group=4, batch=2),
+    "one-head-of-a-group": simple(WINDOW, StridedRange(6, 1), 3, StridedRange(1, 1), group=4),
+    "every-other-head": simple(ZIGZAG, StridedRange(1, 6, 2), 3, group=4),
+    "wider-keys": simple(WINDOW, StridedRange(0, 4), 2, group=2, d_k=24, d_v=8, batch=2),
+    "wider-values": simple(ZIGZAG, StridedRange(0, 4), 2, group=2, d_k=8, d_v=20, memory="records"),
+    "one-pair": simple(((strip(5, 1), strip(5, 1), CAUSAL),), StridedRange(0, 1), 1),
     "whole-pass": whole(RING_PASS, 30, 4, 2, batch=2, memory="records"),
     "whole-zigzag-pass": whole(ZIGZAG_PASS, 64, 3, 3, batch=2, d_v=20),
     "whole-call": whole((((strip(0, 40), strip(0, 40), CAUSAL),),), 40, 2, 1, softcap=1.5),
-    "softcap": simple(WINDOW, Run(0, 4), 2, group=2, softcap=1.5, batch=2),
+    "softcap": simple(WINDOW, StridedRange(0, 4), 2, group=2, softcap=1.5, batch=2),
 }
 
 
@@ -110,7 +120,7 @@ def random_scenario(seed: int) -> Scenario:
     steps = []
     for _ in range(rng.randint(1, 3)):
         k_rows, first = rng.randint(1, 70), rng.randrange(kv_heads)
-        held = Run(first, rng.randint(1, kv_heads - first))
+        held = StridedRange(first, rng.randint(1, kv_heads - first))
         tiles = tuple(_random_tile(rng, q_rows, k_rows, held, group) for _ in range(rng.randint(1, 3)))
         steps.append(Step(tiles, k_rows, held))
     dims = (rng.choice((8, 16, 17)), rng.choice((8, 16)))
@@ -118,15 +128,15 @@ def random_scenario(seed: int) -> Scenario:
     return Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
 
 
-def _random_tile(rng: Random, q_rows: int, k_rows: int, held: Run, group: int) -> Tile:
+def _random_tile(rng: Random, q_rows: int, k_rows: int, held: StridedRange, group: int) -> Tile:
     lo = rng.choice((FULL.lo, 0, rng.randint(-60, 60)))
     band = Band(lo, rng.choice((FULL.hi, max(lo, -60) + rng.randint(0, 60))))
     first = held.start * group + rng.randrange(group * held.count)
-    heads = Run(first, rng.randint(1, (held.start + held.count) * group - first))
+    heads = StridedRange(first, rng.randint(1, (held.start + held.count) * group - first))
     return Tile(_random_strip(rng, q_rows), _random_strip(rng, k_rows), band, heads)
 
 
-def _random_strip(rng: Random, buffer_rows: int) -> Strip:
+def _random_strip(rng: Random, buffer_rows: int) -> TokenRange:
     stride = rng.choice((1, 1, 2, 3))
     start = rng.randrange(buffer_rows)
     count = rng.randint(1, (buffer_rows - start + stride - 1) // stride)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, Run, Strip, Tile, count_pairs
+from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange, Tile, TokenRange, count_pairs
 
-runs = st.builds(Run, st.integers(-30, 30), st.integers(0, 20), st.integers(1, 9))
+runs = st.builds(StridedRange, st.integers(-30, 30), st.integers(0, 20), st.integers(1, 9))
 tight_or_open = st.integers(-50, 50)
 bands = st.builds(Band, st.one_of(st.just(-UNBOUNDED), tight_or_open), st.one_of(st.just(UNBOUNDED), tight_or_open))
 
@@ -17,11 +17,13 @@ def tiles(draw: st.DrawFn) -> Tile:
     strips = []
     for _ in range(2):
         positions = draw(runs)
-        strips.append(Strip(positions, Run(draw(st.integers(0, 9)), positions.count, draw(st.integers(1, 3)))))
-    return Tile(strips[0], strips[1], draw(bands), Run(0, draw(st.integers(1, 4))))
+        strips.append(
+            TokenRange(positions, StridedRange(draw(st.integers(0, 9)), positions.count, draw(st.integers(1, 3))))
+        )
+    return Tile(strips[0], strips[1], draw(bands), StridedRange(0, draw(st.integers(1, 4))))
 
 
-def allowed(q: Run, k: Run, band: Band) -> set[tuple[int, int]]:
+def allowed(q: StridedRange, k: StridedRange, band: Band) -> set[tuple[int, int]]:
     """The pairs of positions inside the band."""
     return {(a, b) for a in q.members() for b in k.members() if band.lo <= a - b <= band.hi}
 
@@ -34,29 +36,29 @@ def row_pairs(tile: Tile) -> list[tuple[int, int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(runs, runs)
-def test_intersect(a: Run, b: Run) -> None:
+def test_intersect(a: StridedRange, b: StridedRange) -> None:
     common = a.intersect(b)
     assert set(common.members()) == set(a.members()) & set(b.members())
-    assert common.count or common == Run(0, 0)
+    assert common.count or common == StridedRange(0, 0)
 
 
 @settings(max_examples=500, deadline=None)
 @given(runs, tight_or_open, tight_or_open)
-def test_between(run: Run, lo: int, hi: int) -> None:
+def test_between(run: StridedRange, lo: int, hi: int) -> None:
     indices = run.between(lo, hi)
     assert list(indices.members()) == [i for i, m in enumerate(run.members()) if lo <= m <= hi]
     assert 0 <= indices.start and indices.count >= 0
 
 
 @given(runs, st.integers(0, 19), st.integers(0, 19), st.integers(1, 5))
-def test_pick(run: Run, start: int, count: int, stride: int) -> None:
-    indices = Run(start, count, stride)
+def test_pick(run: StridedRange, start: int, count: int, stride: int) -> None:
+    indices = StridedRange(start, count, stride)
     if not count or indices.last < run.count:
         assert list(run.pick(indices).members()) == [run.members()[i] for i in indices.members()]
 
 
 @given(runs)
-def test_last_and_stop(run: Run) -> None:
+def test_last_and_stop(run: StridedRange) -> None:
     members = list(run.members())
     assert run.stop == (members[-1] + 1 if members else run.start)
     assert not members or run.last == members[-1]
@@ -64,14 +66,14 @@ def test_last_and_stop(run: Run) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(runs, runs, bands)
-def test_count_pairs(q: Run, k: Run, band: Band) -> None:
+def test_count_pairs(q: StridedRange, k: StridedRange, band: Band) -> None:
     assert count_pairs(q, k, band) == len(allowed(q, k, band))
 
 
 def test_count_pairs_of_a_million_tokens_is_closed_form() -> None:
-    run = Run(0, 1 << 20)
+    run = StridedRange(0, 1 << 20)
     assert count_pairs(run, run, CAUSAL) == (1 << 19) * ((1 << 20) + 1)
-    assert count_pairs(run, Run(0, 1 << 18, 4), CAUSAL) == 4 * sum(range(1, (1 << 18) + 1))
+    assert count_pairs(run, StridedRange(0, 1 << 18, 4), CAUSAL) == 4 * sum(range(1, (1 << 18) + 1))
     assert count_pairs(run, run, Band(0, 9)) == 10 * (1 << 20) - 45
 
 
@@ -82,9 +84,11 @@ def test_area_is_pairs_times_heads(tile: Tile) -> None:
 
 
 def test_a_band_whose_bounds_cross_holds_no_pair() -> None:
-    run = Run(0, 20)
+    run = StridedRange(0, 20)
     assert count_pairs(run, run, Band(5, 2)) == 0
-    assert not list(Tile(Strip(run, run), Strip(Run(0, 20, 3), run), Band(5, 2), Run(0, 1)).aligned())
+    assert not list(
+        Tile(TokenRange(run, run), TokenRange(StridedRange(0, 20, 3), run), Band(5, 2), StridedRange(0, 1)).aligned()
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -102,7 +106,12 @@ def test_index_band_of_aligned_tiles(tile: Tile) -> None:
 
 def test_index_band_of_a_full_tile_of_unequal_strides() -> None:
     """`aligned` leaves it whole, although one index step means different distances on its two sides."""
-    tile = Tile(Strip(Run(0, 2), Run(0, 2)), Strip(Run(1, 2, 2), Run(0, 2)), Band(-UNBOUNDED, 0), Run(0, 1))
+    tile = Tile(
+        TokenRange(StridedRange(0, 2), StridedRange(0, 2)),
+        TokenRange(StridedRange(1, 2, 2), StridedRange(0, 2)),
+        Band(-UNBOUNDED, 0),
+        StridedRange(0, 1),
+    )
     assert list(tile.aligned()) == [tile] and tile.index_band() == Band(-1, 1)
 
 
@@ -128,11 +137,13 @@ def test_is_full(tile: Tile) -> None:
 
 
 @given(runs, runs, bands, st.integers(-40, 40))
-def test_shifted_band(q: Run, k: Run, band: Band, by: int) -> None:
-    moved = allowed(Run(q.start + by, q.count, q.stride), k, band.shifted(by))
+def test_shifted_band(q: StridedRange, k: StridedRange, band: Band, by: int) -> None:
+    moved = allowed(StridedRange(q.start + by, q.count, q.stride), k, band.shifted(by))
     assert moved == {(a + by, b) for a, b in allowed(q, k, band)}
 
 
 def test_printing() -> None:
-    assert [str(run) for run in (Run(3, 4), Run(3, 4, 2), Run(3, 1, 2), Run(3, 0))] == ["3..6", "3..9:2", "3", "none"]
+    assert [
+        str(run) for run in (StridedRange(3, 4), StridedRange(3, 4, 2), StridedRange(3, 1, 2), StridedRange(3, 0))
+    ] == ["3..6", "3..9:2", "3", "none"]
     assert [str(band) for band in (FULL, CAUSAL, Band(-3, 4))] == ["-inf..inf", "0..inf", "-3..4"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, Run
+from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
@@ -100,22 +100,22 @@ def test_parts_cut_the_heads_where_branches_do(case: Case) -> None:
 @pytest.mark.parametrize(
     ("heads", "parts"),
     [
-        ([Run(0, 3)], [(0, 2), (2, 1)]),  # of the second K/V head one query head reads, so it belongs
-        ([Run(3, 1)], [(0, 1), (1, 1), (2, 1)]),
-        ([Run(1, 2), Run(4, 2)], [(0, 2), (2, 1)]),
-        ([Run(2, 0)], [(0, 3)]),
+        ([StridedRange(0, 3)], [(0, 2), (2, 1)]),  # of the second K/V head one query head reads, so it belongs
+        ([StridedRange(3, 1)], [(0, 1), (1, 1), (2, 1)]),
+        ([StridedRange(1, 2), StridedRange(4, 2)], [(0, 2), (2, 1)]),
+        ([StridedRange(2, 0)], [(0, 3)]),
         ([None], [(0, 3)]),
     ],
 )
-def test_parts_of_six_heads_on_three(heads: list[Run | None], parts: list[tuple[int, int]]) -> None:
+def test_parts_of_six_heads_on_three(heads: list[StridedRange | None], parts: list[tuple[int, int]]) -> None:
     mask = Mask(tuple(Branch((0, 4), (0, 4), FULL, run) for run in heads))
-    assert [part.kv_heads for part in mask.parts(6, 3)] == [Run(*part) for part in parts]
-    assert [part.q_heads for part in mask.parts(6, 3)] == [Run(2 * start, 2 * count) for start, count in parts]
+    assert [part.kv_heads for part in mask.parts(6, 3)] == [StridedRange(*part) for part in parts]
+    assert [part.q_heads for part in mask.parts(6, 3)] == [StridedRange(2 * start, 2 * count) for start, count in parts]
 
 
 def test_one_part_where_no_branch_has_heads() -> None:
     parts = make_mask(4, 4).parts(6, 3)
-    assert [(part.kv_heads, part.q_heads) for part in parts] == [(Run(0, 3), Run(0, 6))]
+    assert [(part.kv_heads, part.q_heads) for part in parts] == [(StridedRange(0, 3), StridedRange(0, 6))]
 
 
 # --- problems --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import TileTable, tiles_of
 from tests.strategies import Case, covering, simple
 
@@ -75,8 +75,18 @@ def test_causal_zigzag_is_balanced() -> None:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 TILES = [
-    Tile(Strip(Run(0, 4, 2), Run(3, 4)), Strip(Run(1, 5), Run(0, 5)), CAUSAL, Run(0, 2)),
-    Tile(Strip(Run(9, 1), Run(7, 1)), Strip(Run(1, 3, 3), Run(5, 3)), Band(-2, 8), Run(2, 1)),
+    Tile(
+        TokenRange(StridedRange(0, 4, 2), StridedRange(3, 4)),
+        TokenRange(StridedRange(1, 5), StridedRange(0, 5)),
+        CAUSAL,
+        StridedRange(0, 2),
+    ),
+    Tile(
+        TokenRange(StridedRange(9, 1), StridedRange(7, 1)),
+        TokenRange(StridedRange(1, 3, 3), StridedRange(5, 3)),
+        Band(-2, 8),
+        StridedRange(2, 1),
+    ),
 ]
 
 
@@ -99,4 +109,4 @@ def test_with_k_rows_changes_nothing_else() -> None:
     moved = list(TileTable.of(TILES).with_k_rows(np.array([40, 50])))
     for before, after, row in zip(TILES, moved, (40, 50), strict=True):
         rows = before.k.rows._replace(start=row)
-        assert after == before._replace(k=Strip(before.k.positions, rows))
+        assert after == before._replace(k=TokenRange(before.k.positions, rows))

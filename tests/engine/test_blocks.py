@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import tiles_of
 from ringattn.engine.blocks import LIMIT, Blocks, key_blocks, query_blocks
 from ringattn.errors import UnsupportedError
@@ -101,7 +101,7 @@ def test_every_pair_of_a_scenario_once(name: str) -> None:
 
 
 def causal(start: int, count: int, keys: int) -> Tile:
-    return Tile(strip(start, count), strip(0, keys), CAUSAL, Run(0, 2))
+    return Tile(strip(start, count), strip(0, keys), CAUSAL, StridedRange(0, 2))
 
 
 def test_only_blocks_with_a_pair_are_visited_and_only_the_diagonal_is_masked() -> None:
@@ -111,7 +111,7 @@ def test_only_blocks_with_a_pair_are_visited_and_only_the_diagonal_is_masked() -
 
 
 def test_a_window_skips_what_lies_before_it() -> None:
-    made = query_blocks([Tile(strip(0, 256), strip(0, 256), Band(0, 70), Run(0, 1))], 64, 32)
+    made = query_blocks([Tile(strip(0, 256), strip(0, 256), Band(0, 70), StridedRange(0, 1))], 64, 32)
     visits = {int(row[0]): tuple(made.entries[row[5], 7:11]) for row in made.blocks}
     assert visits == {0: (0, 0, 0, 2), 64: (0, 2, 2, 4), 128: (1, 4, 4, 6), 192: (3, 6, 6, 8)}
 
@@ -123,15 +123,15 @@ def test_longest_blocks_come_first() -> None:
 
 def test_one_table_holds_both_halves_of_a_zigzag() -> None:
     """A row of the second half meets both its tiles in one block."""
-    tiles = [causal(0, 32, 32), Tile(strip(96, 32, row=32), strip(0, 64), CAUSAL, Run(0, 2))]
-    tiles.append(Tile(strip(96, 32, row=32), strip(96, 32, row=64), CAUSAL, Run(0, 2)))
+    tiles = [causal(0, 32, 32), Tile(strip(96, 32, row=32), strip(0, 64), CAUSAL, StridedRange(0, 2))]
+    tiles.append(Tile(strip(96, 32, row=32), strip(96, 32, row=64), CAUSAL, StridedRange(0, 2)))
     made = query_blocks(tiles, 32, 32)
     assert [(int(row[0]), int(row[6] - row[5])) for row in made.blocks] == [(32, 2), (0, 1)]
 
 
 def test_tiles_without_a_pair_make_no_block() -> None:
-    blind = Tile(strip(0, 20), strip(100, 20), CAUSAL, Run(0, 2))
-    empty = Tile(strip(0, 0), strip(0, 20), FULL, Run(0, 2))
+    blind = Tile(strip(0, 20), strip(100, 20), CAUSAL, StridedRange(0, 2))
+    empty = Tile(strip(0, 0), strip(0, 20), FULL, StridedRange(0, 2))
     for tiles in ([], [blind], [empty], [blind, empty]):
         for side in SIDES:
             made = table(tiles, side, 1, 16, 16)
@@ -141,7 +141,9 @@ def test_tiles_without_a_pair_make_no_block() -> None:
 def test_positions_beyond_int32_stay_exact() -> None:
     """Striped over 1,000 ranks, 2^40 tokens in: only the distance between rows is left."""
     far, stride = 1 << 40, 1000
-    near, moved = (Tile(strip(at + 7, 50, stride), strip(at + 3, 50, stride), CAUSAL, Run(0, 1)) for at in (0, far))
+    near, moved = (
+        Tile(strip(at + 7, 50, stride), strip(at + 3, 50, stride), CAUSAL, StridedRange(0, 1)) for at in (0, far)
+    )
     for side in SIDES:
         here, there = table([near], side, 1, 16, 16), table([moved], side, 1, 16, 16)
         assert np.array_equal(here.blocks, there.blocks) and np.array_equal(here.entries, there.entries)
@@ -151,15 +153,15 @@ def test_positions_beyond_int32_stay_exact() -> None:
 @pytest.mark.parametrize(
     ("q", "k", "band"),
     [
-        (Strip(Run(0, 2, 1), Run(0, 2, LIMIT)), strip(0, 2), FULL),
-        (strip(0, 2), Strip(Run(0, 2, 1), Run(0, 2, LIMIT)), FULL),
+        (TokenRange(StridedRange(0, 2, 1), StridedRange(0, 2, LIMIT)), strip(0, 2), FULL),
+        (strip(0, 2), TokenRange(StridedRange(0, 2, 1), StridedRange(0, 2, LIMIT)), FULL),
         (strip(0, 2, LIMIT - 1), strip(0, 2, LIMIT), FULL),
         (strip(0, 16, LIMIT >> 3), strip(0, 3), Band(0, 5)),
         (strip(0, 3), strip(0, 16, LIMIT >> 3), Band(0, 5)),
     ],
     ids=["q-rows", "k-rows", "steps", "q-reach", "k-reach"],
 )
-def test_what_int32_cannot_count_is_refused(side: str, q: Strip, k: Strip, band: Band) -> None:
-    tile = Tile(q, k, band, Run(0, 1))
+def test_what_int32_cannot_count_is_refused(side: str, q: TokenRange, k: TokenRange, band: Band) -> None:
+    tile = Tile(q, k, band, StridedRange(0, 1))
     with pytest.raises(UnsupportedError, match=r"int32.*engine='plain'"):
         table([tile], side, 1, 16, 16)

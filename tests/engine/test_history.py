@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from ringattn.core.geometry import FULL, Run, Tile
+from ringattn.core.geometry import FULL, StridedRange, Tile
 from ringattn.engine.blocks import Blocks, query_blocks
 from ringattn.engine.history import FLAGS, flagged
 from ringattn.kernels.launch_call import FIRST, LAST
@@ -65,8 +65,8 @@ def test_of_scenarios(name: str) -> None:
 def test_of_random_passes(seed: int) -> None:
     """Random tiles after a tile with every row, so that about half of the passes can be flagged."""
     scenario, rng = random_scenario(seed), Random(seed)
-    rows = Run(0, scenario.q_rows)
-    every = Tile(strip(0, rows.count), strip(0, 20), FULL, Run(0, scenario.heads))
+    rows = StridedRange(0, scenario.q_rows)
+    every = Tile(strip(0, rows.count), strip(0, 20), FULL, StridedRange(0, scenario.heads))
     steps: list[Sequence[Tile]] = [step.tiles for step in scenario.steps]
     for at in {0, rng.randint(0, len(steps))}:
         steps.insert(at, (every,))
@@ -78,7 +78,7 @@ def test_some_random_passes_are_flagged() -> None:
     found = []
     for seed in range(60):
         scenario = random_scenario(seed)
-        every = (Tile(strip(0, scenario.q_rows), strip(0, 20), FULL, Run(0, scenario.heads)),)
+        every = (Tile(strip(0, scenario.q_rows), strip(0, 20), FULL, StridedRange(0, scenario.heads)),)
         made = tables([every, *(step.tiles for step in scenario.steps), every], 1)
         found.append(flagged(made, scenario.q_rows, scenario.heads))
     assert all(found)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.rectangles import Rectangle, head_groups, joined, rectangles
 
-HEADS = Run(0, 1)
+HEADS = StridedRange(0, 1)
 
 counts = st.integers(0, 24)
 strides = st.integers(1, 5)
@@ -22,16 +22,21 @@ bands = st.builds(
 
 @st.composite
 def tiles(draw: st.DrawFn) -> Tile:
-    def strip() -> Strip:
+    def strip() -> TokenRange:
         count = draw(counts)
-        positions = Run(draw(st.integers(0, 30)), count, draw(strides))
-        return Strip(positions, Run(draw(st.integers(0, 9)), count, draw(st.integers(1, 3))))
+        positions = StridedRange(draw(st.integers(0, 30)), count, draw(strides))
+        return TokenRange(positions, StridedRange(draw(st.integers(0, 9)), count, draw(st.integers(1, 3))))
 
     return Tile(strip(), strip(), draw(bands), HEADS)
 
 
 def square(count: int, band: Band, k_start: int = 0) -> Tile:
-    return Tile(Strip(Run(0, count), Run(0, count)), Strip(Run(k_start, count), Run(0, count)), band, HEADS)
+    return Tile(
+        TokenRange(StridedRange(0, count), StridedRange(0, count)),
+        TokenRange(StridedRange(k_start, count), StridedRange(0, count)),
+        band,
+        HEADS,
+    )
 
 
 def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
@@ -73,42 +78,57 @@ def test_kernels_may_be_called_with_every_rectangle(tile: Tile, square_causal_on
 def test_few_rectangles(q_count: int, k_count: int, lo: int, more: int) -> None:
     """Two for each stretch as long as the band is wide, and at most three at each end and for the last stretch."""
     tile = Tile(
-        Strip(Run(0, q_count), Run(0, q_count)), Strip(Run(0, k_count), Run(0, k_count)), Band(lo, lo + more), HEADS
+        TokenRange(StridedRange(0, q_count), StridedRange(0, q_count)),
+        TokenRange(StridedRange(0, k_count), StridedRange(0, k_count)),
+        Band(lo, lo + more),
+        HEADS,
     )
     stretches = min(q_count, k_count) // (more + 1)
     assert len(list(rectangles(tile))) <= 2 * stretches + 7
 
 
 def test_full_pair_is_one_rectangle() -> None:
-    assert list(rectangles(square(8, FULL))) == [Rectangle(Run(0, 8), Run(0, 8), False, False, HEADS)]
+    assert list(rectangles(square(8, FULL))) == [Rectangle(StridedRange(0, 8), StridedRange(0, 8), False, False, HEADS)]
     assert list(rectangles(square(8, CAUSAL, k_start=-20))) == list(rectangles(square(8, FULL)))
 
 
 def test_full_pair_of_unequal_strides_is_one_rectangle() -> None:
-    tile = Tile(Strip(Run(100, 8, 3), Run(0, 8)), Strip(Run(0, 6, 2), Run(0, 6)), Band(0, 500), HEADS)
-    assert list(rectangles(tile)) == [Rectangle(Run(0, 8), Run(0, 6), False, False, HEADS)]
+    tile = Tile(
+        TokenRange(StridedRange(100, 8, 3), StridedRange(0, 8)),
+        TokenRange(StridedRange(0, 6, 2), StridedRange(0, 6)),
+        Band(0, 500),
+        HEADS,
+    )
+    assert list(rectangles(tile)) == [Rectangle(StridedRange(0, 8), StridedRange(0, 6), False, False, HEADS)]
 
 
 @pytest.mark.parametrize("square_causal_only", [False, True])
 def test_causal_square_is_one_rectangle(square_causal_only: bool) -> None:
     made = list(rectangles(square(8, CAUSAL), square_causal_only))
-    assert made == [Rectangle(Run(0, 8), Run(0, 8), True, False, HEADS)]
+    assert made == [Rectangle(StridedRange(0, 8), StridedRange(0, 8), True, False, HEADS)]
 
 
 def test_left_edge_square_is_one_reversed_rectangle() -> None:
-    assert list(rectangles(square(8, Band(FULL.lo, 0)))) == [Rectangle(Run(0, 8), Run(0, 8), True, True, HEADS)]
+    assert list(rectangles(square(8, Band(FULL.lo, 0)))) == [
+        Rectangle(StridedRange(0, 8), StridedRange(0, 8), True, True, HEADS)
+    ]
 
 
 def test_causal_below_the_diagonal_is_full_columns_and_one_causal() -> None:
-    tile = Tile(Strip(Run(4, 8), Run(0, 8)), Strip(Run(0, 10), Run(0, 10)), CAUSAL, HEADS)
+    tile = Tile(
+        TokenRange(StridedRange(4, 8), StridedRange(0, 8)),
+        TokenRange(StridedRange(0, 10), StridedRange(0, 10)),
+        CAUSAL,
+        HEADS,
+    )
     assert list(rectangles(tile)) == [
-        Rectangle(Run(0, 8), Run(0, 4), False, False, HEADS),
-        Rectangle(Run(0, 8), Run(4, 6), True, False, HEADS),
+        Rectangle(StridedRange(0, 8), StridedRange(0, 4), False, False, HEADS),
+        Rectangle(StridedRange(0, 8), StridedRange(4, 6), True, False, HEADS),
     ]
     assert list(rectangles(tile, square_causal_only=True)) == [
-        Rectangle(Run(0, 8), Run(0, 4), False, False, HEADS),
-        Rectangle(Run(0, 6), Run(4, 6), True, False, HEADS),
-        Rectangle(Run(6, 2), Run(4, 6), False, False, HEADS),
+        Rectangle(StridedRange(0, 8), StridedRange(0, 4), False, False, HEADS),
+        Rectangle(StridedRange(0, 6), StridedRange(4, 6), True, False, HEADS),
+        Rectangle(StridedRange(6, 2), StridedRange(4, 6), False, False, HEADS),
     ]
 
 
@@ -119,7 +139,7 @@ def test_sliding_window_is_two_rectangles_a_stretch() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 6), st.integers(1, 8))
 def test_head_groups_keep_each_head_with_its_kv_head(start: int, count: int, stride: int, group: int) -> None:
-    heads, met = Run(start, count, stride), []
+    heads, met = StridedRange(start, count, stride), []
     for part in head_groups(heads, group):
         assert part.q_heads.count % part.kv_heads.count == 0
         served = part.q_heads.count // part.kv_heads.count
@@ -129,23 +149,23 @@ def test_head_groups_keep_each_head_with_its_kv_head(start: int, count: int, str
 
 
 def test_head_groups_are_few() -> None:
-    assert len(list(head_groups(Run(0, 32), 4))) == 1
-    assert len(list(head_groups(Run(3, 26), 4))) == 3
-    assert len(list(head_groups(Run(1, 8, 4), 4))) == 1
-    assert len(list(head_groups(Run(0, 16, 2), 4))) == 1
-    assert len(list(head_groups(Run(5, 2), 8))) == 1
+    assert len(list(head_groups(StridedRange(0, 32), 4))) == 1
+    assert len(list(head_groups(StridedRange(3, 26), 4))) == 3
+    assert len(list(head_groups(StridedRange(1, 8, 4), 4))) == 1
+    assert len(list(head_groups(StridedRange(0, 16, 2), 4))) == 1
+    assert len(list(head_groups(StridedRange(5, 2), 8))) == 1
 
 
 @st.composite
 def shards(draw: st.DrawFn) -> list[Tile]:
     """All tiles of a shard of up to three runs with itself, causal or in a window, keys packed with or without gaps."""
     starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
-    runs = [Run(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
+    runs = [StridedRange(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
     gap = draw(st.integers(0, 1))
     band = Band(0, draw(st.sampled_from([5, 1 << 60])))
-    rows = [Run(sum(r.count + gap for r in runs[:n]), run.count) for n, run in enumerate(runs)]
-    strips = [Strip(run, row) for run, row in zip(runs, rows, strict=True)]
-    both = [Tile(q, k, band, Run(0, 2)) for q in strips for k in strips]
+    rows = [StridedRange(sum(r.count + gap for r in runs[:n]), run.count) for n, run in enumerate(runs)]
+    strips = [TokenRange(run, row) for run, row in zip(runs, rows, strict=True)]
+    both = [Tile(q, k, band, StridedRange(0, 2)) for q in strips for k in strips]
     return [tile for tile in both if tile.area()] * draw(st.integers(1, 2))
 
 
@@ -166,11 +186,20 @@ def triples_of(found: list[Rectangle]) -> Counter[tuple[int, int, int]]:
 def crowded(draw: st.DrawFn) -> list[Rectangle]:
     """Rectangles of every kind over three adjacent runs of rows, for several runs of heads: most have neighbours."""
     count, q_stride, k_stride = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    heads = draw(st.lists(st.sampled_from([Run(0, 1), Run(1, 1), Run(0, 2), Run(0, 2, 2)]), min_size=1, max_size=3))
+    heads = draw(
+        st.lists(
+            st.sampled_from([StridedRange(0, 1), StridedRange(1, 1), StridedRange(0, 2), StridedRange(0, 2, 2)]),
+            min_size=1,
+            max_size=3,
+        )
+    )
     cells = st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(["full", "causal", "reversed"]))
     made = []
     for q, k, kind in draw(st.lists(cells, max_size=12)):
-        q_rows, k_rows = Run(q * count * q_stride, count, q_stride), Run(k * count * k_stride, count, k_stride)
+        q_rows, k_rows = (
+            StridedRange(q * count * q_stride, count, q_stride),
+            StridedRange(k * count * k_stride, count, k_stride),
+        )
         some = draw(st.sets(st.sampled_from(heads), min_size=1))
         made += [Rectangle(q_rows, k_rows, kind != "full", kind == "reversed", one) for one in some]
     return made
@@ -188,18 +217,18 @@ def test_joining_neighbours_keeps_every_pair_of_every_head(found: list[Rectangle
 def dilated_shards(draw: st.DrawFn) -> list[Tile]:
     """The tiles of a shard of up to three runs with itself under dilated branches, each for its own run of heads."""
     starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
-    runs = [Run(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
-    rows = [Run(sum(r.count for r in runs[:n]), run.count) for n, run in enumerate(runs)]
+    runs = [StridedRange(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
+    rows = [StridedRange(sum(r.count for r in runs[:n]), run.count) for n, run in enumerate(runs)]
     made = []
     for _ in range(draw(st.integers(1, 3))):
         rate = draw(st.integers(1, 3))
-        heads = Run(draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+        heads = StridedRange(draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)))
         offset = draw(st.integers(0, rate - 1))
         strips = []
         for run, row in zip(runs, rows, strict=True):
             first = (offset - run.start) % rate
-            some = Run(first, max(0, (run.count - first + rate - 1) // rate), rate)
-            strips.append(Strip(run.pick(some), row.pick(some)))
+            some = StridedRange(first, max(0, (run.count - first + rate - 1) // rate), rate)
+            strips.append(TokenRange(run.pick(some), row.pick(some)))
         made += [Tile(q, k, draw(st.sampled_from([CAUSAL, FULL])), heads) for q in strips for k in strips]
     return [tile for tile in made if tile.area()]
 
@@ -213,19 +242,23 @@ def test_joined_dilated_branches_keep_every_pair_of_every_head(found: list[Tile]
 
 def test_squares_of_other_heads_between_two_squares_do_not_keep_them_apart() -> None:
     """A zigzag shard of two runs of heads: one causal square for each."""
-    head, tail = Strip(Run(0, 8), Run(0, 8)), Strip(Run(56, 8), Run(8, 8))
-    for several in ((Run(0, 1), Run(1, 1)), (Run(0, 2, 2), Run(1, 2, 2))):
+    head, tail = TokenRange(StridedRange(0, 8), StridedRange(0, 8)), TokenRange(StridedRange(56, 8), StridedRange(8, 8))
+    for several in ((StridedRange(0, 1), StridedRange(1, 1)), (StridedRange(0, 2, 2), StridedRange(1, 2, 2))):
         home = [Tile(q, k, CAUSAL, heads) for heads in several for q, k in ((head, head), (tail, head), (tail, tail))]
         found = joined([r for tile in home for r in rectangles(tile)])
-        assert found == [Rectangle(Run(0, 16), Run(0, 16), True, False, heads) for heads in several]
+        assert found == [Rectangle(StridedRange(0, 16), StridedRange(0, 16), True, False, heads) for heads in several]
 
 
 def test_a_zigzag_shard_is_one_causal_square_and_its_remote_pair_one_rectangle() -> None:
-    head, tail, heads = Strip(Run(0, 8), Run(0, 8)), Strip(Run(56, 8), Run(8, 8)), Run(0, 2)
+    head, tail, heads = (
+        TokenRange(StridedRange(0, 8), StridedRange(0, 8)),
+        TokenRange(StridedRange(56, 8), StridedRange(8, 8)),
+        StridedRange(0, 2),
+    )
     home = [Tile(q, k, CAUSAL, heads) for q, k in ((head, head), (tail, head), (tail, tail))]
-    square = Rectangle(Run(0, 16), Run(0, 16), True, False, heads)
+    square = Rectangle(StridedRange(0, 16), StridedRange(0, 16), True, False, heads)
     assert joined([r for tile in home for r in rectangles(tile)]) == [square]
-    near, far = Strip(Run(8, 8), Run(0, 8)), Strip(Run(48, 8), Run(8, 8))
+    near, far = TokenRange(StridedRange(8, 8), StridedRange(0, 8)), TokenRange(StridedRange(48, 8), StridedRange(8, 8))
     remote = [Tile(tail, near, CAUSAL, heads), Tile(tail, far, CAUSAL, heads)]
-    full = Rectangle(Run(8, 8), Run(0, 16), False, False, heads)
+    full = Rectangle(StridedRange(8, 8), StridedRange(0, 16), False, False, heads)
     assert joined([r for tile in remote for r in rectangles(tile)]) == [full]

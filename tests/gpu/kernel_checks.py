@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import CAUSAL, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
@@ -27,8 +27,11 @@ def inputs(dtype: torch.dtype, device: str, rows: int, dim: int) -> tuple[Tensor
 def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
     """The last of `steps` ranks, its own keys first; `rows`: of all ranks. The pass of steps 1 holds the same pairs."""
     n = rows // steps
-    q = Strip(Run(rows - n, n), Run(0, n))
-    return [(Tile(q, Strip(Run(at, n), Run(at, n)), CAUSAL, Run(0, HEADS)),) for at in reversed(range(0, rows, n))]
+    q = TokenRange(StridedRange(rows - n, n), StridedRange(0, n))
+    return [
+        (Tile(q, TokenRange(StridedRange(at, n), StridedRange(at, n)), CAUSAL, StridedRange(0, HEADS)),)
+        for at in reversed(range(0, rows, n))
+    ]
 
 
 def tables_of(steps: list[tuple[Tile, ...]], config: Config, q_rows: int, device: str) -> list[Table]:
@@ -48,7 +51,7 @@ def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, di
     q, tiles, found = q[-n:], ring_tiles(rows, steps), []
     whole = tuple(tile for step in tiles for tile in step)
     if config.form == "specialized":
-        tiles, whole = tiles[::-1], (tiles[0][0]._replace(k=Strip(Run(0, rows), Run(0, rows))),)
+        tiles, whole = tiles[::-1], (tiles[0][0]._replace(k=TokenRange(StridedRange(0, rows), StridedRange(0, rows))),)
     for launches in (tiles, [whole]):
         out = torch.full((n, 2, HEADS, dim), float("nan"), device=device)
         result = torch.full_like(out, float("nan"), dtype=dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
 
@@ -33,12 +33,12 @@ class Case(NamedTuple):
     group: int = 1
 
 
-def rows(count: int, position: int = 0, stride: int = 1, row: int = 0, row_stride: int = 1) -> Strip:
-    return Strip(Run(position, count, stride), Run(row, count, row_stride))
+def rows(count: int, position: int = 0, stride: int = 1, row: int = 0, row_stride: int = 1) -> TokenRange:
+    return TokenRange(StridedRange(position, count, stride), StridedRange(row, count, row_stride))
 
 
-def one(q: Strip, k: Strip, band: Band, heads: int = 4) -> Steps:
-    return [[Tile(q, k, band, Run(0, heads))]]
+def one(q: TokenRange, k: TokenRange, band: Band, heads: int = 4) -> Steps:
+    return [[Tile(q, k, band, StridedRange(0, heads))]]
 
 
 OWN = rows(512, 1536)
@@ -51,8 +51,10 @@ CASES = {
     "ragged": Case(one(rows(517), rows(517), CAUSAL), rows=517, k_rows=517),
     "striped": Case(one(rows(500, 1, 4), rows(500, 2, 4), CAUSAL), rows=500, k_rows=500),
     "strided": Case(one(rows(340, 3, 6, 1, 3), rows(500, 1, 4, 5, 2), Band(-9, 700))),
-    "documents": Case([[Tile(rows(300, row=n * 300), rows(300, row=n * 300), CAUSAL, Run(0, 4)) for n in range(3)]]),
-    "unequal heads": Case([[Tile(rows(300), rows(200, row=n * 200), FULL, Run(n, 1 + n)) for n in range(2)]], heads=3),
+    "documents": Case([[Tile(rows(300, row=n * 300), rows(300, row=n * 300), CAUSAL, StridedRange(0, 4))
+                        for n in range(3)]]),
+    "unequal heads": Case([[Tile(rows(300), rows(200, row=n * 200), FULL, StridedRange(n, 1 + n))
+                            for n in range(2)]], heads=3),
     "blind": Case(one(rows(400), rows(400, 200), CAUSAL)),
     "ring": Case([one(OWN, rows(512, at), CAUSAL)[0] for at in (1536, 1024, 512, 0)], rows=512, k_rows=512),
 }  # fmt: skip

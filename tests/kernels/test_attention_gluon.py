@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile
 from ringattn.engine.blocks import Blocks, query_blocks
 from ringattn.engine.history import flagged
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_scenario, simple, strip
@@ -154,7 +154,7 @@ def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str, sinks: 
 
 
 def test_a_pass_of_one_step_needs_no_state() -> None:
-    one = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), Run(0, 2), 2)._replace(q_rows=40), 3)
+    one = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=40), 3)
     tables = one.flagged()
     assert tables and (tables[0].blocks[:, 7] == FIRST | LAST).all()
     one.out = None  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def test_a_pass_of_one_step_needs_no_state() -> None:
 def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
     """The one and the other keep the state that they had, or begin and end with none."""
     for flags in (0, FIRST | LAST):
-        one = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), Run(0, 2), 2)._replace(q_rows=32), 4)
+        one = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
         blocks, entries, slots = query_blocks(one.scenario.steps[0].tiles, 16, 8)
         empty = np.array([[0, 1, 16, 0, 2, 0, 0, 0]], np.int32)
         assert blocks[:, 0].tolist() == [16]  # rows 16 to 19 of it see nothing
@@ -225,13 +225,13 @@ def test_the_simulation_sees(name: str) -> None:
     pytest.fail("nothing was found")
 
 
-DOCUMENTS = tuple(Tile(strip(0, 16), strip(40 * i, 40, row=40 * i), FULL, Run(0, 1)) for i in range(3))
-UNEQUAL = tuple(Tile(strip(0, 20), strip(40 * i, 40, row=40 * i), FULL, Run(i, 1 + i)) for i in range(2))
+DOCUMENTS = tuple(Tile(strip(0, 16), strip(40 * i, 40, row=40 * i), FULL, StridedRange(0, 1)) for i in range(3))
+UNEQUAL = tuple(Tile(strip(0, 20), strip(40 * i, 40, row=40 * i), FULL, StridedRange(i, 1 + i)) for i in range(2))
 SEEING = (
-    Scenario((Step(DOCUMENTS, 120, Run(0, 1)),), 16, 1),
-    Scenario((Step(UNEQUAL, 80, Run(0, 3)),), 20, 3),
-    simple(((strip(0, 20), strip(1, 20, 3), CAUSAL),), Run(0, 1), 1),
-    simple(((strip(0, 70), strip(0, 70), Band(0, 44)),), Run(0, 1), 1),
+    Scenario((Step(DOCUMENTS, 120, StridedRange(0, 1)),), 16, 1),
+    Scenario((Step(UNEQUAL, 80, StridedRange(0, 3)),), 20, 3),
+    simple(((strip(0, 20), strip(1, 20, 3), CAUSAL),), StridedRange(0, 1), 1),
+    simple(((strip(0, 70), strip(0, 70), Band(0, 44)),), StridedRange(0, 1), 1),
     *(PLAIN[name] for name in ("dilated", "blind", "both-sides", "zigzag")),
 )
 

@@ -151,11 +151,11 @@ def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) 
             assert all(plan.backward == backward for plan in plans)
             alone = simulate(plans, TRUTH)
             assert alone.total_us / 1e6 >= prediction.processor_s(plans, replace(TRUTH, wire_cores=0.0)) - 1e-9
-    error = run_ranks(2, lambda ring: prediction.Call(ring, prediction.SHAPES[6].small(2)).gate())
+    error = run_ranks(2, lambda ring: prediction.PredictedCall(ring, prediction.SHAPES[6].small(2)).gate())
     assert max(error) < 1e-5
     monkeypatch.setitem(prediction.BOUND, torch.float32, min(error) / 2)
     with pytest.raises(GateError, match="nothing is measured"):
-        run_ranks(2, lambda ring: prediction.Call(ring, prediction.SHAPES[6].small(2)).gate())
+        run_ranks(2, lambda ring: prediction.PredictedCall(ring, prediction.SHAPES[6].small(2)).gate())
 
 
 @pytest.mark.slow

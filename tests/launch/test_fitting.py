@@ -22,7 +22,7 @@ from ringattn.launch.capacity.fitting import (
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
-from ringattn.launch.capacity.slots import Attention
+from ringattn.launch.capacity.slots import AttentionSetup
 from ringattn.launch.capacity.step_time import (
     attention_flops,
     compute_flops,
@@ -30,13 +30,13 @@ from ringattn.launch.capacity.step_time import (
     state_bytes_moved,
     step_seconds,
 )
-from ringattn.launch.capacity.training_bytes import Run, training_bytes
+from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 
 SMALL = ModelShape(2, 96, 6, 2, 200, 256, True)
-LONG = Run(model_shape("1.3B"), 8 * 65536, 8)
+LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 runs = st.builds(
-    Run,
+    TrainingSetup,
     model=st.sampled_from([*PRESETS.values(), SMALL]),
     length_tokens=st.integers(64, 10**7),
     ring=st.integers(1, 40),
@@ -52,7 +52,7 @@ runs = st.builds(
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(runs)
-def test_more_work_never_takes_less_and_more_ranks_never_more(run: Run) -> None:
+def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup) -> None:
     total = training_bytes(run).peak.total
     assert training_bytes(replace(run, length_tokens=2 * run.length_tokens)).peak.total >= total
     assert training_bytes(replace(run, batch=run.batch + 1)).peak.total > total
@@ -64,7 +64,7 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(run: Run) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(runs, st.sampled_from([24, 80, 141]))
-def test_the_longest_fits_and_one_more_does_not(run: Run, gib: int) -> None:
+def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) -> None:
     longest = longest_tokens(run, gib * GIB)
     assert longest % run.ring == 0
     assert not longest or fits(replace(run, length_tokens=longest), gib * GIB)
@@ -73,7 +73,7 @@ def test_the_longest_fits_and_one_more_does_not(run: Run, gib: int) -> None:
 
 @pytest.mark.parametrize(("name", "zero", "tokens"), [("1.3B", 0, 10**7), ("7B", 3, 10**6), ("125M", 0, 1000)])
 def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) -> None:
-    run = Run(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
+    run = TrainingSetup(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
     ring = smallest_ring(run, 80 * GIB)
     assert ring is not None and fits(replace(run, ring=ring), 80 * GIB)
     assert ring == 1 or not fits(replace(run, ring=ring - 1), 80 * GIB)
@@ -81,7 +81,7 @@ def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) ->
 
 
 def test_bytes_per_token_are_the_slope() -> None:
-    run = Run(model_shape("125M"), 10**5, transients=False)
+    run = TrainingSetup(model_shape("125M"), 10**5, transients=False)
     assert bytes_per_token(run) == 34 * 12 * 768 + 4 * 768 + 4 * 12 * 12 + 24
 
 
@@ -89,7 +89,7 @@ def test_bytes_per_token_are_the_slope() -> None:
 
 
 def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
-    run, machine = Run(model_shape("llama3-8b"), 10**6, 8), hardware("h100")
+    run, machine = TrainingSetup(model_shape("llama3-8b"), 10**6, 8), hardware("h100")
     steps = advice(run, machine)
     totals = [training_bytes(run).peak.total, *(step.total_bytes for step in steps)]
     for before, after, step in zip(totals, totals[1:], steps, strict=False):
@@ -98,7 +98,7 @@ def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
     assert totals[-1] == pytest.approx(training_bytes(eased).peak.total) and totals[-1] < machine.memory_bytes
     assert steps[-1].time_factor == pytest.approx(step_seconds(eased, machine) / step_seconds(run, machine))
     assert advice(replace(run, length_tokens=8, model=model_shape("125M")), machine) == []
-    alone = advice(Run(model_shape("70B"), 10**6, 1), machine)
+    alone = advice(TrainingSetup(model_shape("70B"), 10**6, 1), machine)
     assert alone and alone[-1].total_bytes > machine.memory_bytes
     assert not any(step.switch.key == "zero_stage" for step in alone)  # nobody to share with
     set_already = replace(
@@ -108,7 +108,7 @@ def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
 
 
 def test_what_changes_the_arithmetic_is_offered_and_not_taken() -> None:
-    run = Run(model_shape("7B"), 10**5)
+    run = TrainingSetup(model_shape("7B"), 10**5)
     saved = rounding_saves(run)
     assert saved["optimizer=adamw8bit"] == (8 - 2 - 8 / 256) * run.model.parameters
     assert saved["saved_activations=int8"] > 0.4 * training_bytes(run).peak.activations
@@ -117,7 +117,7 @@ def test_what_changes_the_arithmetic_is_offered_and_not_taken() -> None:
 
 
 def test_operations_of_a_step() -> None:
-    run = Run(model_shape("7B"), 4096, chunked_loss_tokens=0)
+    run = TrainingSetup(model_shape("7B"), 4096, chunked_loss_tokens=0)
     products = 2 * (run.model.parameters - 32000 * 4096 - 65 * 4096) * 4096  # no products with the embedding and norms
     pairs = 4096 * 4097 / 2
     assert matrix_flops(run) == products
@@ -137,7 +137,7 @@ def test_sharing_weights_moves_half_as_much_again() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
 def test_pairs_are_those_of_the_mask(kind: str) -> None:
-    attention = Attention(kind, window_tokens=7 if kind == "window" else 0)
+    attention = AttentionSetup(kind, window_tokens=7 if kind == "window" else 0)
     q, k = torch.arange(50)[:, None], torch.arange(50)[None]
     allowed = {"full": q == q + 0 * k, "causal": q >= k, "window": (q >= k) & (q - k <= 7)}[kind]
     assert attention.pairs(50) == allowed.sum().item()
@@ -146,7 +146,7 @@ def test_pairs_are_those_of_the_mask(kind: str) -> None:
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda one: one.name)
 def test_recommended_settings_fit_something(machine: Hardware) -> None:
     model = "125M" if machine.memory_bytes < 16 * GIB else "1.3B"
-    run = replace(Run(model_shape(model), 8 * 8192, 8, framework_bytes=GIB), **dict(machine.start))
+    run = replace(TrainingSetup(model_shape(model), 8 * 8192, 8, framework_bytes=GIB), **dict(machine.start))
     assert fits(run, machine.memory_bytes)
     assert machine.bf16 or run.precision == "fp32"
     assert machine.source and machine.why

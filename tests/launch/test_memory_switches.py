@@ -20,7 +20,7 @@ from ringattn import Ring
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError
 from ringattn.launch.train import loop, optimizers, saved_activations, train
-from ringattn.launch.train.batches import Part
+from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, from_spec
 from ringattn.launch.train.memory_switches import check_switches
 from ringattn.launch.train.model import ModelConfig, Transformer
@@ -188,7 +188,7 @@ def test_packed_gradients_stay_within_the_rounding_along_a_training(learning_rat
 
     def of_rank(ring: Ring) -> list[dict[str, Tensor]]:
         model, optimizer = loop.make_model(ring, config)
-        parts, found = [Part(ring.sequence(config.length_tokens), batch_of(config))], []
+        parts, found = [BatchPart(ring.sequence(config.length_tokens), batch_of(config))], []
         for _ in range(12):
             found.append({how: flat_gradients(ring, parts, model, config, how) for how in (*EIGHT_BIT, "keep")})
             optimizer.step()  # by the exact gradients, which came last
@@ -207,7 +207,7 @@ def test_a_model_learns_with_packed_activations(how: str) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def flat_gradients(ring: Ring, parts: list[Part], model: Transformer, config: TrainConfig, how: str) -> Tensor:
+def flat_gradients(ring: Ring, parts: list[BatchPart], model: Transformer, config: TrainConfig, how: str) -> Tensor:
     """All gradients of a step in one vector, with activations saved in this way; also left in the model."""
     model.zero_grad()
     loop.backward(ring, ring, parts, model, replace(config, saved_activations=how))
@@ -219,7 +219,7 @@ def gradients(config: TrainConfig) -> Tensor:
 
     def of_rank(ring: Ring) -> Tensor:
         model, _ = loop.make_model(ring, config)
-        parts = [Part(ring.sequence(config.length_tokens), batch_of(config))]
+        parts = [BatchPart(ring.sequence(config.length_tokens), batch_of(config))]
         return flat_gradients(ring, parts, model, config, config.saved_activations)
 
     return run_ranks(1, of_rank)[0]

@@ -15,8 +15,8 @@ from ringattn.launch.capacity.fitting import fits
 from ringattn.launch.capacity.hardware import GIB, hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
 from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of
-from ringattn.launch.capacity.slots import Attention
-from ringattn.launch.capacity.training_bytes import Run, training_bytes
+from ringattn.launch.capacity.slots import AttentionSetup
+from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.config import load
 
 
@@ -29,7 +29,7 @@ def planned(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 def test_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = planned(tmp_path, "length_tokens=1000000000", "recompute=full", "chunked_loss_tokens=1024")
-    run = Run(model_shape("1.3B"), 10**9, found["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
+    run = TrainingSetup(model_shape("1.3B"), 10**9, found["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
               framework_bytes=GIB)  # fmt: skip
     assert code == 0 and found["fits"]
     assert found["total_bytes"] == training_bytes(run).peak.total <= 80 * GIB
@@ -80,9 +80,9 @@ def test_every_option_reaches_the_run() -> None:
              "chunked_loss_tokens=64 data=whole gradients_kept=false transients=false framework_gib=2 layers=3 "
              "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu")  # fmt: skip
     shape = ModelShape(3, 64, 8, 2, 160, 300, True)
-    assert run_of(load(words.split(), PlanConfig)) == Run(
-        shape, 4096, 4, 2, Attention("window", 100), "direct", "fp32", "lion", "selective", "int8", 3, 16, "parameters",
-        64, "whole", False, False, 2 * GIB,
+    assert run_of(load(words.split(), PlanConfig)) == TrainingSetup(
+        shape, 4096, 4, 2, AttentionSetup("window", 100), "direct", "fp32", "lion", "selective", "int8", 3, 16,
+        "parameters", 64, "whole", False, False, 2 * GIB,
     )  # fmt: skip
     machine = machine_of(load(["memory_gib=10", "link_gb_s=7", "tflops=3"], PlanConfig))
     assert (machine.memory_bytes, machine.link_bytes_s, machine.flops) == (10 * GIB, 7e9, 3e12)
@@ -147,6 +147,6 @@ def test_the_ring_of_the_recommended_settings_where_none_fits_as_it_is(tmp_path:
     code, found = planned(tmp_path, "preset=7B", "length_tokens=1000000")
     ring, limit = found["hardware"]["smallest_ring"], 80 * GIB
     assert code == 1 and found["smallest_ring"] is None and found["run"]["ring"] == ring
-    recommended = Run(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
+    recommended = TrainingSetup(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
     assert fits(recommended, limit) and not fits(replace(recommended, ring=ring - 1), limit)
     assert found["after_steps"]["total_bytes"] <= limit

@@ -24,8 +24,8 @@ from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
 from ringattn.launch.measure.run import load_here, main
 from ringattn.launch.measure.run_config import (
-    Call,
     MaskConfig,
+    MeasuredCall,
     RunConfig,
     call_of,
     from_spec,
@@ -247,12 +247,12 @@ def test_nothing_is_timed_behind_a_closed_gate(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_gate_sees_a_smaller_mask_of_the_same_kind() -> None:
-    window = Call(MaskConfig("window", window_tokens=1024), "zigzag", "ring", 4096)
+    window = MeasuredCall(MaskConfig("window", window_tokens=1024), "zigzag", "ring", 4096)
     assert window.options(4096) == {"causal": True, "window": (1023, 0)}
     assert window.options(256) == {"causal": True, "window": (63, 0)}
-    dilated = Call(MaskConfig("dilated", segment_tokens=2048, ratio=4, branches=2), "zigzag", "ring", 8192)
+    dilated = MeasuredCall(MaskConfig("dilated", segment_tokens=2048, ratio=4, branches=2), "zigzag", "ring", 8192)
     assert dilated.options(256) == {"causal": True, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
-    documents = Call(MaskConfig("documents", documents=3), "zigzag", "ring", 8192)
+    documents = MeasuredCall(MaskConfig("documents", documents=3), "zigzag", "ring", 8192)
     assert documents.documents(251) == [0, 83, 167, 251]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.launch.memory import PeakMemory
-from ringattn.launch.pictures.curves import Agreement, Bars, draw_losses, draw_memory
+from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
 from ringattn.launch.ranks import RanksError, agreed_ranks, run_ranks_in_processes, threads_for
 from ringattn.launch.train import loop, train
 from ringattn.launch.train.alike import locked_folder
@@ -376,7 +376,7 @@ def test_threads_share_the_cores() -> None:
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     curves = {"1 process": [3.0, 2.0, 1.5], "4 processes": [3.0, 2.0, 1.5]}
-    agreements = [Agreement("fp32", [0.0, 1e-7, 2e-7], 1e-4), Agreement("fp64", [0.0, 0.0], 1e-9)]
+    agreements = [CurveDistance("fp32", [0.0, 1e-7, 2e-7], 1e-4), CurveDistance("fp64", [0.0, 0.0], 1e-9)]
     draw_losses(tmp_path / "loss.png", curves, agreements)
     bars = [Bars("1 process", 1 << 20, [9 << 20]), Bars("2 processes", 1 << 20, [5 << 20, 5 << 20])]
     draw_memory(tmp_path / "memory.png", bars, "how it was measured")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.train import loop
-from ringattn.launch.train.batches import Part, drawn, load
+from ringattn.launch.train.batches import BatchPart, drawn, load
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.testing import run_ranks
 from tests.launch.test_train_mesh import TINY, alone, on_threads, same
@@ -56,7 +56,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
         summed = torch.zeros((), dtype=torch.float64)
         for start, stop in pairwise(part.seq.documents):
             document = part.tokens[:, start:stop]
-            mean = loop.backward(ring, ring, [Part(ring.sequence(stop - start), document)], model, config)
+            mean = loop.backward(ring, ring, [BatchPart(ring.sequence(stop - start), document)], model, config)
             summed += mean * (stop - start - 1)
         labels = config.length_tokens - (len(part.seq.documents) - 1)
         return whole, summed / labels

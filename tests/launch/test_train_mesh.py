@@ -17,7 +17,7 @@ from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.batches import Part
+from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
 from ringattn.launch.train.model import ModelConfig
@@ -102,7 +102,7 @@ def test_accumulating_holds_the_activations_of_a_part() -> None:
     def peak_bytes(config: TrainConfig) -> int:
         def of_rank(ring: Ring) -> int:
             model, _ = loop.make_model(ring, config)
-            parts = [Part(ring.sequence(512), some) for some in batch.split(config.micro_batch or 8)]
+            parts = [BatchPart(ring.sequence(512), some) for some in batch.split(config.micro_batch or 8)]
             loop.backward(ring, ring, parts, model, config)  # the ring's pool is made here
             with StorageMeter() as storages:
                 loop.backward(ring, ring, parts, model, config)

@@ -13,10 +13,10 @@ from ringattn.launch.capacity.activations import PRECISIONS, head_kept, layer_pa
 from ringattn.launch.capacity.fitting import longest_tokens
 from ringattn.launch.capacity.hardware import hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
-from ringattn.launch.capacity.slots import Attention, _planned, attention_slots, ring_slots_bytes
+from ringattn.launch.capacity.slots import AttentionSetup, _planned, ring_slots_bytes, staging_bytes
 from ringattn.launch.capacity.training_bytes import (
     GATHERED_LAYERS,
-    Run,
+    TrainingSetup,
     cast_bytes,
     data_bytes,
     gradient_bytes,
@@ -26,7 +26,7 @@ from ringattn.launch.capacity.training_bytes import (
     parameter_bytes,
     training_bytes,
 )
-from ringattn.launch.train.batches import Part
+from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.loop import backward, clip, local_loss, make_model, update
 from ringattn.launch.train.model import ModelConfig, Transformer
@@ -57,7 +57,7 @@ def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: i
     # What that leaves out: biases and norms (13 d a layer, 2 d), the normalizer of each head, ids, labels, positions.
     fixed = 16 * (parameters + 13 * layers * width + 2 * width)
     for recompute, per_token in (("none", none + 4 * heads * layers + 24), ("full", full + 4 * heads + 24)):
-        run = Run(model_shape(name), 1, recompute=recompute, transients=False)
+        run = TrainingSetup(model_shape(name), 1, recompute=recompute, transients=False)
         assert longest_tokens(run, 80 * GIB) == (80 * GIB - fixed) // per_token
 
 
@@ -84,7 +84,7 @@ def test_presets_are_as_large_as_their_names() -> None:
 
 def test_zero_divides_what_its_stage_says() -> None:
     shape, degree = model_shape("7B"), 8
-    whole = Run(shape, 8192, degree)
+    whole = TrainingSetup(shape, 8192, degree)
     state = [(parameter_bytes(one), gradient_bytes(one), optimizer_bytes(one))
              for one in (replace(whole, zero_stage=stage) for stage in range(4))]  # fmt: skip
     p, layer, tables = shape.parameters, shape.layer_parameters, shape.head_parameters
@@ -103,7 +103,10 @@ def test_zero_divides_what_its_stage_says() -> None:
 def test_optimizer_bytes_of_a_parameter(optimizer: str, alone: float, with_master: float) -> None:
     shape = model_shape("350M")
     for precision, expected in (("fp32", alone), ("bf16_master", with_master)):
-        assert optimizer_bytes(Run(shape, 1, precision=precision, optimizer=optimizer)) == expected * shape.parameters
+        assert (
+            optimizer_bytes(TrainingSetup(shape, 1, precision=precision, optimizer=optimizer))
+            == expected * shape.parameters
+        )
 
 
 def test_adafactor_keeps_what_torch_keeps() -> None:
@@ -114,7 +117,7 @@ def test_adafactor_keeps_what_torch_keeps() -> None:
     optimizer.step()
     held = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
     kept = sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
-    assert optimizer_bytes(Run(TRAINED, 1, precision="fp32", optimizer="adafactor")) == kept
+    assert optimizer_bytes(TrainingSetup(TRAINED, 1, precision="fp32", optimizer="adafactor")) == kept
 
 
 # --- the model that is really trained --------------------------------------------------------------------------------
@@ -145,8 +148,8 @@ def saved_bytes(ring: Ring, dtype: str, layers: int, length: int) -> dict[str, i
 def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
     shape, numbers, tokens = TRAINED, PRECISIONS[TRAIN_PRECISION[dtype]], 64
     two, three = (run_ranks(2, lambda ring, n=n: saved_bytes(ring, dtype, n, 2 * tokens))[0] for n in (2, 3))
-    casts = cast_bytes(Run(shape, 1, precision=TRAIN_PRECISION[dtype]))
-    of_layer = casts - cast_bytes(Run(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
+    casts = cast_bytes(TrainingSetup(shape, 1, precision=TRAIN_PRECISION[dtype]))
+    of_layer = casts - cast_bytes(TrainingSetup(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
     assert three["model"] - two["model"] == tokens * layer_parts(shape, numbers).all.total + of_layer
     kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_kept(shape, numbers).total) + casts
     ids = tokens * 8
@@ -166,13 +169,13 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
         with StorageMeter() as storages:
             model, optimizer = make_model(ring, config)
             for step in range(2):  # the optimizer's state is there from the second on
-                backward(ring, ring, [Part(seq, windows(text, step, 1, length, 0))], model, config)
+                backward(ring, ring, [BatchPart(seq, windows(text, step, 1, length, 0))], model, config)
                 clip(model, config)
                 update(model, optimizer)
         return storages.peak_bytes
 
     shape = ModelShape(layers, 128, 4, 2, 384, VOCABULARY, True)
-    run = Run(shape, length, precision=TRAIN_PRECISION[dtype], gradients_kept=False, data="whole")
+    run = TrainingSetup(shape, length, precision=TRAIN_PRECISION[dtype], gradients_kept=False, data="whole")
     account = training_bytes(run)
     assert account.moment == moment
     assert account.peak.total == pytest.approx(run_ranks(1, steps)[0], rel=0.02)  # issue's bound for storages
@@ -185,9 +188,9 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
 @pytest.mark.parametrize("kind", ["causal", "full"])
 @pytest.mark.parametrize("ranks", [4, 5, 16, 40])
 def test_a_ring_takes_what_the_closed_form_says(ranks: int, kind: str, dtype: str) -> None:
-    placed = _planned(Attention(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
+    placed = _planned(AttentionSetup(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
     assert (placed.forward, placed.backward) == ring_slots_bytes(256, 64, dtype, kind == "causal")
-    scaled = attention_slots(Attention(kind), 10**6 * ranks, ranks, 3, 4, 2, 32, dtype)
+    scaled = staging_bytes(AttentionSetup(kind), 10**6 * ranks, ranks, 3, 4, 2, 32, dtype)
     expected = ring_slots_bytes(10**6, 64, dtype, kind == "causal")
     assert (scaled.forward, scaled.backward) == (3 * expected[0], 3 * expected[1])
 
@@ -195,29 +198,29 @@ def test_a_ring_takes_what_the_closed_form_says(ranks: int, kind: str, dtype: st
 @pytest.mark.parametrize(
     ("attention", "ranks"),
     [
-        (Attention("window", window_tokens=1536), 16),
-        (Attention("window", window_tokens=6144), 8),
-        (Attention("dilated", 0, (512, 16384), (1, 4)), 8),
-        (Attention("dilated", 0, (512, 8192, 32768), (1, 4, 16)), 8),
+        (AttentionSetup("window", window_tokens=1536), 16),
+        (AttentionSetup("window", window_tokens=6144), 8),
+        (AttentionSetup("dilated", 0, (512, 16384), (1, 4)), 8),
+        (AttentionSetup("dilated", 0, (512, 8192, 32768), (1, 4, 16)), 8),
     ],
 )
-def test_slots_scale_with_the_lengths(attention: Attention, ranks: int) -> None:
+def test_slots_scale_with_the_lengths(attention: AttentionSetup, ranks: int) -> None:
     facts = 4, 2, 32, "bfloat16"
     real = _planned(attention, 4096 * ranks, ranks, *facts, "auto")
     assert real.arena > 0
-    assert attention_slots(attention, 4096 * ranks, ranks, 1, *facts) == real
+    assert staging_bytes(attention, 4096 * ranks, ranks, 1, *facts) == real
 
 
 def test_one_rank_has_no_slots_and_wide_segments_travel_round() -> None:
-    assert attention_slots(Attention(), 4096, 1, 1, 4, 2, 32, "bfloat16").arena == 0
-    wide = Attention("dilated", 0, (2**20,), (64,))
-    slots = attention_slots(wide, 2**20, 64, 1, 4, 2, 32, "bfloat16")
+    assert staging_bytes(AttentionSetup(), 4096, 1, 1, 4, 2, 32, "bfloat16").arena == 0
+    wide = AttentionSetup("dilated", 0, (2**20,), (64,))
+    slots = staging_bytes(wide, 2**20, 64, 1, 4, 2, 32, "bfloat16")
     assert (slots.route, slots.forward, slots.backward) == ("ring", *ring_slots_bytes(2**14, 64, "bfloat16", False))
 
 
 # --- switches --------------------------------------------------------------------------------------------------------
 
-LONG = Run(model_shape("1.3B"), 8 * 65536, 8)
+LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 
 def test_each_switch_saves_what_it_says() -> None:
@@ -269,20 +272,20 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
     [
         (lambda: model_shape("1.3b"), "preset=1.3b: did you mean 1.3B"),
         (lambda: hardware("a100"), "hardware=a100: did you mean a100-40"),
-        (lambda: Run(TRAINED, 8, precision="bf16master"), "precision=bf16master: did you mean bf16_master"),
-        (lambda: Run(TRAINED, 8, optimizer="adam"), "optimizer=adam: did you mean adamw"),
-        (lambda: Run(TRAINED, 8, recompute="fall"), "recompute=fall: did you mean full"),
-        (lambda: Run(TRAINED, 8, saved_activations="int4"), "saved_activations=int4: did you mean int8"),
-        (lambda: Run(TRAINED, 8, offload="optimiser"), "offload=optimiser: did you mean optimizer"),
-        (lambda: Run(TRAINED, 8, data="shards"), "data=shards: did you mean shard"),
-        (lambda: Run(TRAINED, 8, zero_stage=4), "zero_stage=4"),
-        (lambda: Run(TRAINED, 8, offload="parameters"), "zero_stage=3"),
-        (lambda: Run(TRAINED, 8, 9), "ring=9: more ranks than tokens"),
-        (lambda: Run(TRAINED, 8, batch=0), "batch=0"),
-        (lambda: Attention("causual"), "attention=causual: did you mean causal"),
-        (lambda: Attention("window"), "window_tokens=0"),
-        (lambda: Attention("dilated", 0, (4,), ()), "dilation rate"),
-        (lambda: training_bytes(Run(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
+        (lambda: TrainingSetup(TRAINED, 8, precision="bf16master"), "precision=bf16master: did you mean bf16_master"),
+        (lambda: TrainingSetup(TRAINED, 8, optimizer="adam"), "optimizer=adam: did you mean adamw"),
+        (lambda: TrainingSetup(TRAINED, 8, recompute="fall"), "recompute=fall: did you mean full"),
+        (lambda: TrainingSetup(TRAINED, 8, saved_activations="int4"), "saved_activations=int4: did you mean int8"),
+        (lambda: TrainingSetup(TRAINED, 8, offload="optimiser"), "offload=optimiser: did you mean optimizer"),
+        (lambda: TrainingSetup(TRAINED, 8, data="shards"), "data=shards: did you mean shard"),
+        (lambda: TrainingSetup(TRAINED, 8, zero_stage=4), "zero_stage=4"),
+        (lambda: TrainingSetup(TRAINED, 8, offload="parameters"), "zero_stage=3"),
+        (lambda: TrainingSetup(TRAINED, 8, 9), "ring=9: more ranks than tokens"),
+        (lambda: TrainingSetup(TRAINED, 8, batch=0), "batch=0"),
+        (lambda: AttentionSetup("causual"), "attention=causual: did you mean causal"),
+        (lambda: AttentionSetup("window"), "window_tokens=0"),
+        (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
+        (lambda: training_bytes(TrainingSetup(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
         (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
         (lambda: replace(TRAINED, kv_heads=4), "kv_heads=4: does not divide heads"),
         (lambda: replace(TRAINED, layers=0), "layers=0"),

@@ -16,9 +16,9 @@ from ringattn import Ring
 from ringattn.bench import training_memory
 from ringattn.bench.gate import GateError
 from ringattn.launch.capacity.model_shapes import ModelShape
-from ringattn.launch.capacity.training_bytes import Run, training_bytes
+from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train import loop
-from ringattn.launch.train.batches import Part
+from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.model import ModelConfig
 from ringattn.observe.storages import StorageMeter
@@ -35,10 +35,10 @@ def peak_bytes(config: TrainConfig) -> int:
     def of_rank(ring: Ring) -> int:
         model, optimizer = loop.make_model(ring, config)
         seq = ring.sequence(config.length_tokens)
-        loop.backward(ring, ring, [Part(seq, batch)], model, config)  # the ring's pool is made here
+        loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)  # the ring's pool is made here
         optimizer.zero_grad()
         with StorageMeter() as storages:
-            loop.backward(ring, ring, [Part(seq, batch)], model, config)
+            loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)
         return storages.peak_bytes
 
     return run_ranks(1, of_rank)[0]
@@ -80,7 +80,7 @@ def test_chunked_loss_holds_no_logits_of_all_tokens() -> None:
 def predicted_bytes(config: TrainConfig) -> float:
     """What the capacity planner says of one step, weights and optimizer aside."""
     shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
-    peak = training_bytes(Run(
+    peak = training_bytes(TrainingSetup(
         shape, config.length_tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
         saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
     )).peak  # fmt: skip
@@ -123,7 +123,7 @@ def test_storages_count_while_they_live() -> None:
 
 
 def test_twelve_combinations() -> None:
-    options = training_memory.Options()
+    options = training_memory.TrainingMemoryOptions()
     runs = [load_train(training_memory.words_of(run, options)) for run in training_memory.COMBINATIONS]
     assert len({(run.recompute, run.optimizer, run.ranks) for run in runs}) == 12 == options.combinations
     assert {run.ranks for run in runs} == {1, 2, 4} and len({run.recompute for run in runs}) == 3

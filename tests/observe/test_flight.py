@@ -23,7 +23,7 @@ from ringattn.observe.flight import (
     LAUNCHING,
     RUNNING,
     FlightRecord,
-    Part,
+    MessageRecord,
 )
 from ringattn.transport.base import Message
 from ringattn.transport.gloo import GlooTransport
@@ -35,7 +35,7 @@ def post(
     record: FlightRecord, op: str, peer: int, label: str, nbytes: int = 8, state: str = DONE, lane: int = 0
 ) -> None:
     """One exchange of one message."""
-    flight = record.begin(lane, (Part(op, peer, nbytes, 0, label),))
+    flight = record.begin(lane, (MessageRecord(op, peer, nbytes, 0, label),))
     flight.state = state
     flight.done_s = time.time() if state == DONE else 0.0
 

@@ -60,7 +60,7 @@ def test_the_verdict_trusts_times_only_where_they_tell(monkeypatch: pytest.Monke
         seconds = {"off": off_s, "on": on_s, "off, again": again_s}
         found = {mode: {name: [Sample(one, one, 0.0)] * 3 for name in PASSES} for mode, one in seconds.items()}
         alone = {name: {"steps": 4, "recorder_s": recorder_s} for name in PASSES}
-        return recording.cost_table(recording.Options(), found, alone).notes[-1]
+        return recording.cost_table(recording.RecordingOptions(), found, alone).notes[-1]
 
     monkeypatch.setattr(recording, "comparison_ns", lambda: 50.0)
     assert ": met. Off, 4 comparisons of 50 ns each are 2.0e-07 of the pass" in told(1.0, 1.01, 1.005, 1e-4)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from ringattn.bench import attention_memory
 from ringattn.bench.attention_memory import Drawn, drawn, greatest_deviation, on_rank
 from ringattn.bench.attention_scratch import attention_scratch_bytes
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run, Strip, Tile
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.aten import AtenEngine
 from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
 from ringattn.engine.plain import PlainEngine
@@ -114,7 +114,12 @@ def test_workspace_is_what_the_allocator_gave(
         return torch.randn(batch, rows, count, width).to(dtype).transpose(0, 1)
 
     q, kv = normal(n, heads, dim), KV(normal(m, kv_heads, dim), normal(m, kv_heads, value_dim))
-    tile = Tile(Strip(Run(0, n), Run(0, n)), Strip(Run(0, m), Run(0, m)), band, Run(0, heads))
+    tile = Tile(
+        TokenRange(StridedRange(0, n), StridedRange(0, n)),
+        TokenRange(StridedRange(0, m), StridedRange(0, m)),
+        band,
+        StridedRange(0, heads),
+    )
     (work,) = engine.prepare([[tile]], Softmax(scale, heads // kv_heads), n, heads)
     state, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
     there = allocated(lambda: engine.attend(q, kv, state, work))

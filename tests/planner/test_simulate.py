@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, Run
+from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
@@ -147,7 +147,7 @@ def test_calls_and_tiles_and_sums_by_hand() -> None:
 
 
 def test_a_causal_square_costs_whole_blocks() -> None:
-    square, two = Run(0, 512), Run(0, 1024)
+    square, two = StridedRange(0, 512), StridedRange(0, 1024)
     causal = Band(0, 2000)
     assert computed_pairs(square, square, causal, 0) == 512 * 513 / 2
     assert computed_pairs(square, square, causal, 512) == 512 * 512
@@ -157,10 +157,10 @@ def test_a_causal_square_costs_whole_blocks() -> None:
 
 
 def test_a_window_has_two_edges_and_full_tiles_none() -> None:
-    q, k = Run(1000, 100), Run(0, 2000)
+    q, k = StridedRange(1000, 100), StridedRange(0, 2000)
     assert computed_pairs(q, k, Band(0, 99), 64) == 100 * 100 + 2 * 100 * 32
     assert computed_pairs(q, k, Band(0, 9), 64) == 100 * 10 + 2 * 100 * 5  # half the band at most
-    assert computed_pairs(Run(0, 100), Run(0, 50), Band(-1000, 1000), 64) == 5000
+    assert computed_pairs(StridedRange(0, 100), StridedRange(0, 50), Band(-1000, 1000), 64) == 5000
 
 
 def test_softmax_counts_as_dimensions_and_backward_has_its_own_rate() -> None:
@@ -253,5 +253,5 @@ def test_work_of_every_kind_is_counted() -> None:
 
 
 def test_unbounded_bands_have_edges_only_inside() -> None:
-    assert computed_pairs(Run(0, 8), Run(0, 8), FULL, 4) == 64
-    assert computed_pairs(Run(0, 8), Run(0, 8), CAUSAL, 0) == 36
+    assert computed_pairs(StridedRange(0, 8), StridedRange(0, 8), FULL, 4) == 64
+    assert computed_pairs(StridedRange(0, 8), StridedRange(0, 8), CAUSAL, 0) == 36

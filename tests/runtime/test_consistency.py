@@ -10,7 +10,7 @@ import torch
 
 from ringattn import DisagreementError, Ring
 from ringattn.runtime import consistency as agreement
-from ringattn.runtime.consistency import Agreement
+from ringattn.runtime.consistency import ConsistencyCheck
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -26,7 +26,7 @@ class Noticing:
         return True
 
 
-def said(side: Agreement, words: str, backward_of: int | None = None) -> bool:
+def said(side: ConsistencyCheck, words: str, backward_of: int | None = None) -> bool:
     """Whether this call needed an agreement, in which all ranks then said the same."""
     mine = side.announced(words, None, False, backward_of)
     if mine is not None:
@@ -36,7 +36,7 @@ def said(side: Agreement, words: str, backward_of: int | None = None) -> bool:
 
 def test_one_agreement_is_enough_for_the_backward_passes_of_all_calls_that_are_alike() -> None:
     transport = Noticing()
-    side = Agreement(transport)  # type: ignore[arg-type]
+    side = ConsistencyCheck(transport)  # type: ignore[arg-type]
     assert [said(side, "a"), said(side, "a"), said(side, "a", 2), said(side, "a", 1)] == [True, False, True, False]
     forward, again, second, first = transport.announced
     assert forward == again and len({forward, second, first}) == 3
@@ -44,7 +44,7 @@ def test_one_agreement_is_enough_for_the_backward_passes_of_all_calls_that_are_a
 
 def test_agreements_are_forgotten_in_the_order_of_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "KEPT_AGREEMENTS", 3)
-    side = Agreement(Noticing())  # type: ignore[arg-type]
+    side = ConsistencyCheck(Noticing())  # type: ignore[arg-type]
     assert all(said(side, words) for words in "abc")
     assert not said(side, "a") and said(side, "d")  # which drops b
     assert not said(side, "a") and not said(side, "c") and said(side, "b")

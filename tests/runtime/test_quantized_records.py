@@ -11,14 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT
 from ringattn.errors import PlanError
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import AttendOp, Pack, Plan, RecordLayout
 from ringattn.runtime.records import TORCH_DTYPE, LocalTensors, PackedBuffer, pack, quantize, restore
-from ringattn.schedule.content import Part
+from ringattn.schedule.content import HeadRows
 from ringattn.schedule.routes import ROUTES
 from tests.kernels.eight_bits import E4M3, LARGEST, rounded
 from tests.strategies import simple
@@ -89,11 +89,14 @@ CASE = simple("zigzag", 32, 4, heads=4, causal=True).problem
 @each_code
 def test_what_is_relayed_is_relayed_as_it_came(code: str) -> None:
     k, v = torch.randn(12, 2, 3, 5), torch.randn(12, 2, 3, 2)
-    heads = Run(0, 1), Run(1, 2)
-    whole = tuple(Part(each, (Run(0, 12),)) for each in heads)
-    some = Part(heads[0], (Run(1, 3), Run(7, 1))), Part(heads[1], (Run(4, 2), Run(10, 2)))
+    heads = StridedRange(0, 1), StridedRange(1, 2)
+    whole = tuple(HeadRows(each, (StridedRange(0, 12),)) for each in heads)
+    some = (
+        HeadRows(heads[0], (StridedRange(1, 3), StridedRange(7, 1))),
+        HeadRows(heads[1], (StridedRange(4, 2), StridedRange(10, 2))),
+    )
 
-    def records(content: tuple[Part, ...], dtype: str | None) -> PackedBuffer:
+    def records(content: tuple[HeadRows, ...], dtype: str | None) -> PackedBuffer:
         count = 2 * sum(part.heads.count * part.row_count for part in content)
         flat = torch.full((count * (7 + 1 + 8),), 0xFF, dtype=torch.uint8) if dtype else torch.full((count * 7,), 77.0)
         return PackedBuffer(flat, content, 2, RecordLayout((5, 2), 1 if dtype else 0), TORCH_DTYPE[dtype or "float32"])

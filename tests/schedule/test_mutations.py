@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.core.tiling import TileTable
 from ringattn.errors import PlanError
-from ringattn.schedule.content import Part
-from ringattn.schedule.ops import AttendGrad, Block, Copy, Kind, Merge, PartTiles, Schedule, Step
+from ringattn.schedule.content import HeadRows
+from ringattn.schedule.ops import AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
 from ringattn.schedule.passes import rows_read
 from ringattn.schedule.routes import ROUTES, schedule_of
 from ringattn.schedule.verify import verify
@@ -53,7 +53,7 @@ def worked(whole: Schedule) -> tuple[int, Any]:
 def with_tiles(whole: Schedule, change: Callable[[list], list]) -> Schedule:
     """The schedule with the tiles of one piece of work changed."""
     at, item = worked(whole)
-    tiles = PartTiles(item.tiles[0].heads, TileTable.of(change(list(item.tiles[0].tiles))))
+    tiles = HeadTiles(item.tiles[0].heads, TileTable.of(change(list(item.tiles[0].tiles))))
     work = tuple(item._replace(tiles=(tiles,)) if each is item else each for each in whole.steps[at].work)
     return with_step(whole, at, work=work)
 
@@ -79,7 +79,11 @@ def test_a_doubled_tile(route: str, backward: bool) -> None:
 @each_pass
 def test_a_tile_of_pairs_that_the_mask_forbids(route: str, backward: bool) -> None:
     with pytest.raises(PlanError, match=r"works on a tile of KV\d\S* that the mask does not have"):
-        verify(with_tiles(schedule(route, backward), lambda tiles: [tiles[0]._replace(heads=Run(7, 1)), *tiles[1:]]))
+        verify(
+            with_tiles(
+                schedule(route, backward), lambda tiles: [tiles[0]._replace(heads=StridedRange(7, 1)), *tiles[1:]]
+            )
+        )
 
 
 @each_route
@@ -95,7 +99,7 @@ def resized(copy: Copy, rows: int) -> Copy:
     """The copy with its last run longer by `rows`."""
     *parts, last = copy.content
     *runs, run = last.rows
-    return copy._replace(content=(*parts, Part(last.heads, (*runs, Run(run.start, run.count + rows)))))
+    return copy._replace(content=(*parts, HeadRows(last.heads, (*runs, StridedRange(run.start, run.count + rows)))))
 
 
 def with_first_copy(whole: Schedule, kind: Kind, change: Callable[[Copy], Copy | None]) -> Schedule:
@@ -122,7 +126,7 @@ def test_a_row_of_keys_too_many(route: str, backward: bool) -> None:
 
     def earlier(copy: Copy) -> Copy:
         (run,) = copy.content[0].rows
-        return copy._replace(content=(Part(copy.content[0].heads, (Run(run.start - 1, run.count + 1),)),))
+        return copy._replace(content=(HeadRows(copy.content[0].heads, (StridedRange(run.start - 1, run.count + 1),)),))
 
     with pytest.raises(PlanError, match=r"sends rows of KV\d\S* to rank \d that nobody reads there"):
         verify(with_first_copy(whole, Kind.KV, earlier))
@@ -241,7 +245,7 @@ def test_a_query_that_was_not_sent() -> None:
     whole = with_first_copy(schedule("all_to_all", False), Kind.Q, lambda _: None)
     with pytest.raises(PlanError, match=r"reads rows of Q\d/0 that have not arrived"):
         verify(whole)
-    more = Part(Run(9, 1), (Run(0, 1),))
+    more = HeadRows(StridedRange(9, 1), (StridedRange(0, 1),))
     whole = with_first_copy(
         schedule("all_to_all", True), Kind.GRAD_OUT, lambda copy: copy._replace(content=(*copy.content, more))
     )
@@ -266,11 +270,11 @@ def test_an_addition_after_the_sum_has_left(route: str) -> None:
         verify(moved)
 
 
-def halves(item: AttendGrad) -> tuple[tuple[PartTiles], tuple[PartTiles]]:
+def halves(item: AttendGrad) -> tuple[tuple[HeadTiles], tuple[HeadTiles]]:
     """The first tile, and the others."""
     (part,) = item.tiles
     tiles = list(part.tiles)
-    return (PartTiles(part.heads, TileTable.of(tiles[:1])),), (PartTiles(part.heads, TileTable.of(tiles[1:])),)
+    return (HeadTiles(part.heads, TileTable.of(tiles[:1])),), (HeadTiles(part.heads, TileTable.of(tiles[1:])),)
 
 
 @each_route

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.planner.choose import choose_route
-from ringattn.schedule.content import Part, contains, describe, merge_runs, piece_of, size, union, whole
+from ringattn.schedule.content import HeadRows, contains, describe, merge_runs, piece_of, size, union, whole
 from ringattn.schedule.read_sets import ReadSets, read_sets_of
 from tests.strategies import NOTABLE, Case, covering, plain_cases, simple, spots, wire_order
 
@@ -118,46 +118,55 @@ def test_auto_takes_direct_where_it_saves_a_quarter(case: Case, route: str) -> N
 
 # --- contents --------------------------------------------------------------------------------------------------------
 
-ONE = (Part(Run(0, 2), (Run(0, 3), Run(5, 2))), Part(Run(2, 1), (Run(4, 1),)))
+ONE = (
+    HeadRows(StridedRange(0, 2), (StridedRange(0, 3), StridedRange(5, 2))),
+    HeadRows(StridedRange(2, 1), (StridedRange(4, 1),)),
+)
 
 
 @pytest.mark.parametrize(
     ("outer", "inner", "at"),
     [
         (ONE, ONE, 0),
-        (whole(9, [Run(0, 2)]), (Part(Run(0, 2), (Run(3, 2),)),), 6),
-        (whole(9, [Run(0, 2)]), (Part(Run(0, 2), (Run(0, 1), Run(3, 2))),), None),
+        (whole(9, [StridedRange(0, 2)]), (HeadRows(StridedRange(0, 2), (StridedRange(3, 2),)),), 6),
+        (
+            whole(9, [StridedRange(0, 2)]),
+            (HeadRows(StridedRange(0, 2), (StridedRange(0, 1), StridedRange(3, 2))),),
+            None,
+        ),
         # A gap that the outer content does not hold either is no gap on the wire.
-        ((ONE[0],), (Part(Run(0, 2), (Run(1, 2), Run(5, 1))),), 2),
-        ((ONE[0],), (Part(Run(0, 2), (Run(1, 3),)),), None),
+        ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 2), StridedRange(5, 1))),), 2),
+        ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 3),)),), None),
         # Parts follow one another.
         (ONE, (ONE[1],), 10),
         (ONE, (ONE[0],), 0),
-        (ONE, (Part(Run(0, 2), (Run(6, 1),)), ONE[1]), 8),
-        (ONE, (Part(Run(0, 2), (Run(5, 1),)), ONE[1]), None),
-        (ONE, (Part(Run(2, 1), (Run(5, 1),)),), None),
-        (ONE, (Part(Run(3, 1), (Run(4, 1),)),), None),
+        (ONE, (HeadRows(StridedRange(0, 2), (StridedRange(6, 1),)), ONE[1]), 8),
+        (ONE, (HeadRows(StridedRange(0, 2), (StridedRange(5, 1),)), ONE[1]), None),
+        (ONE, (HeadRows(StridedRange(2, 1), (StridedRange(5, 1),)),), None),
+        (ONE, (HeadRows(StridedRange(3, 1), (StridedRange(4, 1),)),), None),
     ],
 )
-def test_piece_of(outer: tuple[Part, ...], inner: tuple[Part, ...], at: int | None) -> None:
+def test_piece_of(outer: tuple[HeadRows, ...], inner: tuple[HeadRows, ...], at: int | None) -> None:
     assert piece_of(outer, inner) == at
     if at is not None:
         assert wire_order(outer)[at : at + size(inner)] == wire_order(inner)
 
 
-@given(st.lists(st.builds(Run, st.integers(0, 30), st.integers(0, 9), st.integers(1, 7)), max_size=6))
-def test_a_union_holds_each_member_once(runs: list[Run]) -> None:
+@given(st.lists(st.builds(StridedRange, st.integers(0, 30), st.integers(0, 9), st.integers(1, 7)), max_size=6))
+def test_a_union_holds_each_member_once(runs: list[StridedRange]) -> None:
     merged = merge_runs(runs)
     members = [member for run in merged for member in run.members()]
     assert sorted(members) == sorted({member for run in runs for member in run.members()})
 
 
-RUNS = st.lists(st.builds(Run, st.integers(0, 30), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5)
+RUNS = st.lists(
+    st.builds(StridedRange, st.integers(0, 30), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5
+)
 
 
 @given(RUNS, RUNS)
-def test_rows_are_found_where_they_are_packed(held: list[Run], wanted: list[Run]) -> None:
-    part = Part(Run(0, 1), merge_runs(held))
+def test_rows_are_found_where_they_are_packed(held: list[StridedRange], wanted: list[StridedRange]) -> None:
+    part = HeadRows(StridedRange(0, 1), merge_runs(held))
     packed = [row for run in part.rows for row in run.members()]
     for run, spots_of_run in zip(wanted, part.locate(wanted), strict=True):
         members, seen = list(run.members()), []
@@ -169,14 +178,14 @@ def test_rows_are_found_where_they_are_packed(held: list[Run], wanted: list[Run]
 
 
 def test_contents_as_sets() -> None:
-    other = (Part(Run(0, 2), (Run(3, 2),)),)
+    other = (HeadRows(StridedRange(0, 2), (StridedRange(3, 2),)),)
     both = union((ONE, other))
-    assert spots(both) == spots(ONE) | spots(other) and both[0].rows == (Run(0, 7),)
+    assert spots(both) == spots(ONE) | spots(other) and both[0].rows == (StridedRange(0, 7),)
     assert contains(both, ONE) and contains(both, other) and not contains(ONE, other) and not contains((), other)
     assert size(ONE) == len(spots(ONE)) == 11
     assert describe(ONE) == "heads 0..1 rows 0..2,5..6; heads 2 rows 4"
     assert describe(other) == "rows 3..4" and describe(()) == "nothing"
-    assert whole(0, [Run(0, 2)]) == ()
+    assert whole(0, [StridedRange(0, 2)]) == ()
 
 
 def test_offsets_count_packed_rows() -> None:

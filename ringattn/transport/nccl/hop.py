@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, Part
+from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, MessageRecord
 from ringattn.transport.messages import Operation, listed
 from ringattn.transport.nccl.communicator import Call
 from ringattn.transport.nccl.device import Event
@@ -65,7 +65,8 @@ class NcclHop:
         self.peers = {o.peer for o in operations}
         self._calls = tuple(Call(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
         self._parts = tuple(
-            Part("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label) for o in operations
+            MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
+            for o in operations
         )
 
     def __str__(self) -> str:

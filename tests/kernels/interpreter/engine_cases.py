@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import CAUSAL, Run, Tile
+from ringattn.core.geometry import CAUSAL, StridedRange, Tile
 from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
@@ -84,7 +84,7 @@ def random_inputs(dtype: torch.dtype, q_rows: int, k_rows: int) -> tuple[Tensor,
 def ring_tiles(steps: int) -> list[Tile]:
     """The last of `steps` ranks, 128 tokens in all: its own keys first, then those of the ranks before it."""
     q, n = strip(80, 48), 128 // steps
-    return [Tile(q, strip(start, n, row=start), CAUSAL, Run(0, 2)) for start in reversed(range(0, 128, n))]
+    return [Tile(q, strip(start, n, row=start), CAUSAL, StridedRange(0, 2)) for start in reversed(range(0, 128, n))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -143,7 +143,7 @@ def test_the_size_of_the_grid_changes_no_bit(programs: int) -> None:
 def test_a_step_without_a_visible_key_leaves_the_state() -> None:
     """Rows of a block that see none of its keys: at first (0, -inf) stays, later the bits stay."""
     q, kv = random_inputs(torch.float32, 16, 16)
-    tile = Tile(strip(0, 16), strip(8, 16), CAUSAL, Run(0, 2))  # Rows 0 to 7 see nothing.
+    tile = Tile(strip(0, 16), strip(8, 16), CAUSAL, StridedRange(0, 2))  # Rows 0 to 7 see nothing.
     state = unseen(q, raw=False)
     launched(q, kv, state, [tile])
     assert not state[0][:8].any() and state[1][..., :8].isneginf().all() and state[1][..., 8:].isfinite().all()
@@ -157,7 +157,7 @@ def test_offsets_beyond_int32() -> None:
     for near, there in zip((q, *kv), far, strict=True):
         there.copy_(near)
     engine, results = TritonEngine(SMALL), []
-    tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, Run(0, 2))]
+    tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, StridedRange(0, 2))]
     for at, k, v in ((q, *kv), far):
         works = engine.prepare([tiles], Softmax(SCALE), 3, 2)
         state, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
@@ -174,7 +174,7 @@ def test_offsets_beyond_int32() -> None:
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
 def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
     """float32 with the blocks that the engine takes by itself, and the customary scale."""
-    scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), Run(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
+    scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
     trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
     trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
     trial.check_margins()

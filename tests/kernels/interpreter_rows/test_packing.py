@@ -5,18 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.planner.plan import RecordLayout
 from ringattn.runtime import packing
 from ringattn.runtime.records import LocalTensors, PackedBuffer, add, pack
-from ringattn.schedule.content import Content, Part
+from ringattn.schedule.content import Content, HeadRows
 from tests.kernels.interpreter_rows.canary import Canaries, random
 
 BATCH, ROWS, HEADS = 2, 40, 3
 CONTENTS: dict[str, Content] = {
-    "one part": (Part(Run(0, 3), (Run(1, 5), Run(9, 4, 3), Run(30, 1))),),
-    "heads of their own": (Part(Run(0, 1), (Run(0, 10, 4), Run(1, 3))), Part(Run(2, 1), (Run(3, 7, 5),))),
-    "uneven parts": (Part(Run(0, 2), (Run(2, 6, 2), Run(25, 2))), Part(Run(2, 1), (Run(5, 30),))),
+    "one part": (HeadRows(StridedRange(0, 3), (StridedRange(1, 5), StridedRange(9, 4, 3), StridedRange(30, 1))),),
+    "heads of their own": (
+        HeadRows(StridedRange(0, 1), (StridedRange(0, 10, 4), StridedRange(1, 3))),
+        HeadRows(StridedRange(2, 1), (StridedRange(3, 7, 5),)),
+    ),
+    "uneven parts": (
+        HeadRows(StridedRange(0, 2), (StridedRange(2, 6, 2), StridedRange(25, 2))),
+        HeadRows(StridedRange(2, 1), (StridedRange(5, 30),)),
+    ),
 }
 
 
@@ -57,7 +63,7 @@ def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> 
     records = PackedBuffer(torch.zeros(BATCH * 30 * 32), parts, BATCH, RecordLayout((16, 16)), torch.float32)
     cuda = torch.device("cuda")
     assert packing.is_faster(records, cuda) and not packing.is_faster(records, torch.device("cpu"))
-    one_run = (Part(Run(0, 1), (Run(4, 3),)),)
+    one_run = (HeadRows(StridedRange(0, 1), (StridedRange(4, 3),)),)
     single = PackedBuffer(torch.zeros(BATCH * 3 * 32), one_run, BATCH, RecordLayout((16, 16)), torch.float32)
     assert not packing.is_faster(single, cuda)  # one run is one strided copy
     called = []

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn.core.geometry import Run
+from ringattn.core.geometry import StridedRange
 from ringattn.errors import InputError
 from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
 from ringattn.kernels.qkv_projection import projection_call
@@ -106,8 +106,8 @@ def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
-@pytest.mark.parametrize("run", [Run(1, 12, 3), Run(5, 4, 8)], ids=str)
-def test_dilated_rows_by_list_and_by_slice(run: Run, backend: Any) -> None:
+@pytest.mark.parametrize("run", [StridedRange(1, 12, 3), StridedRange(5, 4, 8)], ids=str)
+def test_dilated_rows_by_list_and_by_slice(run: StridedRange, backend: Any) -> None:
     """A run of rows as a list, also one that lies in a wider table, and as a view of x, is the same."""
     dim, x, weight = (
         32,
