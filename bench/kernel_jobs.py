@@ -23,8 +23,8 @@ from ringattn.kernels.merge import merge_call
 class KernelJobsOptions:
     """`tokens`: sequence lengths; `total`: batch times tokens; `steps`, `step_tokens`: of the ring; `ms`: per timing.
 
-    `only`: names of implementations. `measured`: put the engines' times into the table that engine="auto" reads.
-    `limit_s`: for one figure or gate, compiling included; `budget_s`: for all. `file`: what the results are kept as.
+    `only`: names of implementations. `limit_s`: for one figure or gate, compiling included; `budget_s`: for all.
+    `file`: what the results are kept as.
     """
 
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
@@ -37,7 +37,6 @@ class KernelJobsOptions:
     steps: int = 8
     step_tokens: int = 8192
     ms: int = 60
-    measured: bool = False
     limit_s: float = 60.0
     budget_s: float = 420.0
     file: str = "kernels"

@@ -10,14 +10,9 @@ CUDA context costs its own figures. What is missing or refuses is listed with it
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from ringattn.bench.contestants import Contestant, contestants
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker
@@ -25,25 +20,9 @@ from ringattn.bench.device_clock import device_facts
 from ringattn.bench.kernel_jobs import KernelJobsOptions, gate, launch_costs, ring_steps, speed
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
-from ringattn.engine import measured
-from ringattn.engine.measured import TABLE, Measurement, measurements
 
 MOST_FAILURES = 2
 """Sizes at which an implementation fails before its other sizes are left out: each may cost a whole time limit."""
-
-
-def put_measured(options: KernelJobsOptions, rows: list[dict[str, Any]]) -> None:
-    """Replace this device's rows of the table that engine="auto" reads, for this dtype and head dimension."""
-    here = torch.cuda.get_device_name(), options.dtype, options.head_dim
-    kept = [row._asdict() for row in measurements() if (row.device, row.dtype, row.head_dim) != here]
-    commit = os.environ.get("GPU_CHECK_COMMIT", "unknown")
-    for row in rows:
-        if row["mask"] == "causal" and row["engine"].startswith("engine ") and "failed" not in row:
-            name = row["engine"].removeprefix("engine ")
-            found = Measurement(*here, row["tokens"], name, row["forward_us"], row["backward_us"], commit)
-            kept.append(found._asdict())
-    lines = ",\n".join(json.dumps(row) for row in kept)
-    Path(measured.__file__).with_name(TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 class Found:
@@ -155,8 +134,6 @@ def main(words: list[str]) -> None:
                 found.costs = worker.ask(launch_costs, limit_s=budget.limit(options.limit_s))
             except JobFailed as error:
                 found.refused["launch cost"] = str(error)
-    if options.measured:
-        put_measured(options, found.rows)
     found.keep(finish, complete=True)
 
 

@@ -11,12 +11,9 @@ figures.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +24,7 @@ from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts, device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
-from ringattn.errors import InputError
-from ringattn.layers import projection
-from ringattn.layers.projection import TABLE, Backend, MeasuredProjection, measured_projections, project_kv, project_q
+from ringattn.layers.projection import Backend, project_kv, project_q
 from ringattn.layers.rotary import Rotation, rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,9 +37,8 @@ PARTS = ("q", "the message", "dx", "dweight", "dq_norm", "dk_norm")
 class QkvOptions:
     """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads.
 
-    There is one key and value head for four query heads. `ms`: how long each timing repeats; `table`: put the times of
-    this GPU into the table that backend="auto" reads, with the commit in GPU_CHECK_COMMIT; `limit_s`: for one figure or
-    gate, compiling included; `budget_s`: for all; `results`: a folder.
+    There is one key and value head for four query heads. `ms`: how long each timing repeats; `limit_s`: for
+    one figure or gate, compiling included; `budget_s`: for all; `results`: a folder.
     """
 
     tokens: int = 8192
@@ -54,7 +48,6 @@ class QkvOptions:
     ms: int = 100
     limit_s: float = 60.0
     budget_s: float = 300.0
-    table: bool = False
     results: str = "bench/results/gpu"
 
 
@@ -202,15 +195,6 @@ def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
     }
 
 
-def measured_rows(
-    options: QkvOptions, rows: list[dict[str, Any]], device: str, commit: str
-) -> list[MeasuredProjection]:
-    """The package's table with this device's and dtype's rows replaced by `rows`, without what is not a backend."""
-    kept = [row for row in measured_projections() if (row.device, row.dtype) != (device, options.dtype)]
-    ours = [row for row in rows if row["backend"] != "eager"]
-    return [*kept, *(MeasuredProjection(device=device, dtype=options.dtype, commit=commit, **row) for row in ours)]
-
-
 def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
     """What a person reads."""
     table = Table(
@@ -229,8 +213,6 @@ def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
 def main(words: list[str]) -> None:
     """Gate, time, keep, print."""
     options = parse(QkvOptions(), words)
-    if options.table and DEVICE == "cpu":
-        raise InputError("table: needs a CUDA device; times of a rehearsal decide nothing")
     budget = Budget(options.budget_s)
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
@@ -255,11 +237,6 @@ def main(words: list[str]) -> None:
                         break
                     finally:
                         kept()
-    if options.table:
-        commit = os.environ.get("GPU_CHECK_COMMIT", "unknown")
-        measured = measured_rows(options, rows, torch.cuda.get_device_name(), commit)
-        lines = ",\n".join(json.dumps(row._asdict()) for row in measured)
-        Path(projection.__file__).with_name(TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     kept(finish, complete=True)
 
 

@@ -235,8 +235,7 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
         assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
     code = {path.relative_to(tree).as_posix() for path in sources(tree / "ringattn") if "bench" not in path.parts}
     conf = {f"ringattn/{path.relative_to(tree).as_posix()}" for path in (tree / "launch" / "conf").rglob("*.yaml")}
-    data = {"py.typed", "measured_projections.json", "engine/measured.json", "kernels/configs.json",
-            "launch/report/page.html"}  # fmt: skip
+    data = {"py.typed", "kernels/configs.json", "launch/report/page.html"}
     assert held == code | conf | {f"ringattn/{name}" for name in data}
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
@@ -279,7 +278,8 @@ def test_the_root_holds_what_belongs_there() -> None:
 
 
 REPLACED = {
-    "Strip": "TokenRange", "Spot": "Overlap", "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received", "Home": "LocalTensors", "HOME": "LOCAL",
+    "Strip": "TokenRange", "Spot": "Overlap", "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received",
+    "Home": "LocalTensors", "HOME": "LOCAL",
     "Carry": "SoftmaxState", "settled": "finalized", "Seed": "BackwardInputs", "Records": "PackedBuffer",
     "Form": "RecordLayout", "Needs": "ReadSets", "Bundle": "FusedBuffer", "Promises": "Guarantees",
     "Does not know": "an import contract", "float64 truth": "float64 reference",

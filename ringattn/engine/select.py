@@ -1,8 +1,7 @@
 """Which engine computes a call, and why.
 
-Guarantees that a named engine comes or is refused with a reason, before any rank communicates; and that `auto` takes
-the fastest of the engines that were measured on this device and can do the call. Where fewer than two were measured the
-order is: aten; for a softcap, which aten lacks, triton on a GPU and else plain, which does everything.
+Guarantees that a named engine comes or is refused with a reason, before any rank communicates. `auto` takes aten; for a
+softcap, which aten lacks, triton on a GPU where it can do the call, and else plain, which does everything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ringattn.engine import aten
 from ringattn.engine.aten import AtenEngine
 from ringattn.engine.base import Engine
 from ringattn.engine.flash import NEEDS, flash_engine
-from ringattn.engine.measured import measurements, ranked
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import UnsupportedError
 
@@ -41,7 +39,7 @@ def choose(
     """
     call = _Call(device, dtype, max(d_k, d_v), softcap, spare)
     if name == "auto":
-        return _fastest(call) or _first_in_order(call)
+        return _first_in_order(call)
     return Choice(_engine(name, call), f"{name}: asked for by name")
 
 
@@ -76,28 +74,8 @@ def _engine(name: str, call: _Call) -> Engine:
     return AtenEngine(call.device) if name == "aten" else flash_engine(name, call.device, call.dtype, call.dim)
 
 
-def _fastest(call: _Call) -> Choice | None:
-    """The fastest of the measured engines that can do the call; None where fewer than two of them were measured."""
-    rows = [row for row in measurements() if (row.device, row.dtype) == (call.place, call.inputs)]
-    able: dict[str, Engine] = {}
-    for name in {row.engine for row in rows}:
-        try:
-            able[name] = _engine(name, call)
-        except UnsupportedError:
-            continue
-    found = ranked([row for row in rows if row.engine in able], call.dim)
-    if not found:
-        return None
-    first, second = found[:2]
-    return Choice(
-        able[first.engine],
-        f"{first.engine}: {first.total_us:.0f} us against {second.engine} {second.total_us:.0f} us for {first.dtype}, "
-        f"head_dim {first.head_dim}, {first.tokens} tokens on {first.device} (measured at {first.commit})",
-    )
-
-
 def _first_in_order(call: _Call) -> Choice:
-    """What is taken where nothing is measured."""
+    """What `auto` takes."""
     if call.softcap is None:
         return Choice(AtenEngine(call.device), _why_aten(call))
     if call.device.type != "cuda":
@@ -109,12 +87,12 @@ def _first_in_order(call: _Call) -> Choice:
 
 
 def _why_aten(call: _Call) -> str:
+    what = f"{call.inputs}, head_dim {call.dim} on {call.place}"
     if aten.choose(call.device, call.dtype, call.dim) is None:
-        lacking = f"{call.inputs}, head_dim {call.dim}"
-        return f"aten: torch has no fused kernel for {lacking} on {call.place}, so it computes as plain does"
+        return f"aten: torch has no fused kernel for {what}, so it computes as plain does"
     if call.device.type == "cpu":
         return "aten: the only fused kernels for cpu"
-    return f"aten: no two engines are measured for {call.inputs} on {call.place}"
+    return f"aten: torch has a fused kernel for {what}"
 
 
 def _triton(call: _Call) -> Engine:

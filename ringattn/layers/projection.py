@@ -7,12 +7,8 @@ Guarantees: norm and rotation are computed in float32 (float64 for float64 input
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
 from importlib.util import find_spec
-from math import log2
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,33 +21,6 @@ from ringattn.layers.rotary import Rope, Rotation, rotate
 
 Backend = Literal["auto", "plain", "epilogue", "fused"]
 BACKENDS = ("auto", "plain", "epilogue", "fused")
-
-TABLE = "measured_projections.json"
-
-
-class MeasuredProjection(NamedTuple):
-    """One backend making q, k and v of `tokens` tokens, with norms and rotation, on one GPU.
-
-    `device`: the name that the driver gives it. `dtype`: of the inputs, such as bfloat16. `model`: elements of a token;
-    `columns`: of q, k and v together. `commit`: of this project.
-    """
-
-    device: str
-    dtype: str
-    model: int
-    columns: int
-    tokens: int
-    backend: Backend
-    forward_us: float
-    backward_us: float
-    commit: str
-
-
-@cache
-def measured_projections() -> tuple[MeasuredProjection, ...]:
-    """What a benchmark measured. Raises TypeError where a row does not have exactly the fields of a measurement."""
-    rows = json.loads(files("ringattn").joinpath(TABLE).read_text(encoding="utf-8"))
-    return tuple(MeasuredProjection(**row) for row in rows)
 
 
 def project_qkv(
@@ -138,28 +107,11 @@ def _is_cast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
-def backend_for(x: Tensor, columns: int, head_dim: int) -> Backend:
-    """What "auto" means for x (batch, tokens, model) and a projection to so many columns.
-
-    The faster of the backends measured at the nearest sizes (by their ratios) that two of them share, for this device
-    and dtype; "epilogue" where none were.
-    """
+def backend_for(x: Tensor, head_dim: int) -> Backend:
+    """What "auto" means for x (batch, tokens, model): "epilogue" wherever its kernel can run, else "plain"."""
     if x.device.type != "cuda" or x.dtype == torch.float64 or head_dim % 2 or find_spec("triton") is None:
         return "plain"
-    here = torch.cuda.get_device_name(x.device), str(x.dtype).removeprefix("torch.")
-    contests: dict[tuple[int, int, int], list[MeasuredProjection]] = {}
-    for row in measured_projections():
-        if (row.device, row.dtype) == here:
-            contests.setdefault((row.model, row.columns, row.tokens), []).append(row)
-    sizes = x.shape[2], columns, max(1, x.shape[0] * x.shape[1])
-
-    def distance(at: tuple[int, int, int]) -> float:
-        return sum(abs(log2(measured / size)) for measured, size in zip(at, sizes, strict=True))
-
-    nearest = min((at for at, rows in contests.items() if len(rows) > 1), key=distance, default=None)
-    if nearest is None:
-        return "epilogue"
-    return min(contests[nearest], key=lambda row: row.forward_us + row.backward_us).backend
+    return "epilogue"
 
 
 class _Spec(NamedTuple):
@@ -213,7 +165,7 @@ def _project(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check_places(x, spec)
     if backend == "auto":
-        backend = backend_for(x, spec.columns, spec.head_dim)
+        backend = backend_for(x, spec.head_dim)
     if backend == "plain":
         return _plain(x, weight, bias, q_norm, k_norm, spec)
     from ringattn.layers.projection_kernels import KernelProjection

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ringattn.errors import InputError
-from ringattn.layers.projection import MeasuredProjection
-
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 if find_spec("triton") is not None:
     from ringattn.bench import qkv
     from ringattn.bench.crash_proof import JobFailed
-    from ringattn.bench.qkv import Inputs, QkvOptions, eager, fault, main, measured_rows
+    from ringattn.bench.qkv import Inputs, QkvOptions, eager, fault, main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["tokens=40", "models=64", "head_dim=16", "dtype=float16"]  # bfloat16 is not right in the stock interpreter
@@ -89,20 +86,3 @@ def test_what_hangs_or_is_wrong_costs_its_own_figures(
     assert kept["refused"] == {"eager": "no answer within 60 s", "epilogue": "model 1: q is off"} and kept["complete"]
     asked_of_eager = 3 if job == "fault" else 4
     assert before == [*[0, 0, 1, 1][:asked_of_eager], 1, 1, 1, 2, 2, 3, 3]
-
-
-def test_new_rows_replace_those_of_the_same_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = MeasuredProjection("a GPU", "bfloat16", 64, 96, 40, "fused", 1.0, 2.0, "abc1234")
-    others = (old._replace(device="another GPU"), old._replace(dtype="float16"))
-    monkeypatch.setattr(qkv, "measured_projections", lambda: (old, *others))
-    sizes = {"model": 128, "columns": 192, "tokens": 40, "forward_us": 3.0, "backward_us": 4.0}
-    rows = [{**sizes, "backend": name} for name in ("eager", "epilogue", "fused")]
-    new = MeasuredProjection("a GPU", "bfloat16", 128, 192, 40, "epilogue", 3.0, 4.0, "def5678")
-    made = measured_rows(QkvOptions(), rows, "a GPU", "def5678")
-    assert made == [*others, new, new._replace(backend="fused")]
-
-
-def test_a_rehearsal_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv, "DEVICE", "cpu")
-    with pytest.raises(InputError, match="table: needs a CUDA device"):
-        main([*SMALL, "table=true"])

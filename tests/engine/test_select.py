@@ -1,4 +1,4 @@
-"""Which engine is chosen and what is said of it; the table of measurements behind it."""
+"""Which engine is chosen, and what is said of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.engine import measured, select
-from ringattn.engine.measured import Measurement, measurements, ranked
+from ringattn.engine import select
 from ringattn.engine.plain import PlainEngine
-from ringattn.engine.select import ENGINES, Choice, choose
+from ringattn.engine.select import Choice, choose
 from ringattn.errors import UnsupportedError
 
 HOST = torch.device("cpu")
@@ -33,21 +32,10 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU as far as a choice can tell; nothing is measured on it."""
+    """A GPU as far as a choice can tell."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(select.aten, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    tell(monkeypatch)
-
-
-def tell(monkeypatch: pytest.MonkeyPatch, *rows: Measurement) -> None:
-    """Let these be the table."""
-    monkeypatch.setattr(select, "measurements", lambda: rows)
-    choose.cache_clear()
-
-
-def row(engine: str, total_us: float, head_dim: int = 128, tokens: int = 8192, dtype: str = "bfloat16") -> Measurement:
-    return Measurement("NVIDIA H200", dtype, head_dim, tokens, engine, total_us / 4, total_us * 3 / 4, "abc1234")
 
 
 def chosen(
@@ -60,7 +48,7 @@ def chosen(
     return name, said
 
 
-# --- without measurements --------------------------------------------------------------------------------------------
+# --- by auto ---------------------------------------------------------------------------------------------------------
 
 
 def test_on_a_cpu() -> None:
@@ -71,7 +59,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_on_a_gpu() -> None:
-    assert chosen(CUDA) == ("aten", "no two engines are measured for bfloat16 on NVIDIA H200")
+    assert chosen(CUDA) == ("aten", "torch has a fused kernel for bfloat16, head_dim 128 on NVIDIA H200")
     plainly = "torch has no fused kernel for {} on NVIDIA H200, so it computes as plain does"
     assert chosen(CUDA, torch.float32) == ("aten", plainly.format("float32, head_dim 128"))
     assert chosen(CUDA, d_v=264) == ("aten", plainly.format("bfloat16, head_dim 264"))
@@ -129,78 +117,6 @@ def test_triton_is_refused_before_a_pass_what_it_would_refuse_in_one() -> None:
 
 def test_a_choice_is_made_once() -> None:
     assert choose("auto", HOST, HALF, 64, 64, None) is choose("auto", HOST, HALF, 64, 64, None)
-
-
-# --- by measurement --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_the_fastest_forward_and_backward_together_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_forward = row("aten", 530.2)._replace(forward_us=1.2, backward_us=529.0)
-    tell(monkeypatch, row("plain", 9000), quick_forward, row("triton", 412.0))
-    assert chosen(CUDA) == (
-        "triton",
-        "412 us against aten 530 us for bfloat16, head_dim 128, 8192 tokens on NVIDIA H200 (measured at abc1234)",
-    )
-    assert chosen(CUDA, torch.float16)[0] == "aten"  # nothing is measured for it
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_one_measured_engine_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch, row("triton", 1.0))
-    assert chosen(CUDA) == ("aten", "no two engines are measured for bfloat16 on NVIDIA H200")
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_an_engine_that_cannot_do_the_call_does_not_compete(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch, row("fa3", 1.0), row("aten", 3.0), row("triton", 2.0), row("plain", 9.0))
-    assert chosen(CUDA)[0] == "triton"  # fa3 is not installed
-    assert chosen(CUDA, d_k=264)[0] == "aten"  # wider than triton takes
-    tell(monkeypatch, row("aten", 3.0), row("triton", 2.0), row("plain", 1.0))
-    assert chosen(CUDA, softcap=30.0)[1].startswith("1 us against triton 2 us")
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_another_gpu_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row("aten", 2.0), row("triton", 1.0)]
-    tell(monkeypatch, *(one._replace(device="NVIDIA A100") for one in rows))
-    assert chosen(CUDA)[0] == "aten"
-    tell(monkeypatch, *(one._replace(device="cpu") for one in rows))
-    assert chosen(HOST) == ("aten", "the only fused kernels for cpu")  # triton cannot run there
-
-
-def test_compared_are_the_nearest_head_dimension_and_the_most_tokens() -> None:
-    table = [
-        row("aten", 1.0, 64), row("triton", 2.0, 64),
-        row("aten", 4.0, 128), row("triton", 3.0, 128),
-        row("aten", 40.0, 128, 32768), row("triton", 50.0, 128, 32768), row("fa3", 5.0, 128, 65536),
-        row("aten", 6.0, 192),
-    ]  # fmt: skip
-
-    def found(head_dim: int) -> list[tuple[str, int, int]]:
-        return [(one.engine, one.head_dim, one.tokens) for one in ranked(table, head_dim)]
-
-    assert found(72) == [("aten", 64, 8192), ("triton", 64, 8192)]
-    assert found(96) == found(200) == [("aten", 128, 32768), ("triton", 128, 32768)]
-    assert found(192) == found(96)  # where 192 has one engine alone
-    assert ranked(table[:1], 64) == [] == ranked([], 64)
-
-
-def test_the_table_in_the_package_is_sound() -> None:
-    """One row for each thing measured, with numbers that a clock can give, for engines that there are."""
-    table = measurements()
-    assert len({one[:5] for one in table}) == len(table)
-    for one in table:
-        assert one.engine in ENGINES[1:] and isinstance(getattr(torch, one.dtype), torch.dtype)
-        assert one.head_dim > 0 and one.tokens > 0 and one.forward_us > 0 and one.backward_us > 0
-        assert one.device and one.commit
-
-
-def test_a_row_with_other_fields_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(measured, "files", lambda package: tmp_path)
-    (tmp_path / "measured.json").write_text('[{"engine": "aten"}]')  # type: ignore[operator]
-    with pytest.raises(TypeError, match="missing"):
-        measurements.__wrapped__()
 
 
 # --- what a user reads -----------------------------------------------------------------------------------------------

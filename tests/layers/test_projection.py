@@ -12,9 +12,7 @@ from torch import Tensor
 from ringattn.errors import InputError
 from ringattn.layers import projection
 from ringattn.layers.projection import (
-    MeasuredProjection,
     backend_for,
-    measured_projections,
     project_kv,
     project_q,
     project_qkv,
@@ -144,61 +142,16 @@ def test_norm_and_rotation_round_once(dtype: torch.dtype) -> None:
     assert ((q.double() - exact).abs() <= half_step + 1e-6).all()  # 1e-6: what float32 does on the way
 
 
-def auto(
-    device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = DIM, tokens: int = 3, columns: int = 64
-) -> str:
-    x = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, tokens, MODEL))
-    return backend_for(x, columns, head_dim)  # type: ignore[arg-type]
+def auto(device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = DIM) -> str:
+    return backend_for(SimpleNamespace(device=torch.device(device), dtype=dtype), head_dim)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU as far as a choice can tell; nothing is measured on it."""
-    monkeypatch.setattr(projection, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(projection, "measured_projections", tuple)
-
-
-@pytest.mark.usefixtures("_gpu")
 def test_which_backend_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "find_spec", lambda name: object())
     assert auto("cpu") == "plain" and auto("cuda") == "epilogue"
     assert auto("cuda", torch.float64) == "plain" and auto("cuda", head_dim=15) == "plain"
     monkeypatch.setattr(projection, "find_spec", lambda name: None)
     assert auto("cuda") == "plain"
-
-
-def measured(backend: Any, total_us: float, **changed: Any) -> MeasuredProjection:
-    row = MeasuredProjection("a GPU", "bfloat16", MODEL, 64, 1024, backend, total_us / 4, total_us * 3 / 4, "abc1234")
-    return row._replace(**changed)
-
-
-@pytest.mark.usefixtures("_gpu")
-def test_the_nearest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tell(*rows: MeasuredProjection) -> None:
-        monkeypatch.setattr(projection, "measured_projections", lambda: rows)
-
-    few, many = {"tokens": 512}, {"tokens": 8192}
-    slow, fast = measured("epilogue", 20.0), measured("fused", 10.0)
-    tell(slow, fast)
-    assert auto("cuda") == auto("cuda", tokens=0) == "fused"
-    assert auto("cuda", torch.float16) == "epilogue"
-    tell(slow._replace(forward_us=1.0, backward_us=9.5), fast._replace(forward_us=9.0, backward_us=1.0))
-    assert auto("cuda") == "fused", "forward and backward count together"
-    tell(fast)
-    assert auto("cuda") == "epilogue", "one alone is not compared with anything"
-    tell(*(one._replace(device="another GPU") for one in (slow, fast)))
-    assert auto("cuda") == "epilogue"
-    tell(slow._replace(**few), fast._replace(**few), measured("plain", 5.0, **many), measured("fused", 7.0, **many))
-    assert auto("cuda", tokens=1000) == "fused" and auto("cuda", tokens=1050) == "plain", "between 512 and 8192: 2048"
-    wide = {"columns": 1024}
-    tell(slow, fast, measured("plain", 5.0, **wide), measured("fused", 7.0, **wide))
-    assert auto("cuda", columns=250) == "fused" and auto("cuda", columns=260) == "plain"
-
-
-def test_the_table_in_the_package() -> None:
-    rows = measured_projections()
-    assert {row.backend for row in rows} <= {"plain", "epilogue", "fused"}
-    assert all(row.forward_us > 0 and row.backward_us > 0 and row.commit for row in rows)
 
 
 X, W = torch.zeros(1, 3, 8), torch.zeros(32, 8)
