@@ -1,7 +1,8 @@
 """`make demo`: the same training run in several processes and in one, and the proof that they are the same.
 
-Prints both loss curves, the memory of each process and the check of every schedule, and writes pictures and a
-summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
+Prints both loss curves, the memory of each process and a line for the check of each schedule, and writes pictures and
+a summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
+What needs torch is imported after the first line is printed, because torch takes seconds to load.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ringattn import Ring
 from ringattn.errors import InputError, RingError
-from ringattn.explain import Explanation
 from ringattn.launch.folders import write_json
-from ringattn.launch.options import help_text
-from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
+from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.model import head_dim
-from ringattn.testing import run_ranks
+
+if TYPE_CHECKING:
+    from ringattn.explain import Explanation
+    from ringattn.launch.pictures.curves import CurveDistance
+    from ringattn.launch.train.config import TrainConfig
+    from ringattn.ring import Ring
 
 BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
 """Largest relative difference of two losses of the same step.
@@ -45,21 +46,36 @@ the demo's own values are in launch/conf/demo.yaml.
 Example: python -m ringattn.launch.train.demo steps=20 layout=striped"""
 
 
+@dataclass
+class DemoConfig:
+    """What the demo prints; all other keys are those of the training run."""
+
+    verbose: bool = option(False, "print every case of the check, not only a line for each schedule")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the demo with the overrides `argv`. Returns 0, 1 if something differs or fails, 2 for bad options."""
     if any(word in ("-h", "--help") for word in argv):
-        print(help_text("demo", PURPOSE, TrainConfig))
+        from ringattn.launch.train.config import TrainConfig
+
+        print(help_text("demo", PURPOSE, DemoConfig), help_text("demo", "", TrainConfig).split("\n", 4)[4], sep="\n")
         return 0
     console, started = Console(), time.monotonic()
+    console.print("the same model is trained by several processes and by one; loading torch")
     try:
-        config = load_train(argv, "demo")
+        from ringattn.launch.config import load
+        from ringattn.launch.train.config import load_train
+
+        own = [word for word in argv if word.startswith("verbose=")]
+        options = load(own, DemoConfig)
+        config = load_train([word for word in argv if word not in own], "demo")
         if place_in_torchrun() is not None:
             raise InputError("the demo starts its own processes: run it without torchrun")
         runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]
         agreements = [_agreement(*pair) for pair in zip(*runs, strict=True)]
         console.print(_loss_table(runs[0][0], runs[1][0]), _memory_table([run[0] for run in runs]))
         verdicts = [_say_agreement(agreement, runs[0][0]["ranks"], console) for agreement in agreements]
-        verdicts.append(_check(console))
+        verdicts.append(_check(console, options.verbose))
         explanation = explain(config, runs[0][0]["ranks"])
         _write(Path(config.out_dir), runs, agreements, explanation, all(verdicts))
     except RingError as error:
@@ -82,6 +98,8 @@ def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, 
 
 
 def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> CurveDistance:
+    from ringattn.launch.pictures.curves import CurveDistance
+
     dtype = shared["config"]["dtype"]
     pairs = zip(shared["losses"], alone["losses"], strict=True)
     return CurveDistance(dtype, [abs(a - b) / abs(b) for a, b in pairs], BOUNDS.get(dtype, BOUNDS["fp32"]))
@@ -118,16 +136,18 @@ def _memory_table(runs: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _check(console: Console) -> bool:
+def _check(console: Console, verbose: bool) -> bool:
     """Run `ringattn check`; true if it found everything exact."""
     from ringattn.launch.measure.check import main as check
 
     console.rule("ringattn check")
-    return check([]) == 0
+    return check(["verbose=true"] if verbose else []) == 0
 
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:
     """What one attention call of the configured run does; planned by threads, nothing is computed."""
+    from ringattn.launch.train.model import head_dim
+    from ringattn.testing import run_ranks
 
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:
@@ -156,6 +176,7 @@ def _write(
     explanation: Explanation,
     good: bool,
 ) -> None:
+    from ringattn.launch.pictures.curves import Bars, draw_losses, draw_memory
     from ringattn.launch.pictures.schedule import draw_schedule
 
     shared, alone = runs[0][0], runs[1][0]
