@@ -14,8 +14,8 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
-from ringattn.transport.nccl.advice import warnings_for
 from ringattn.transport.nccl.binding import version_text
+from ringattn.transport.nccl.options import warnings_for
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (OK, NOTE, WARNING, ERROR)

@@ -1,19 +1,20 @@
-"""What the runtime asks of a transport, and nothing more.
+"""The contract of a transport, and what every transport checks about its messages.
 
-A transport moves bytes between the ranks of one ring. It promises: all messages of one `exchange` are in flight at
-once; the k-th message sent to a peer meets the k-th message received from it; every wait has a deadline; a failure is
-an error that names rank, peer, label and bytes, on every rank. It may run the exchanges of a rank one after another, so
-no exchange may need one that is started later.
+A transport moves bytes between the ranks of one ring. Guarantees: all messages of one `exchange` are in flight at once;
+the k-th message sent to a peer meets the k-th message received from it; every wait has a deadline; a failure is an
+error that names rank, peer, label and bytes, on every rank; a message that no transport could carry raises `InputError`
+before anything is posted. A transport may run the exchanges of a rank one after another, so no exchange may need one
+that is started later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ringattn.errors import UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
 
 
 class Message(NamedTuple):
@@ -146,3 +147,60 @@ class HostTransport:
 
     def drain(self) -> None:
         """See `Transport.drain`: whatever has been waited for is there."""
+
+
+class Operation:
+    """One end of one message: `rank` sends to or receives from `message.peer`."""
+
+    def __init__(self, rank: int, sends: bool, message: Message) -> None:
+        self.rank = rank
+        self.sends = sends
+        self.peer, self.buffer, self.label = message
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def __str__(self) -> str:
+        verb = "send to" if self.sends else "recv from"
+        return f"rank {self.rank} {verb} rank {self.peer} '{self.label}' ({self.nbytes} bytes of {self.buffer.dtype})"
+
+
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
+
+
+def operations(
+    make: Callable[[int, bool, Message], AnyOperation],
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+) -> list[AnyOperation]:
+    """The operations of one exchange, receives first, made by `make(rank, sends, message)`.
+
+    Messages of zero bytes are left out on both sides alike. Raises `InputError` for a peer that is this rank or no rank
+    of the ring, and for a buffer that is not contiguous or not on `device`.
+    """
+    found = [make(rank, False, message) for message in recvs] + [make(rank, True, message) for message in sends]
+    for operation in found:
+        if operation.peer == rank:
+            raise InputError(f"{operation}: a rank cannot exchange with itself")
+        if not 0 <= operation.peer < world_size:
+            raise InputError(f"{operation}: the ring has ranks 0 to {world_size - 1}")
+        if not operation.buffer.is_contiguous():
+            raise InputError(f"{operation}: the buffer is not contiguous; pack it first")
+        if operation.buffer.device.type != device.type:
+            raise InputError(f"{operation}: the buffer is on {operation.buffer.device}, the transport on {device}")
+    return [operation for operation in found if operation.nbytes]
+
+
+def listed(pending: Sequence[Operation]) -> str:
+    """The operations, in one line."""
+    return "; ".join(str(operation) for operation in pending) or "nothing pending"
+
+
+def first_cause(rank: int, cause: BaseException) -> str:
+    """How all other ranks re-state the failure of `rank`."""
+    return f"rank {rank} failed first: {type(cause).__name__}: {cause}"

@@ -22,11 +22,9 @@ import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, TransportError
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
-from ringattn.transport.base import HostTransport, Message
-from ringattn.transport.board import Board
-from ringattn.transport.diagnosis import BEAT_S, Diagnosis
-from ringattn.transport.messages import Operation, listed, operations
-from ringattn.transport.pulse import Beating
+from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
+from ringattn.transport.control_store import Board
+from ringattn.transport.heartbeat import BEAT_S, Beating, Diagnosis
 
 DATA_LANE = 0
 # Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
-from ringattn.transport.base import HostTransport, Message
-from ringattn.transport.messages import Operation, first_cause, listed, operations
+from ringattn.transport.base import HostTransport, Message, Operation, first_cause, listed, operations
 
 
 class _Operation(Operation):

@@ -16,16 +16,13 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
-from ringattn.transport.board import Board
+from ringattn.transport.control_store import Board, group_store, rendezvous_store
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.nccl.advice import warnings_for
 from ringattn.transport.nccl.bootstrap import Host
 from ringattn.transport.nccl.device import CudaDevice
-from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.select import open_binding
+from ringattn.transport.nccl.options import NcclOptions, open_binding, warnings_for
 from ringattn.transport.nccl.transport import NcclTransport
-from ringattn.transport.stores import group_store, rendezvous_store
 
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
 

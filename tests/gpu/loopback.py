@@ -19,10 +19,8 @@ from ringattn import Ring
 from ringattn.transport.base import Message
 from ringattn.transport.local import LocalTicket, LocalTransport, LocalWorld, _Operation
 from ringattn.transport.nccl.binding import Binding, CommConfig
-from ringattn.transport.nccl.communicator import Call, Communicator
-from ringattn.transport.nccl.device import Device, Event
-from ringattn.transport.nccl.slots import Slots
-from ringattn.transport.nccl.waiting import Deadline
+from ringattn.transport.nccl.communicator import Call, Communicator, Slots
+from ringattn.transport.nccl.device import Deadline, Device, Event
 
 Result = TypeVar("Result")
 

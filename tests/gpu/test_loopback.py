@@ -17,10 +17,8 @@ from ringattn import Ring
 from ringattn.launch.measure.check import CheckConfig, cases, check_rank
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Call, Communicator
-from ringattn.transport.nccl.device import CudaDevice, Device
-from ringattn.transport.nccl.options import BINDINGS, NcclOptions
-from ringattn.transport.nccl.select import open_binding
-from ringattn.transport.nccl.waiting import Deadline, wait_until
+from ringattn.transport.nccl.device import CudaDevice, Deadline, Device, wait_until
+from ringattn.transport.nccl.options import BINDINGS, NcclOptions, open_binding
 from tests.gpu.kept import keep
 from tests.gpu.loopback import LoopbackWorld, on_loopback
 

@@ -26,8 +26,8 @@ from ringattn.observe.flight import (
     MessageRecord,
 )
 from ringattn.transport.base import Message
+from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.stores import rendezvous_store
 from tests.contract.processes import Processes
 
 

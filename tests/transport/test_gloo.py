@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
-from ringattn.transport import stores
+from ringattn.transport import control_store
 from ringattn.transport.base import Message
+from ringattn.transport.control_store import group_store, rendezvous_store
 from ringattn.transport.gloo import GlooTransport, _Operation
-from ringattn.transport.stores import group_store, rendezvous_store
 from tests.contract import transport_contract as contract
 from tests.contract.processes import Processes
 
@@ -129,17 +129,17 @@ def test_no_default_group_is_said(processes: Processes) -> None:
 
 def lives_apart(rank: int, world_size: int) -> None:
     def opened(run_id: str, restart_count: str) -> dist.Store:
-        stores._openings.clear()  # as in a new process
+        control_store._openings.clear()  # as in a new process
         return rendezvous_store(rank, world_size, 20.0, run_id=run_id, restart_count=restart_count)
 
-    counts = dict(stores._openings)
+    counts = dict(control_store._openings)
     try:
         opened("job", "0").set("cause", "of the former life")
         assert opened("job", "0").check(["cause"])
         assert not opened("job", "1").check(["cause"])
         assert not opened("other", "0").check(["cause"])
     finally:
-        stores._openings.update(counts)
+        control_store._openings.update(counts)
 
 
 def test_a_restarted_job_finds_no_old_keys(processes: Processes) -> None:

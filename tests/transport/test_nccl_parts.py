@@ -12,12 +12,19 @@ import pytest
 from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
-from ringattn.transport.board import Board
-from ringattn.transport.nccl.advice import warnings_for
-from ringattn.transport.nccl.bootstrap import Arrival, Host, all_ready, arrive, check_fit, share_unique_id
-from ringattn.transport.nccl.calls import WINDOW, CallWindow
-from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.waiting import LONGEST_NAP_S, Deadline, wait_until
+from ringattn.transport.control_store import Board
+from ringattn.transport.nccl.bootstrap import (
+    WINDOW,
+    Arrival,
+    CallWindow,
+    Host,
+    all_ready,
+    arrive,
+    check_fit,
+    share_unique_id,
+)
+from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
+from ringattn.transport.nccl.options import NcclOptions, warnings_for
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:

@@ -18,11 +18,9 @@ from torch.distributed import HashStore
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError
 from ringattn.transport.base import Message
-from ringattn.transport.board import Board
-from ringattn.transport.diagnosis import CAUSE_S, LISTEN_S, Diagnosis
+from ringattn.transport.control_store import Board, rendezvous_store
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.pulse import ENDED, Beat, Beating, Pulse
-from ringattn.transport.stores import rendezvous_store
+from ringattn.transport.heartbeat import CAUSE_S, ENDED, LISTEN_S, Beat, Beating, Diagnosis, Pulse
 from tests.contract.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +107,7 @@ def test_a_lost_store_ends_the_thread_quietly(capfd: pytest.CaptureFixture[str])
 
 LEAVES = """
 from torch.distributed import TCPStore
-from ringattn.transport.pulse import Beating
+from ringattn.transport.heartbeat import Beating
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 beatings = [Beating(store.clone(), rank, 1e-6, lambda: "busy") for rank in range(16)]
 store.wait([f"pulse/{rank}" for rank in range(16)])

@@ -1,23 +1,26 @@
-"""How the ranks of a ring find each other: who has come, whether they fit together, and the communicator's unique id.
+"""What the ranks of a ring tell each other through the control store: at opening, at each call, after a failure.
 
-Keys lie under the ring's own prefix (run, restart, opening), so an id of a former life cannot be read. Guarantees:
-ranks that do not come are named at the deadline; ranks that cannot work together are refused before NCCL is asked, on
-every rank alike.
+Opening: each rank's facts are compared, then rank 0 shares the communicator's unique id. Ranks that do not arrive are
+named at the deadline; ranks that do not fit together are refused before NCCL is asked, on every rank alike.
+Calls: each heartbeat carries the rank's newest calls, so that ranks need not check a call again that they have checked
+once. Failure attribution: a rank that is alive and merely waits is never named as the cause.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import NamedTuple
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
-from ringattn.transport.board import Board
+from ringattn.transport.control_store import Board
+from ringattn.transport.heartbeat import ENDED, INTERVAL_S, PER_RANK_S, Pulse
 from ringattn.transport.nccl.binding import version_text
+from ringattn.transport.nccl.device import Deadline, wait_until
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.waiting import Deadline, wait_until
 
 PassProfiler = Callable[[], None]
 
@@ -115,3 +118,85 @@ def all_ready(board: Board, deadline: Deadline, watch: PassProfiler) -> None:
         )
     if board.rank == 0:
         board.store.delete_key("unique_id")
+
+
+WINDOW = 64
+"""Newest calls that are kept one by one."""
+MILESTONE = 64
+MILESTONES = 64
+WORDS = 400
+
+
+class CallWindow:
+    """Written by the thread that makes the calls, read by those that watch and beat."""
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[int, str]] = deque(maxlen=WINDOW)
+        self._milestones: deque[tuple[int, str]] = deque(maxlen=MILESTONES)
+        self._chain = b""
+        self._words = ""
+        self.number = 0
+
+    def announce(self, number: int, digest: bytes, words: str) -> None:
+        """This rank now makes its call `number`."""
+        self._chain = sha256(self._chain + digest).digest()[:8]
+        self._words, self.number = words, number
+        entry = number, self._chain.hex()
+        self._newest.append(entry)
+        if number % MILESTONE == 0:
+            self._milestones.append(entry)
+
+    def status(self, **place: object) -> str:
+        """For the pulse; `place` is what `places` gives back."""
+        calls = [*self._milestones, *self._newest]
+        return json.dumps({**place, "call": self.number, "words": self._words[:WORDS], "calls": calls})
+
+    def differs(self, status: str) -> str | None:
+        """The first call that a peer with this `status` is known to have made otherwise, in words; None if none."""
+        told = json.loads(status)
+        theirs = dict(map(tuple, told["calls"]))
+        for number, chain in [*self._milestones, *self._newest]:
+            if theirs.get(number, chain) != chain:
+                return f"call {number} is another there (now at '{told['words']}', here '{self._words[:WORDS]}')"
+        return None
+
+    @staticmethod
+    def places(status: str) -> dict[str, object]:
+        """What `status` was given, and `call`, the number of the rank's newest call."""
+        return json.loads(status)
+
+
+LISTEN_S = 5 * INTERVAL_S
+"""How long a pulse must stand still, in small rings; larger ones beat more slowly."""
+
+
+def accuse(board: Board, calls: CallWindow, waited_for: set[int]) -> str:
+    """For an error message, beginning with `; `: the guilty, or else those behind; then the live ones of `waited_for`.
+
+    A rank that is behind may only wait for the guilty itself.
+    """
+    others = [rank for rank in board.everyone() if rank != board.rank]
+    ear = Pulse(board.store, board.rank)
+    try:
+        silent = ear.silent(others, LISTEN_S + 3 * PER_RANK_S * board.world_size)
+        beats = {rank: beat for rank in others if (beat := ear.heard(rank)) is not None}
+    except RuntimeError as error:
+        return f"; the store's host is gone: {error}"
+    guilty, behind, alive = [], [], []
+    for rank in others:
+        place = calls.places(beats[rank].status) if rank in beats else None
+        at = f"'{place['at']}' of call {place['call']}" if place else ""
+        if rank in silent:
+            heard = f"last heard in {at}" if at else "never heard"
+            guilty.append(f"rank {rank} is silent (stopped, stuck or gone), {heard}")
+        elif place is None or beats[rank].count == ENDED:
+            continue
+        elif place["launching"]:
+            guilty.append(f"rank {rank} is stuck in a launch, in {at}")
+        elif place["computing"]:
+            guilty.append(f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}")
+        elif int(str(place["call"])) < calls.number:
+            behind.append(f"rank {rank} is behind, in {at}, this rank in call {calls.number}")
+        elif rank in waited_for:
+            alive.append(f"rank {rank} lives, in {at}")
+    return "".join(f"; {each}" for each in [*(guilty or behind), *alive])

@@ -1,8 +1,9 @@
-"""A communicator: one lane on which this rank's hops run one after another.
+"""A communicator, on which this rank's hops run one after another, and the device memory registered with it.
 
 States: new, opening, ready, failed, closed. Guarantees: opening has a deadline; a hop is one group, whatever it holds;
 NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
-aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
+aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL. Registered memory is
+freed only when nothing views it and nothing is under way, and never from a destructor.
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
 """
 
@@ -10,15 +11,17 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+import torch
+
 from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
-from ringattn.transport.nccl.device import Device
-from ringattn.transport.nccl.waiting import Deadline, wait_until
+from ringattn.transport.nccl.device import Deadline, Device, wait_until
 
 ABORT_S = 60.0
 """How long an abort may take before it counts as stuck. It waits for what the GPU computes before the pending hops."""
@@ -227,3 +230,49 @@ class Communicator:
                 "start processes with spawn and open a Ring in each"
             )
         raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")
+
+
+class _Block:
+    """One allocation; whoever views it holds this object."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+
+class Slots:
+    """The memory of one ring."""
+
+    def __init__(self, binding: Binding, device: Device, lanes: Sequence[Communicator], registered: bool) -> None:
+        self.registered = registered
+        self._binding, self._device, self._lanes = binding, device, lanes
+        self._registrations: dict[int, list[tuple[Communicator, int]]] = {}
+        self._unused: list[int] = []
+
+    def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
+        """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more; that is given back
+        first.
+
+        Raises `NcclError` when the device has no room.
+        """
+        if not self.registered or not nbytes:
+            return self._device.empty(nbytes)
+        if self._registrations:
+            quiet()
+            self.free()
+        self._device.activate()
+        pointer = self._binding.mem_alloc(nbytes)
+        self._registrations[pointer] = []
+        block = _Block(pointer)
+        weakref.finalize(block, self._unused.append, pointer).atexit = False
+        for lane in self._lanes:
+            self._registrations[pointer].append((lane, self._binding.register(lane.handle, pointer, nbytes)))
+        return self._device.wrap(pointer, nbytes, block)
+
+    def free(self) -> None:
+        """Give back what nobody views any more; lanes that have ended took their registrations with them."""
+        while self._unused:
+            pointer = self._unused.pop()
+            for lane, handle in self._registrations.pop(pointer):
+                if lane.state is State.READY:
+                    self._binding.deregister(lane.handle, handle)
+            self._binding.mem_free(pointer)

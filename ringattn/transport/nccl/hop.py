@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, MessageRecord
-from ringattn.transport.messages import Operation, listed
+from ringattn.transport.base import Operation, listed
 from ringattn.transport.nccl.communicator import Call
 from ringattn.transport.nccl.device import Event
 

@@ -1,11 +1,11 @@
-"""Watches one rank's exchanges from a thread of its own, for nobody else waits on the host.
+"""Watches one rank's exchanges from a thread of its own, and the all-gather of bytes that it guards.
 
-It holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with what
-the ear hears of other ranks, and ends the ring when one of these says so: abort the lanes, say who is to blame, publish
-the cause, write the flight record. Guarantees: it launches nothing, and waits for no store; it queries no event that
-was recorded in a capture; whatever is raised on its thread ends the ring; the failure that callers see is told within
-`TELL_S` of being found, even when the store is silent. A rank whose own computing never reaches an exchange accuses
-nobody: its peers do.
+The thread holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with
+those in the other ranks' heartbeats, and on a failure aborts the communicators, attributes the failure to a rank,
+publishes the cause and writes the flight record. Guarantees: it launches nothing, and waits for no store; it queries no
+event that was recorded in a capture; whatever is raised on its thread ends the ring; callers see the failure within
+`TELL_S` of its detection, even when the store does not answer. A rank whose own kernels never reach an exchange names
+no other rank: its peers name it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
-from ringattn.transport.board import Board
-from ringattn.transport.nccl.accusation import LISTEN_S, accuse
-from ringattn.transport.nccl.calls import CallWindow
+from ringattn.transport.control_store import Board
+from ringattn.transport.heartbeat import INTERVAL_S, Ear, Pulse
+from ringattn.transport.nccl.bootstrap import LISTEN_S, CallWindow, accuse
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator
-from ringattn.transport.nccl.device import Device, Event
-from ringattn.transport.nccl.ear import INTERVAL_S, Ear
+from ringattn.transport.nccl.device import Deadline, Device, Event, wait_until
 from ringattn.transport.nccl.hop import NcclHop, NcclTicket
 
 TELL_S = LISTEN_S + 0.8
@@ -234,3 +233,49 @@ def _said(error: BaseException, words: str) -> BaseException:
         return RingError(f"{type(error).__name__}: {error}{words}").with_traceback(error.__traceback__)
     kind = PeerLostError if isinstance(error, BrokenLaneError) else type(error)
     return kind(f"{error}{words}") if words or kind is not type(error) else error
+
+
+class Agreement:
+    """One rank's agreements, counted from 0."""
+
+    def __init__(self, board: Board, calls: CallWindow, supervisor: Supervisor, timeout_s: float) -> None:
+        self._board, self._calls, self._supervisor, self._timeout_s = board, calls, supervisor, timeout_s
+        self._pulse = Pulse(board.store, board.rank)
+        self._number = 0
+        self._next_look = Deadline(0.0)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """Everyone's payload, by rank. Raises `DeadlineError`, `PeerLostError`, `DisagreementError`."""
+        board, stem = self._board, f"agree/{self._number}"
+        label = f"rank {board.rank} in agreement {self._number}"
+        self._supervisor.where = f"agreement {self._number}"
+        self._next_look = Deadline(3 * INTERVAL_S)
+        try:
+            board.write(f"{stem}/{board.rank}", payload)
+            if not wait_until(lambda: board.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
+                missing = board.missing(stem)
+                blamed = accuse(board, self._calls, set(missing))
+                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{blamed}")
+            answers = [board.read(f"{stem}/{rank}") for rank in board.everyone()]
+            if self._number:  # all have come here, so nobody reads the one before any more
+                board.store.delete_key(f"agree/{self._number - 1}/{board.rank}")
+        except RingError as error:
+            kind = type(error) if isinstance(error, DeadlineError | DisagreementError) else PeerLostError
+            raise kind(f"{label}: {error}") from error
+        except RuntimeError as error:
+            raise PeerLostError(f"{label}: the store's host is gone: {error}") from error
+        self._number += 1
+        return answers
+
+    def _watch(self, stem: str) -> None:
+        """Raise a failure of the ring, or that a missing rank has closed or gone on without agreeing."""
+        self._supervisor.watch()
+        if not self._next_look.passed:
+            return
+        self._next_look = Deadline(3 * INTERVAL_S)
+        for rank in self._board.missing(stem):
+            if self._board.holds(f"closed/{rank}"):
+                raise PeerLostError(f"rank {rank} closed its ring")
+            beat = self._pulse.heard(rank)
+            if beat is not None and (difference := self._calls.differs(beat.status)) is not None:
+                raise DisagreementError(f"rank {rank} does not ask for the same: {difference}")

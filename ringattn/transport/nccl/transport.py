@@ -23,21 +23,24 @@ import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Message
-from ringattn.transport.board import Board
-from ringattn.transport.messages import Operation, operations
-from ringattn.transport.nccl.accusation import accuse
-from ringattn.transport.nccl.agreement import Agreement
+from ringattn.transport.base import Message, Operation, operations
+from ringattn.transport.control_store import Board
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
-from ringattn.transport.nccl.bootstrap import Arrival, Host, all_ready, arrive, check_fit, share_unique_id
-from ringattn.transport.nccl.calls import CallWindow
-from ringattn.transport.nccl.communicator import Call, Communicator
-from ringattn.transport.nccl.device import Device
+from ringattn.transport.nccl.bootstrap import (
+    Arrival,
+    CallWindow,
+    Host,
+    accuse,
+    all_ready,
+    arrive,
+    check_fit,
+    share_unique_id,
+)
+from ringattn.transport.nccl.communicator import Call, Communicator, Slots
+from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, Replay, Started
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.slots import Slots
-from ringattn.transport.nccl.supervisor import BrokenLaneError, Supervisor
-from ringattn.transport.nccl.waiting import Deadline, wait_until
+from ringattn.transport.nccl.supervisor import Agreement, BrokenLaneError, Supervisor
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""

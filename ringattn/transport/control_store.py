@@ -1,8 +1,9 @@
-"""Where the processes of a ring meet: a key-value store of torch's, under a prefix that no other ring has.
+"""The control store: a key-value store of torch's, under a prefix that no other ring has.
 
-Guarantees: any number of rings may be opened, one after another or together, beside the user's own process groups and
-before or after them; a restarted job never reads the keys of its former life.
-Not covered: environment variables of its own (torch reads MASTER_ADDR and MASTER_PORT), connections, messages.
+Keys of one ring, besides its heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and what a
+transport adds. Guarantees: the first cause wins and never changes; no method waits, except `read`; any number of rings
+may be open at once, beside the user's own process groups and before or after them; a restarted job never reads the keys
+of the run before it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,62 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.errors import DeadlineError, InputError
+from ringattn.transport.base import first_cause
+
+
+class Board:
+    """One rank's view. Used by one thread at a time: `clone` makes another. All methods but `publish_cause` and
+    `leave` raise `RuntimeError` when the store's host is gone."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+
+    def clone(self) -> Board:
+        """The same board over a connection of its own."""
+        return Board(self.store.clone(), self.rank, self.world_size)  # type: ignore[attr-defined]
+
+    def write(self, key: str, value: str | bytes) -> None:
+        """Put one entry up."""
+        self.store.set(key, value)  # type: ignore[arg-type]
+
+    def read(self, key: str) -> bytes:
+        """An entry that is known to be up."""
+        return self.store.get(key)
+
+    def holds(self, key: str) -> bool:
+        """Whether an entry is up."""
+        return self.store.check([key])
+
+    def complete(self, stem: str) -> bool:
+        """Whether every rank's entry `stem/RANK` is up."""
+        return self.store.check([f"{stem}/{rank}" for rank in self.everyone()])
+
+    def missing(self, stem: str) -> list[int]:
+        """The ranks whose entry `stem/RANK` is not up."""
+        return [rank for rank in self.everyone() if not self.holds(f"{stem}/{rank}")]
+
+    def everyone(self) -> range:
+        """All ranks."""
+        return range(self.world_size)
+
+    def publish_cause(self, error: BaseException) -> None:
+        """Say why this rank fails, unless another was first. Never raises."""
+        try:
+            self.store.compare_set("cause", "", first_cause(self.rank, error))
+        except RuntimeError:
+            pass  # the store's host is gone, and nobody can be told
+
+    def cause(self) -> str | None:
+        """The first cause."""
+        return self.read("cause").decode() if self.holds("cause") else None
+
+    def leave(self) -> None:
+        """Say that this rank closes in good order. Never raises."""
+        try:
+            self.store.set(f"closed/{self.rank}", "1")
+        except RuntimeError:
+            pass
+
 
 # The n-th ring that a process opens must meet the n-th of every other process, so openings are counted per origin.
 _openings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
