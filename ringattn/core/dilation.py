@@ -19,9 +19,9 @@ from ringattn.errors import InputError
 
 @dataclass(frozen=True)
 class Dilated:
-    """Which pairs meet in dilated attention. `offset`: the rule that gives a head its place modulo the rate.
+    """The mask options of dilated attention. `offset`: the rule that gives a head its offset modulo the rate.
 
-    mod: head % rate (LongNet). block: runs of ceil(heads / rate) heads share one (torchscale). kv_head: the K/V head %
+    mod: head % rate (LongNet). block: each ceil(heads / rate) heads share one (torchscale). kv_head: the K/V head %
     rate, so that grouped heads read the same rows. layer_rotated: (head + layer * heads) % rate.
     """
 
@@ -37,6 +37,7 @@ class Dilated:
         check_causal(self.causal)
         if self.offset not in OFFSETS:
             raise InputError(f"offset={self.offset!r} is not known; choose one of {', '.join(OFFSETS)}")
+        # Only 'layer_rotated' reads the layer; given to another rule it would be an ignored option.
         if (self.layer is None) == (self.offset == "layer_rotated"):
             raise InputError(f"layer={self.layer} with offset={self.offset!r}: layer goes with 'layer_rotated' only")
         if self.layer is not None and (type(self.layer) is not int or self.layer < 0):
@@ -59,14 +60,21 @@ class Dilated:
         """The mask over a sequence; segments begin anew in each document. Raises `InputError` for two sequences."""
         if (length, documents) != (kv_length, kv_documents):
             raise InputError("dilated attention is self-attention; queries and keys must be of one sequence")
+        # Segment 8, rate 2, offsets 0 and 1:
+        #    positions   0 1 2 3 4 5 6 7 | 8 9 ...
+        #    head 0      x . x . x . x . | x . ...
+        #    head 1      . x . x . x . x | . x ...
         bounds = documents or (0, length)
         longest = max((stop - start for start, stop in pairwise(bounds)), default=0)
         band, branches = CAUSAL if self.causal else FULL, []
         for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True):
+            # A segment that no document exceeds cuts nothing: None gives equal masks for equal pairs.
             segment = length if length < longest else None
             offsets = head_offsets(self.offset, rate, q_heads, kv_heads, self.layer or 0)
+            # Consecutive heads with one offset share a branch, so a branch needs one range of heads.
             for offset, members in groupby(range(q_heads), offsets.__getitem__):
                 heads = list(members)
+                # None stands for all heads, as in plain masks.
                 run = None if len(heads) == q_heads else StridedRange(heads[0], len(heads))
                 branches.append(Branch(bounds, bounds, band, run, segment, rate, offset))
         return Mask(tuple(branches))

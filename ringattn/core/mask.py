@@ -1,4 +1,4 @@
-"""What pairs meet: a mask is a sum of branches, each a band inside aligned segments.
+"""Which pairs (query, key) are allowed: a mask is a sum of branches, each a band inside aligned segments.
 
 Full, causal, windows and documents are single branches; branches with different heads sit side by side. A pair that
 two branches allow for the same head counts twice (that is what mixing dilated branches means), so plain masks hold
@@ -49,6 +49,9 @@ class Mask:
 
     def parts(self, q_heads: int, kv_heads: int) -> tuple[HeadPart, ...]:
         """The K/V heads cut where some branch starts or ends, so that every branch needs a part whole or not at all."""
+        # Edges in K/V heads. A branch that starts inside a group of query heads still needs the group's whole K/V head:
+        #    query heads  0 1 2 | 3 4 5 | 6 7 8     group 3, branch on query heads 2..4
+        #    K/V heads      0   |   1   |   2       edges 0, 2, 3: start rounded down, end rounded up
         group = q_heads // kv_heads
         edges = {0, kv_heads}
         for branch in self.branches:
@@ -62,7 +65,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Banded:
-    """Which pairs meet in ordinary attention; see `make_mask`."""
+    """The mask options of ordinary attention; see `make_mask`."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -103,15 +106,19 @@ def make_mask(
         raise InputError(
             f"documents pair by index: q has {len(documents) - 1} documents and k/v has {len(kv_documents) - 1}"
         )
+    # A document pairs with the one of the same index, and distances count from the starts of the two.
     left, right = _window(window)
     if causal and right not in (0, UNBOUNDED):
         raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
+    # q - k >= -right: keys up to `right` after the query; q - k <= left: keys up to `left` before it.
+    #    q - k:   -right . . . 0 . . . left
     band = Band(0 if causal else -right, left)
     return Mask((Branch(documents or (0, length), kv_documents or (0, kv_length), band),))
 
 
 def check_causal(causal: object) -> None:
     """Raise `InputError` for what is not True or False, such as "no" and a tensor, whose truth is not what is meant."""
+    # The truth value of "no", or of a tensor, is not what the caller means.
     if not isinstance(causal, bool):
         raise InputError(f"causal must be True or False, got {causal!r} ({type(causal).__name__})")
 
@@ -124,7 +131,9 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
         raise InputError(f"window={window!r}: expected (left, right) in tokens, with None or -1 for unbounded")
     sides = []
     for name, side in zip(("left", "right"), window, strict=True):
+        # bool is an int to Python, and True would be a window of one token.
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
             raise InputError(f"window {name} side is {side!r}: expected a number of tokens >= 0, or None or -1")
+        # Longer than any sequence is unbounded, so equal masks compare equal.
         sides.append(UNBOUNDED if side is None or side == -1 or side >= MOST_TOKENS else side)
     return sides[0], sides[1]

@@ -1,8 +1,9 @@
-"""Masks on layouts to tiles: a sorted sweep over segments, for all ranks at once.
+"""The tiling: masks on layouts to tiles, for all ranks at once.
 
-Runs are cut at segment borders into *pieces*; pieces of equal segment meet; each meeting is clipped by the band to the
-rows that have a partner. Everything is integer arithmetic on arrays, so that 64 ranks and 64 documents take
-milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair needs it.
+The ranges of a shard are cut at segment borders into *pieces*. Query and key pieces of the same segment form pairs;
+each pair is clipped by the band to the rows that have a partner. Everything is integer arithmetic on arrays, so that
+64 ranks and 64 documents take milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair
+needs it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class TileTable:
 
     def __init__(self, columns: Ints) -> None:
         """Takes ownership of `columns`."""
+        # Tables are hashed by their bytes and shared between cached plans.
         columns.setflags(write=False)
         self.columns = columns
 
@@ -95,6 +97,8 @@ class TileTable:
         """The same pairs, with a tile for every query head."""
         counts = self.columns[:, 13]
         columns = self.columns.repeat(counts, axis=0)
+        # arange - repeat(exclusive cumsum) counts within each tile:
+        # counts 3 1 2  ->  arange 0 1 2 | 3 | 4 5  minus  0 0 0 | 3 | 4 4  =  0 1 2 | 0 | 0 1
         columns[:, 12] += np.arange(len(columns)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns[:, 13] = 1
         return TileTable(columns)
@@ -102,11 +106,14 @@ class TileTable:
     def with_joined_heads(self) -> TileTable:
         """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
         columns = self.columns
+        # lexsort takes its last key first: order by columns 0 to 11, then by the first head.
         columns = columns[np.lexsort(columns[:, [12, *range(11, -1, -1)]].T)]
         heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
+        # alike[i]: tile i + 1 continues tile i; a group starts wherever it is false.
         alike = (columns[1:, :12] == columns[:-1, :12]).all(1) & (heads[1:] == end[:-1])
         first = np.flatnonzero(np.r_[True, ~alike][: len(columns)])
         found = columns[first]
+        # The last tile of each group gives the end of its heads.
         found[:, 13] = end[np.r_[first[1:], len(columns)] - 1] - found[:, 12] if len(first) else 0
         return TileTable(found)
 
@@ -148,6 +155,7 @@ def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
     """The first positions of the segments, and the length: `bounds`, each part cut again every `segment` positions."""
     if segment is None:
         return np.array(bounds, np.int64)
+    # Segments restart at each document, so the last one of a document may be shorter.
     starts = [np.arange(start, stop, segment, dtype=np.int64) for start, stop in pairwise(bounds)]
     return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
 
@@ -158,13 +166,16 @@ def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int
     edges: Ints = np.array(bounds, np.int64)
     starts, lengths = edges[:-1], edges[1:] - edges[:-1]
     step = lengths if segment is None else np.full_like(lengths, segment)
+    # -(-a // b) is a / b rounded up, here and below.
     segments = np.ones_like(lengths) if segment is None else -(-lengths // segment)
+    # Exclusive cumsum: the number of segments before each document.
     before = np.cumsum(segments) - segments
 
     def segment_at(positions: Ints) -> Ints:
         part = np.searchsorted(starts, positions, side="right") - 1
         return before[part] + (positions - starts[part]) // step[part]
 
+    # A range with its ends in segments a and b is cut into at most b - a + 1 pieces, one for each segment.
     start, count, stride = runs.T
     return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
 
@@ -173,41 +184,57 @@ def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int
 def cut(
     layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
 ) -> Pieces:
-    """What of all shards of `layout` takes part in a branch (see `Branch`), cut at its segments' borders."""
+    """The positions of all shards of `layout` that a branch uses (see `Branch`), cut at its segments' borders."""
     runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
+    # One line for each range of each shard, all ranks in one array.
     rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
+    # Rows count from the start of the rank's own shard: exclusive cumsum, less what the ranks before hold.
     row = np.cumsum(count) - count
     row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
     edges = edges_of(bounds, segment)
+    # Range r touches the segments first[r] .. first[r] + spans[r] - 1; pieces of empty segments are dropped below.
+    #    edges   |0      |8      |16     |24
+    #    range      4 . . . . . . . . 20         first 0, spans 3
+    #    pieces     4..7 | 8..15 | 16..20
     first = np.searchsorted(edges, start, side="right") - 1
     spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
+    # of: the range that a piece is cut from; at: the piece's segment, counted up within each range.
     of = np.repeat(np.arange(len(rank)), spans)
     at = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
     rank, start, count, stride, row = rank[of], start[of], count[of], stride[of], row[of]
+    # Indices into the range: the first member at or past the segment's start, and at or past its end.
+    # -((a - b) // s) is (b - a) / s rounded up.
     begin = np.maximum(0, -((start - edges[at]) // stride))
     end = np.minimum(count, -((start - edges[at + 1]) // stride))
     step = np.ones_like(stride)
     if dilation > 1:
-        begin, step = _kept(edges[at] + offset - start, stride, dilation, begin, end)
+        # Of a segment only every dilation-th position takes part, counted from its start plus the offset.
+        begin, step = _dilated_indices(edges[at] + offset - start, stride, dilation, begin, end)
+    # Members from begin to end - 1 at this step, rounded up; zero or negative for none.
     size = -((begin - end) // step)
     found = Pieces(rank, at, start + begin * stride, stride * step, size, row + begin, step)
     return found.take(np.flatnonzero(size > 0))
 
 
-def _kept(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+def _dilated_indices(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
     """The indices from `begin` on with index * stride = target modulo dilation: (the first, or `end`, their step)."""
+    # Solve index * stride = target (mod dilation). With g = gcd(stride, dilation) it has a solution only if g divides
+    # target; the solutions then are one residue class modulo dilation / g:
+    #     index = (target / g) * (stride / g)^-1   (mod dilation / g)
     common = np.gcd(stride, dilation)
     step = dilation // common
+    # A layout has few distinct strides, so the modular inverses are found in a small table.
     strides = stride.tolist()
-    inverse = {one: pow(one // gcd(one, dilation), -1, dilation // gcd(one, dilation)) for one in set(strides)}
-    turn = np.array([inverse[one] for one in strides], np.int64)
-    residue = target // common % step * turn % step
+    inverses = {one: pow(one // gcd(one, dilation), -1, dilation // gcd(one, dilation)) for one in set(strides)}
+    inverse = np.array([inverses[one] for one in strides], np.int64)
+    residue = target // common % step * inverse % step
+    # The first index of that residue class from `begin` on.
     first = begin + (residue - begin) % step
     return np.where(target % common == 0, np.minimum(first, end), end), step
 
 
 def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
-    """What of a layout takes part in a branch as queries, or as `keys`."""
+    """The pieces of a layout that a branch uses as queries, or as `keys`."""
     bounds = branch.kv_bounds if keys else branch.bounds
     return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
 
@@ -215,7 +242,7 @@ def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
 def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
     """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
 
-    Ordered by owner, then part. Owners that have nothing for this rank are left out.
+    Ordered by owner, then part. Owners of which this rank reads nothing are left out.
     """
     found: dict[tuple[int, int], list[TileTable]] = {}
     for branch in problem.mask.branches:
@@ -228,10 +255,11 @@ def branch_tiles(
     problem: Problem, branch: Branch, rank: int, by_segment: bool
 ) -> dict[tuple[int, int, int], TileTable]:
     """The tiles of one branch by (owner of the keys, head part, segment); the segment is 0 unless asked for."""
-    owners, segments, columns = _meetings(problem.q_layout, problem.kv_layout, branch, rank)
+    owners, segments, columns = _clipped_pairs(problem.q_layout, problem.kv_layout, branch, rank)
     if not len(owners):
         return {}
     keys = np.stack([owners, segments * by_segment], axis=1)
+    # Group the tiles by (owner, segment): sort, then split where the key changes.
     order = np.lexsort(keys.T[::-1])
     keys, columns = keys[order], columns[order]
     edges = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
@@ -240,28 +268,40 @@ def branch_tiles(
     for index, part in enumerate(problem.parts):
         heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
         for (owner, segment), block in groups if heads.count else ():
+            # The same pairs for each head part; only the heads differ.
             block = block.copy()
             block[:, 12], block[:, 13] = heads.start, heads.count
             found[owner, index, segment] = TileTable(block)
     return found
 
 
-def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
-    """Where `rank`'s query pieces meet key pieces: (owners (n,), segments (n,), tile columns (n, 14)), by owner."""
+def _clipped_pairs(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
+    """`rank`'s query pieces paired with the key pieces of their segments, clipped to the band, by owner of the keys.
+
+    Returns owners (n,), segments (n,) and tile columns (n, 14).
+    """
     q, k = pieces_of(q_layout, branch, keys=False), pieces_of(kv_layout, branch, keys=True)
+    # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.flatnonzero(q.rank == rank))
     q = q.take(np.argsort(q.segment, kind="stable"))
     first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
-    meets = (first[1:] - first[:-1])[k.segment]
-    ki = np.repeat(np.arange(len(k.rank)), meets)
-    qi = np.arange(len(ki)) - np.repeat(np.cumsum(meets) - meets - first[k.segment], meets)
+    partners_of = (first[1:] - first[:-1])[k.segment]
+    # Each key piece is repeated once for every query piece of its segment; ki and qi index the two sides of a pair:
+    #    key piece      A B C     segments of A B C: 0 0 1
+    #    query pieces   a b | c   segments of a b c: 0 0 1
+    #    ki             A A B B C
+    #    qi             a b a b c
+    ki = np.repeat(np.arange(len(k.rank)), partners_of)
+    qi = np.arange(len(ki)) - np.repeat(np.cumsum(partners_of) - partners_of - first[k.segment], partners_of)
     q, k = q.take(qi), k.take(ki)
     lo, hi = band_of(branch, k.segment)
 
     k_first, k_end = partners(k, q.start, q.last, lo, hi)
+    # Clip the queries to the clipped keys:  k_start + lo <= q <= k_last + hi.
     k_start, k_last = k.start + k_first * k.stride, k.start + (k_end - 1) * k.stride
     q_first = np.maximum(0, -((q.start - k_start - lo) // q.stride))
     q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
+    # Heads are filled in by `branch_tiles`.
     one = np.ones_like(lo)
     columns = np.stack(
         [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
@@ -274,6 +314,7 @@ def _meetings(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) ->
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
     """The bounds (lo, hi) of q - k for pieces of the given segments, in positions."""
     starts, kv_starts = (edges_of(bounds, branch.segment)[:-1] for bounds in (branch.bounds, branch.kv_bounds))
+    # Distances count from the starts of the two segments: (q - start) - (k - kv_start) in band.
     shift = (starts - kv_starts)[segment]
     return shift + branch.band.lo, shift + branch.band.hi
 
@@ -287,12 +328,17 @@ def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tupl
     uniform = k.stride.size > 0 and bool((k.stride == k.stride.flat[0]).all())
     stride = int(k.stride.flat[0]) if uniform else k.stride  # dividing by one number is several times faster
     shape = np.broadcast_shapes(k.start.shape, q_start.shape)
+    # lo <= q - k <= hi  <=>  q - hi <= k <= q - lo. The earliest query bounds the first key, the latest query the last:
+    #    keys    k.start . . [first . . . . end) . . .
+    #                       q_start - hi     q_last - lo
     first = np.zeros(shape, np.int64)
+    # A shift of documents moves lo and hi, so "unbounded" is anything far above all token indices.
     if (hi < UNBOUNDED // 2).any():
         first = np.maximum(0, -((k.start + hi - q_start) // stride))
     end = np.minimum(k.size, (q_last - (k.start + lo)) // stride + 1)
     if (hi - lo + 1 < k.stride).any():
         # A band narrower than the stride may pass between two positions.
+        # Equal strides: q - k takes only the values offset + n * stride; the pair is empty if none lies in lo..hi.
         offset = (q_start - k.start) % stride
         end = np.where(-((offset - lo) // stride) <= (hi - offset) // stride, end, first)
     return first, end
