@@ -160,7 +160,7 @@ def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tup
         for ours, theirs in zip(source.spots(part), into.spots(part), strict=True):
             for one in ours:
                 for other in theirs:
-                    if both := one.meeting(other):
+                    if both := one.common_rows(other):
                         yield from zip(source.rows(part.heads, both[0]), into.rows(part.heads, both[1]), strict=True)
 
 

@@ -1,9 +1,12 @@
 """Queries, keys and values to the owner of a head, and outputs back: Ulysses within each segment of each branch.
 
-The K/V heads that a segment's ranks need of each other are dealt among these ranks; each is sent the rows of its heads,
-attends, and returns the outputs to their owners, where they are merged. Four rows travel for every m-th head
-where a ring of m ranks sends 2 (m - 1). A rank's queries meet its own keys locally, half of the heads before it attends
-for others, half after.
+The K/V heads that a segment's ranks need of each other are partitioned among these ranks; each receives the rows of its
+heads, attends, and returns the outputs to their owners, where they are merged. For each token and head of a segment of
+m ranks 4 (m - 1) / m rows travel (q, k, v, out), where a ring sends 2 (m - 1). A rank's queries attend to its own keys
+locally, half of the head parts while the inputs travel, half while the outputs do.
+       step     OUT                 SERVE               BACK                MERGE
+       travels  q, k, v  ->                             out  ->
+       work     own keys, 1st half  received heads      own keys, 2nd half  log-sum-exp merge
 Guarantees: a schedule that needs no pass, forward or backward; every row travels with one head, and only if it is read.
 """
 
@@ -46,6 +49,8 @@ def exchange(
     work: list[list[Work]] = [[] for _ in copies]
     for rank in range(problem.world_size):
         parts = by_part(own[rank])
+        # Local work hides both exchanges: the first half of the parts runs beside the inputs, the second beside the
+        # outputs.
         for step, some in ((OUT, parts[: -(-len(parts) // 2)]), (BACK, parts[-(-len(parts) // 2) :])):
             if some:
                 item = attend(rank, rank, some)
@@ -54,6 +59,7 @@ def exchange(
         for item in _served(problem, number, pairs):
             work[SERVE].append(_grad(item) if backward else item)
     arrives, leaves = rows_served(work[SERVE])
+    # What the forward pass kept is at its place and is not sent again; gradients of outputs are.
     there = {(rank, block) for rank, block, _ in kept}
     for (rank, block), content in arrives.items():
         if block.owner != rank and (rank, block) not in there:
@@ -61,6 +67,7 @@ def exchange(
     for (rank, block), content in leaves.items():
         if block.owner != rank:
             copies[BACK].append(Copy(block, rank, block.owner, content))
+        # DKV has a partial sum for each rank (`origin`); OUT and DQ go straight into the owner's tensor.
         into = Block(block.kind, block.owner, block.owner if block.kind is Kind.DKV else None)
         work[MERGE].append(Merge(block.owner, into, block))
     return Schedule(problem, name, tuple(map(ordered_step, copies, work)), kept)
@@ -71,7 +78,7 @@ Rows = dict[tuple[int, Block], Content]
 
 
 def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
-    """What the work on received queries reads and makes, on each rank."""
+    """The rows that the work on received queries reads (inputs) and makes (results), on each rank."""
     arrives: dict[tuple[int, Block], list[Content]] = defaultdict(list)
     leaves: dict[tuple[int, Block], list[Content]] = defaultdict(list)
     for item in work:
@@ -91,10 +98,12 @@ def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables])
     members = sorted({rank for pair in pairs for rank in pair})
     by_head = {pair: _by_head(problem, tables) for pair, tables in pairs.items()}
     heads = sorted({head for tables in by_head.values() for head in tables})
-    dealt = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
+    # Contiguous shares of the heads, differing by at most one:
+    #    heads  0 1 2 3 4    members 2    at * 2 // 5 = 0 0 0 1 1
+    shares = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
              for place in range(len(members))]  # fmt: skip
     for (asker, owner), tables in by_head.items():
-        for rank, mine in zip(members, dealt, strict=True):
+        for rank, mine in zip(members, shares, strict=True):
             if tiles := tuple(HeadTiles(StridedRange(head, 1), tables[head]) for head in mine if head in tables):
                 q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
                 yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)

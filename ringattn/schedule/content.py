@@ -1,7 +1,7 @@
 """What a message or a held block contains: for some heads, some rows of the owner's shard.
 
-A content is a tuple of `HeadRows`s, ordered by head; a part's rows are disjoint runs, as `merge_runs` makes them. Wire
-order is part after part, in each run after run, rows outermost.
+A content is a tuple of `HeadRows`, ordered by head; a part's rows are disjoint ranges, as `merge_runs` makes them. Wire
+order is part after part, in each range after range, rows outermost.
 """
 
 from __future__ import annotations
@@ -37,40 +37,46 @@ class HeadRows(NamedTuple):
         starts = np.array([run.start for run in self.rows])
         counts = np.array([run.count for run in self.rows])
         at = np.searchsorted(starts, rows, side="right") - 1
+        # Packed rows before the range that holds the row, plus the row's place in it:
+        #    rows held  4..6, 10..11    packed 0 1 2 3 4    row 10 -> 3 + (10 - 10)
         return (np.cumsum(counts) - counts)[at] + rows - starts[at]
 
     def locate(self, wanted: Iterable[StridedRange]) -> Iterator[list[Overlap]]:
-        """For each run of owner rows where it lies in the packed part: a spot for each run that holds some of it."""
+        """For each range of owner rows its overlaps with the packed part, one for each held range."""
         dense, starts = self.dense, [run.start for run in self.rows]
         offsets = list(accumulate((run.count for run in self.rows), initial=0))
         for rows in wanted:
+            # Dense ranges ascend, so bisection finds those that can overlap; strided ones interleave, and all are
+            # tried.
             near = range(len(self.rows))
             if dense and rows.count:
                 near = range(max(0, bisect_right(starts, rows.start) - 1), bisect_right(starts, rows.last))
-            yield [spot for n in near if (spot := _spot(rows, self.rows[n], offsets[n]))]
+            yield [spot for n in near if (spot := _overlap(rows, self.rows[n], offsets[n]))]
 
 
 class Overlap(NamedTuple):
-    """Some members of a run of owner rows, by their `indices` in it, and the `packed` rows of a part that hold them."""
+    """Some members of a range of owner rows, as `indices` into it, and the `packed` rows of a part that hold them."""
 
     indices: StridedRange
     packed: StridedRange
 
-    def meeting(self, other: Overlap) -> tuple[StridedRange, StridedRange] | None:
-        """The packed rows, here and there, of the members that both spots hold; None for none."""
+    def common_rows(self, other: Overlap) -> tuple[StridedRange, StridedRange] | None:
+        """The packed rows, here and there, of the members in both overlaps; None for none."""
         both = self.indices.intersect(other.indices)
         if not both.count:
             return None
+        # From members to places in each of the two: subtract its first, divide by its step.
         picks = (StridedRange((both.start - one.indices.start) // one.indices.stride, both.count,
                      max(1, both.stride // one.indices.stride)) for one in (self, other))  # fmt: skip
         here, there = (one.packed.pick(pick) for one, pick in zip((self, other), picks, strict=True))
         return here, there
 
 
-def _spot(rows: StridedRange, held: StridedRange, offset: int) -> Overlap | None:
+def _overlap(rows: StridedRange, held: StridedRange, offset: int) -> Overlap | None:
     met = _indices(rows, held)
     if met is None:
         return None
+    # In the held range's own numbering: divide by its stride; one shared row has no stride, so 1.
     first, step = rows.start + met.start * rows.stride - held.start, rows.stride * met.stride
     stride = step // held.stride if met.count > 1 else 1
     return Overlap(met, StridedRange(offset + first // held.stride, met.count, stride))
@@ -104,12 +110,16 @@ def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
 
     Equal sets of runs of stride 1 give equal values; with other strides the values depend on the runs as well.
     """
+    # Ranges of one stride and residue are intervals once divided by the stride, and intervals merge by sorting:
+    #    stride 4:  1 5 9     -> residue 1, 0..2      13 17 -> residue 1, 3..4      union: residue 1, 0..4
     by_class: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for start, count, stride in runs:
         if count:
+            # A single row belongs to any stride; as stride 1 it can join its neighbours.
             stride = stride if count > 1 else 1
             by_class.setdefault((stride, start % stride), []).append((start // stride, count))
     merged: list[StridedRange] = []
+    # Densest first: what a smaller stride holds already is cut out of the coarser ranges.
     for stride, residue in sorted(by_class):
         joined = [StridedRange(residue + at * stride, n, stride) for at, n in _joined(by_class[stride, residue])]
         denser = tuple(merged) if stride > 1 else ()
@@ -123,6 +133,8 @@ def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
 
 def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The union of intervals (start, count) as ascending ones that do not touch."""
+    #    |---|  |-----|
+    #      |---|    |---|      sorted by start: extend while they touch or overlap, else yield and begin anew
     first = stop = None
     for start, count in sorted(intervals):
         if stop is None or start > stop:
@@ -137,6 +149,11 @@ def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _without(run: StridedRange, other: StridedRange) -> list[StridedRange]:
     """The members of `run` that are not members of `other`."""
+    # In indices of `run` the common members are again a strided range; what is left is in three places:
+    #    run     0 1 2 3 4 5 6 7 8 9
+    #    met         x     x     x      start 2, stride 3, last 8
+    #    ends    . .               .    before the first and after the last
+    #    between       . .   . .        one residue class each: 3 6, 4 7
     met = _indices(run, other)
     if not met:
         return [run]
@@ -152,6 +169,7 @@ def _indices(run: StridedRange, other: StridedRange) -> StridedRange | None:
     both = run.intersect(other)
     if not both.count:
         return None
+    # A single common member is given stride 1.
     return StridedRange(
         (both.start - run.start) // run.stride, both.count, both.stride // run.stride if both.count > 1 else 1
     )
@@ -173,6 +191,7 @@ def piece_of(outer: Content, inner: Content) -> int | None:
     if outer == inner:
         return 0
     sizes = (size((part,)) for part in outer)
+    # Where each head part begins in the packed outer content, in rows times heads.
     bases = dict(zip((part.heads for part in outer), accumulate(sizes, initial=0), strict=False))
     by_heads = {part.heads: part for part in outer}
     first = end = None
@@ -180,6 +199,8 @@ def piece_of(outer: Content, inner: Content) -> int | None:
         if heads not in by_heads:
             return None
         for run, spots in zip(rows, by_heads[heads].locate(rows), strict=True):
+            # In one piece: every row found, in order, each overlap beginning where the one before ended, without gaps
+            # of stride.
             spots = sorted(spots, key=lambda spot: spot.indices.start)
             if sum(spot.packed.count for spot in spots) < run.count:
                 return None

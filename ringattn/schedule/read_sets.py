@@ -1,7 +1,10 @@
 """Which rows of each shard every rank reads, and the unions that relays must carry.
 
-`ReadSets` answers for one problem: what one reader reads, what all readers from some distance on read together, and how
-far an owner's rows must go. *Distance* of a reader is (reader - owner) mod ranks: its place on the owner's chain.
+`ReadSets` answers for one problem: what one reader reads, what all readers from some distance on read together (the
+downstream reads), and the distance of the farthest reader. *Distance* of a reader is (reader - owner) mod ranks: its
+place on the owner's chain.
+   owner  +1  +2  +3     a relay hands the block from each rank to the next,
+     o -> a -> b -> c     so the hop to distance d carries what d and all farther readers read
 Reads are intervals of key pieces, so most unions are running minima and maxima over arrays; where intervals leave a
 gap the exact union is taken instead.
 """
@@ -22,10 +25,10 @@ from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, partners, piec
 from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
 
 NOBODY = 1 << 61
-"""Start of a query piece that does not exist; its last position is -NOBODY, so nothing lies between."""
+"""Start of a query piece that does not exist; its last position is -NOBODY, so it contains no position."""
 
 BLOCK_PIECES = 256
-"""Key pieces that are worked on at a time: fresh memory costs more than the arithmetic, so temporaries stay small."""
+"""Key pieces computed at a time: fresh memory costs more than the arithmetic, so temporaries stay small."""
 
 
 class Reads(NamedTuple):
@@ -69,7 +72,7 @@ class ReadSets:
         return self._beyond[owner, distance]
 
     def reach(self, owner: int) -> int:
-        """The greatest distance of a reader; 0 where nobody else reads."""
+        """The distance of the farthest reader; 0 where no other rank reads."""
         return int(self._reaches[owner])
 
     def relaying_home_costs_no_more(self, owner: int) -> bool:
@@ -77,8 +80,12 @@ class ReadSets:
 
         A relay back at distance d carries what all nearer readers need too.
         """
+        # Only intervals can be compared by their ends; with gaps the sets themselves are compared below.
         if self._reads is not None and not self._reads[1].apart[slice(*self._slices[owner : owner + 2])].any():
             return bool(self._grows[owner])
+        # On the way back the rank at distance d receives the union of what it and all nearer readers read. The relay
+        # costs
+        # no more exactly when that union never exceeds what the rank itself reads.
         nearer: Content = NOTHING
         for distance in range(1, self.reach(owner) + 1):
             own = self.read(owner, (owner + distance) % self.ranks)
@@ -94,10 +101,12 @@ class ReadSets:
         Intervals with a gap count whole.
         """
         if self._reads is None:
+            # No interval table for this mask: add up the contents themselves.
             spots = [(o, d) for o in range(self.ranks) for d in range(1, self.ranks)]
             relayed = sum(size(self.beyond(o, d)) for o, d in spots)
             return relayed, sum(size(self.read(o, (o + d) % self.ranks)) for o, d in spots)
         relayed, direct = (
+            # Distance 0 is the owner itself: nothing is sent. An empty read is (NOBODY, 0), so its length is negative.
             int(np.maximum(0, end[:, 1:] - first[:, 1:]).sum())
             for first, end in (self._suffixes, (self._reads[1].first, self._reads[1].end))
         )
@@ -109,14 +118,18 @@ class ReadSets:
         assert self._reads is not None
         pieces, reads = self._reads
         first, end = reads.first[:, 1:], reads.end[:, 1:]
+        # The interval at each distance contains that at the distance before; past the farthest reader nothing is
+        # required.
         grows = (first[:, 1:] <= first[:, :-1]) & (end[:, 1:] >= end[:, :-1])
         beyond_reach = np.arange(2, self.ranks) > self._reaches[pieces.rank][:, None]
+        # Count the offending pieces of each owner.
         shrinks = np.bincount(pieces.rank, ~(grows | beyond_reach).all(axis=1), self.ranks)
         return shrinks == 0
 
     @cached_property
     def _reads(self) -> tuple[Pieces, Reads] | None:
         """The reads as arrays, for a mask of one branch with all heads, not dilated; None for others."""
+        # Several branches, heads or dilation make reads that are not one interval of a key piece for all heads.
         branches = self.problem.mask.branches
         if len(branches) > 1 or branches[0].heads is not None or branches[0].dilation > 1:
             return None
@@ -134,8 +147,10 @@ class ReadSets:
             )
         pieces, reads = self._reads
         reaches = np.zeros(self.ranks, np.int64)
+        # argmax on the reversed axis finds the last distance that reads anything of each piece.
         some = reads.end[:, 1:] > reads.first[:, 1:]
         farthest = np.where(some.any(1), self.ranks - 1 - np.argmax(some[:, ::-1], axis=1), 0) if self.ranks > 1 else 0
+        # An owner's farthest reader is the maximum over its pieces.
         np.maximum.at(reaches, pieces.rank, farthest)
         return reaches
 
@@ -144,6 +159,10 @@ class ReadSets:
         """Running union of `_reads` from the far end."""
         assert self._reads is not None
         _, reads = self._reads
+        # Accumulate from the greatest distance down: column d holds the hull of the reads at d, d + 1, ...
+        #    distance       1     2     3
+        #    reads         0..9  4..7  6..7
+        #    union from d  0..9  4..7  6..7
         first, end = reads.first[:, ::-1], reads.end[:, ::-1]
         return np.minimum.accumulate(first, axis=1)[:, ::-1], np.maximum.accumulate(end, axis=1)[:, ::-1]
 
@@ -160,6 +179,7 @@ class ReadSets:
                 return self._intervals(owner, distance, reads.first, reads.end)
         reader = (owner + distance) % self.ranks
         if reader not in self._tables:
+            # Exact rows from the reader's tiles, which are made once for all owners.
             by_owner: dict[int, list[HeadRows]] = {}
             for (k_rank, index), table in tiles_of(self.problem, reader).items():
                 part = HeadRows(self.problem.parts[index].kv_heads, merge_runs(table.k_runs()))
@@ -170,6 +190,7 @@ class ReadSets:
     def _union(self, owner: int, distance: int) -> Content:
         if self._reads is not None:
             _, reads = self._reads
+            # The running hull is the union wherever the intervals leave no gap.
             if reads.joined[slice(*self._slices[owner : owner + 2]), distance].all():
                 return self._intervals(owner, distance, *self._suffixes)
         return union(self.read(owner, (owner + d) % self.ranks) for d in range(distance, self.ranks))
@@ -200,12 +221,18 @@ def _reads(problem: Problem, branch: Branch, k: Pieces) -> Reads:
         lo, hi = band_of(branch, block.segment)
         for starts, lasts in layers:
             q_start, q_last = (readers[k.segment[at], k.rank[at]] for readers in (starts, lasts))
+            # Every rank as reader at once: axis 0 key piece, axis 1 distance.
             f, e = partners(block, q_start, q_last, lo, hi)
             some = e > f
             if not one_sided:
+                # A reader with several query pieces: the union of two intervals with a gap between is no interval.
+                #    first[at]..end[at]  |----|
+                #    f..e                        |---|     f > end: apart
                 apart[at] |= some & (end[at] > 0) & ((f > end[at]) | (e < first[at]))
+            # Grow the hull in place, only where this query piece reads something.
             np.minimum(first[at], f, out=first[at], where=some)
             np.maximum(end[at], e, out=end[at], where=some)
+    # A one-sided band reads a prefix or a suffix of each key piece, and prefixes (or suffixes) of one piece are nested.
     return Reads(first, end, apart, np.ones_like(apart) if one_sided else _joined(first, end, apart))
 
 
@@ -213,6 +240,7 @@ def _join_adjacent(start: Ints, end: Ints) -> tuple[StridedRange, ...]:
     """Disjoint ascending intervals start .. end - 1 as runs that do not touch."""
     if not len(start):
         return ()
+    # An interval that starts where the one before ends continues it.
     gaps = np.flatnonzero(start[1:] != end[:-1])
     firsts, stops = [int(start[0]), *start[gaps + 1].tolist()], [*end[gaps].tolist(), int(end[-1])]
     return tuple(map(StridedRange, firsts, map(sub, stops, firsts)))
@@ -223,6 +251,8 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
 
     The n-th pair holds every reader's n-th piece of a segment.
     """
+    # Number the pieces of equal (segment, rank) 0, 1, ...: `key` is sorted, and searchsorted gives where its value
+    # starts.
     order = np.lexsort((q.rank, q.segment))
     key = (q.segment * ranks + q.rank)[order]
     layer = np.arange(len(key)) - np.searchsorted(key, key)
@@ -233,6 +263,8 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
         at = order[layer == n]
         start[q.segment[at], q.rank[at]] = q.start[at]
         last[q.segment[at], q.rank[at]] = q.last[at]
+        # Row r of the windows over [x0 .. x(n-1), x0 .. x(n-1)] is x(r), x(r+1), ...:
+        # for owner r the readers at distance 0, 1, ...
         by_distance = [sliding_window_view(np.tile(of, 2), ranks, axis=1) for of in (start, last)]
         matrices.append((by_distance[0], by_distance[1]))
     return matrices
@@ -241,6 +273,7 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
 def _joined(first: Ints, end: Ints, apart: np.ndarray) -> np.ndarray:
     """For each piece and distance: do the intervals from there on leave no gap?"""
     joined = np.ones_like(apart)
+    # From the far end: low..high is the hull so far; a new interval must touch or overlap it.
     low, high = np.full(len(first), NOBODY), np.zeros(len(first), np.int64)
     whole = np.ones(len(first), bool)
     for distance in range(first.shape[1] - 1, 0, -1):

@@ -1,7 +1,13 @@
 """How K/V blocks travel: a route is a pure function of (turn, rank), and a schedule is a route unrolled.
 
-In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) hands on what it
-holds; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
+In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) forwards the block it
+received; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
+       4 ranks, the keys that rank 3 attends to and who sends them
+       turn         0      1       2       3
+       owner        3      2       1       0
+       ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
+       direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
+       all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
 Two routes are not made turn by turn: see `sub_rings` and `all_to_all`.
 """
 
@@ -23,7 +29,7 @@ from ringattn.schedule.read_sets import read_sets_of
 
 @dataclass(frozen=True)
 class Route:
-    """One way for blocks to travel. `keeps`: what came in a forward pass is kept for its backward, not sent again."""
+    """One way for blocks to travel. `keeps`: what a forward pass received is kept for its backward, not sent again."""
 
     name: str
     relay: bool = False
@@ -83,6 +89,7 @@ def forward(problem: Problem, route: Route) -> Schedule:
         for rank in range(ranks):
             owner = (rank - turn) % ranks
             if turn:
+                # The copy runs beside the work of the step before the one that reads it; `prune` cuts the payload.
                 content = whole(problem.kv_layout.counts[owner], heads)
                 copies[step - 1].append(Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content))
             work[step].append(attend(rank, owner, tiles[rank].get(owner, ())))
@@ -108,9 +115,12 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     for owner, tiles in work_of(problem, rank).items():
         work[route.read_step((rank - owner) % ranks)].append(attend(rank, owner, tiles))
     for turn in range(1, ranks):
+        # In turn t this rank receives one block and sends one. A relay sends to rank + 1 the block at distance t from
+        # it; an owner sends its own block to rank + t. In both cases the block's owner is reader - turn.
         next_reader = (rank + 1 if route.relay else rank + turn) % ranks
         for reader in (rank, next_reader):
             owner = (reader - turn) % ranks
+            # A relayed block still carries what all farther readers read; a direct one only what this reader reads.
             content = reads.beyond(owner, turn) if route.relay else reads.read(owner, reader)
             if content:
                 copy = Copy(Block(Kind.KV, owner), route.source(owner, reader, ranks), reader, content)
@@ -147,15 +157,21 @@ def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[D
     for turn in range(ranks):
         owner = (rank - turn) % ranks
         reach = reads.reach(owner)
+        # As `passes.deliveries_of`: straight to the farthest reader and back along the chain, if that sends no more.
         back = route.relay and reach > 1 and reads.relaying_home_costs_no_more(owner)
         distances: tuple[int, ...]
         if turn:
+            # For another owner's block this rank is the reader at distance `turn`; on the way back it also sends to
+            # turn - 1.
             distances = (turn, turn - 1) if back else (turn,)
         else:
+            # For its own block: one message to the farthest reader, or one to each reader.
             distances = (reach,) if back else tuple(range(1, reach + 1))
         for distance in distances:
             reader = (owner + distance) % ranks
             if 1 <= distance <= reach and reads.read(owner, reader):
+                # The way back runs against the ring: from the rank one farther on.
                 source = (reader + 1) % ranks if back and distance < reach else owner
                 copy = Copy(Block(Kind.KV, owner), source, reader, reads.read(owner, reader))
+                # Beside the step before the one that reads it in the backward: that of the next forward step.
                 yield route.read_step(distance) + 1, copy

@@ -1,7 +1,10 @@
 """Sub-rings: a ring of its own for each segment of each kind of branch, among the ranks that hold tokens of it.
 
-All segments of a branch work side by side, and nobody relays what is another segment's: a ring over all ranks would
-carry a pair's keys the long way round. A row that several branches need travels once for each.
+All segments of a branch work side by side, and no rank relays another segment's rows: a ring over all ranks would send
+a pair's keys through ranks that do not read them. A row that several branches need travels once for each.
+       ranks       0   1   2   3   4   5
+       segments    [---0---] [---1---]
+       sub-rings   0>1>2>0   3>4>5>3
 Guarantees: a schedule before any pass, as `routes.forward`; its blocks are named by their sub-ring.
 """
 
@@ -21,24 +24,27 @@ Tables = dict[StridedRange, list[TileTable]]
 
 
 def forward(problem: Problem, name: str) -> Schedule:
-    """Own keys first, then each sub-ring turns: its n-th member attends to that of the (n - t)-th in turn t."""
+    """Own keys first, then one hop of each sub-ring a step: in step t its n-th member reads the (n - t)-th's keys."""
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
     own, rings = tiles_by_ring(problem)
     copies: list[list[Copy]] = [[] for _ in range(ranks)]
     work: list[list[Work]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
+        # All branches' work on the rank's own keys is one item of step 0; it needs no message.
         work[0].append(attend(rank, rank, by_part(own[rank])))
     for number, pairs in enumerate(rings):
         members = sorted({rank for pair in pairs for rank in pair})
         for (rank, owner), tables in pairs.items():
-            turn = (members.index(rank) - members.index(owner)) % len(members)
-            work[turn].append(attend(rank, owner, by_part(tables), number))
+            # Distance along the sub-ring, so also the step in which the owner's block has arrived.
+            step = (members.index(rank) - members.index(owner)) % len(members)
+            work[step].append(attend(rank, owner, by_part(tables), number))
         for owner in members:
             at = members.index(owner)
+            # The members in ring order from the owner on: the block passes along this chain, one hop a step.
             chain = [*members[at:], *members[:at]]
             block, content = Block(Kind.KV, owner, ring=number), whole(problem.kv_layout.counts[owner], heads)
-            for turn, (src, dst) in enumerate(pairwise(chain)):
-                copies[turn].append(Copy(block, src, dst, content))
+            for step, (src, dst) in enumerate(pairwise(chain)):
+                copies[step].append(Copy(block, src, dst, content))
     return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
 
 
@@ -47,6 +53,7 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
     own: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
     rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
     for branch in problem.mask.branches:
+        # Branches that differ in heads or offset only share a sub-ring: their rows travel between the same ranks.
         kind = branch.bounds, branch.kv_bounds, branch.band, branch.segment, branch.dilation
         for rank in range(problem.world_size):
             for (owner, part, segment), table in branch_tiles(problem, branch, rank, by_segment=True).items():
