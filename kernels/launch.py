@@ -87,17 +87,17 @@ class Kept:
     def __init__(self) -> None:
         self._handles: dict[Hashable, Handle] = {}
 
-    def repeat(self, call: LaunchCall, operands: Operands, spare: int = 0) -> Repeat:
+    def repeat(self, call: LaunchCall, operands: Operands, sm_margin: int = 0) -> Repeat:
         """The call, whose `operands` will change, ready to be repeated on the current device.
 
-        `spare`: multiprocessors to leave to others: the grid is then as large as the rest holds at once, and its
+        `sm_margin`: multiprocessors to leave to others: the grid is then as large as the rest holds at once, and its
         programs share the work. 0 leaves none, and makes a program for each piece of work unless it is persistent.
         """
         if not isinstance(call.kernel, JITFunction):
             return Repeat(call, operands, None, 0, None)
         device, handle = driver.active.get_current_device(), self.compile(call)
-        bounded = spare or call.persistent
-        return Repeat(call, operands, handle, device, _room(device, spare) * handle.resident if bounded else None)
+        bounded = sm_margin or call.persistent
+        return Repeat(call, operands, handle, device, _usable(device, sm_margin) * handle.resident if bounded else None)
 
     def compile(self, call: LaunchCall) -> Handle:
         """The handle of a call, compiled and loaded if need be, and not launched."""
@@ -147,6 +147,6 @@ def _resident(kernel: Any) -> int:
     return max(1, min(registers, shared, 2048 // threads))
 
 
-def _room(device: int, spare: int) -> int:
+def _usable(device: int, sm_margin: int) -> int:
     """Multiprocessors that are left, at least one."""
-    return max(1, driver.active.utils.get_device_properties(device)["multiprocessor_count"] - spare)
+    return max(1, driver.active.utils.get_device_properties(device)["multiprocessor_count"] - sm_margin)

@@ -30,14 +30,14 @@ class Choice(NamedTuple):
 
 @cache
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, d_k: int, d_v: int, softcap: float | None, spare: int = 0
+    name: str, device: torch.device, dtype: torch.dtype, d_k: int, d_v: int, softcap: float | None, sm_margin: int = 0
 ) -> Choice:
     """The engine called `name`, one of `ENGINES`, for inputs of `dtype` on `device` with heads of `d_k` and `d_v`.
 
-    `spare`: multiprocessors to leave free, where the engine's kernels can.
+    `sm_margin`: multiprocessors to leave free, where the engine's kernels can.
     Raises `UnsupportedError` where a named engine cannot do the call.
     """
-    call = _Call(device, dtype, max(d_k, d_v), softcap, spare)
+    call = _Call(device, dtype, max(d_k, d_v), softcap, sm_margin)
     if name == "auto":
         return _first_in_order(call)
     return Choice(_engine(name, call), f"{name}: asked for by name")
@@ -50,7 +50,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype
     dim: int
     softcap: float | None
-    spare: int
+    sm_margin: int
 
     @property
     def inputs(self) -> str:
@@ -112,4 +112,4 @@ def _triton(call: _Call) -> Engine:
             f"engine='triton' takes head dimensions to {triton.DIMS[-1]}, not {call.dim}; use engine='plain'"
         )
     triton.architecture(call.device)  # raises for a GPU that is too old
-    return triton.TritonEngine(spare=call.spare)
+    return triton.TritonEngine(sm_margin=call.sm_margin)

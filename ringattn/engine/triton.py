@@ -4,7 +4,7 @@ Guarantees one launch a step forward and two backward, whatever tiles the step h
 from the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same
 calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first
 pass on a device makes and keeps. Where every query row has its first and its last launch, no state is set before the
-pass, read by the first or kept after the last. ReadSets a CUDA device, or Triton's interpreter.
+pass, read by the first or kept after the last. Needs a CUDA device, or Triton's interpreter.
 Not covered: ranks, schedules, float64 (refused).
 """
 
@@ -51,14 +51,14 @@ class TritonEngine(Accumulating):
     name = "triton"
 
     def __init__(
-        self, configs: Configs | None = None, *, form: str | None = None, deterministic: bool = True, spare: int = 0
+        self, configs: Configs | None = None, *, form: str | None = None, deterministic: bool = True, sm_margin: int = 0
     ) -> None:
         """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions.
 
         `form`: one of `ringattn.kernels.launch_call.FORMS`, by default the table's. `deterministic`: False takes the
-        fused backward, which adds dQ in whatever order. `spare`: multiprocessors left to an exchange meanwhile.
+        fused backward, which adds dQ in whatever order. `sm_margin`: multiprocessors left to an exchange meanwhile.
         """
-        self._configs, self._form, self._deterministic, self.spare = configs, form, deterministic, spare
+        self._configs, self._form, self._deterministic, self.sm_margin = configs, form, deterministic, sm_margin
 
     def prepare(
         self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
@@ -163,7 +163,7 @@ class TritonEngine(Accumulating):
         if launches is None:
             # Two operands may be one tensor: each gets an object of its own, by which it is told apart.
             own = [None if x is None else x.detach() for x in operands]
-            launches = tuple(kept.repeat(call, own, self.spare) for call in describe(*own))
+            launches = tuple(kept.repeat(call, own, self.sm_margin) for call in describe(*own))
             work.launches[key] = launches
         for launch in launches:
             launch(operands)

@@ -132,8 +132,8 @@ class Runtime(RankGroup):
         """The engine of a call with such inputs, and why it is taken."""
         if not isinstance(self.engine, str):
             return Choice(self.engine, f"{self.engine.name}: given as an object")
-        spare = self.transport.spare if device.type == "cuda" else 0
-        return choose(self.engine, device, dtype, head_dim, value_dim, softcap, spare)
+        sm_margin = self.transport.sm_margin if device.type == "cuda" else 0
+        return choose(self.engine, device, dtype, head_dim, value_dim, softcap, sm_margin)
 
     def engine_for(self, *facts: Any) -> Engine:
         """The engine of `choice`."""

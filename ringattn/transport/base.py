@@ -64,7 +64,7 @@ class Transport(Protocol):
     """The queue of the device that exchanges run on; None where the host moves the bytes."""
 
     @property
-    def spare(self) -> int:
+    def sm_margin(self) -> int:
         """Multiprocessors of the device that an exchange works on, which kernels should leave free meanwhile."""
         ...
 
@@ -129,7 +129,7 @@ class HostTransport:
     stream: Any = None
 
     @property
-    def spare(self) -> int:
+    def sm_margin(self) -> int:
         """None: nothing of theirs runs on a device."""
         return 0
 

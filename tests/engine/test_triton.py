@@ -59,7 +59,7 @@ def test_off_a_gpu_it_is_refused_by_name() -> None:
 def test_on_a_gpu_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     engine = named(torch.device("cuda", 0), softcap=30.0)
-    assert engine.name == "triton" and isinstance(engine, TritonEngine) and engine.spare == 6
+    assert engine.name == "triton" and isinstance(engine, TritonEngine) and engine.sm_margin == 6
 
 
 def test_without_the_package_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,8 @@ def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
     from tests.gpu.kernel_checks import _attended, inputs, ring_tiles
 
     q, k, v = inputs(torch.bfloat16, "cuda", 4096, 128)
-    whole, spared = (_attended(engine(spare=spare), q, k, v, ring_tiles(4096, 1)) for spare in (0, 8))
-    assert torch.equal(whole, spared)
+    whole, beside = (_attended(engine(sm_margin=sm_margin), q, k, v, ring_tiles(4096, 1)) for sm_margin in (0, 8))
+    assert torch.equal(whole, beside)
 
 
 def test_no_forward_kernel_of_half_precision_spills() -> None:

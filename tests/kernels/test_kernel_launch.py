@@ -53,8 +53,8 @@ def call_with(
     return LaunchCall(product, (3,), (a, b, torch.zeros(size, size), 4, scale), meta)
 
 
-def repeated(call: LaunchCall, spare: int = 0) -> Repeat:
-    return Kept().repeat(call, call.args[:3], spare)
+def repeated(call: LaunchCall, sm_margin: int = 0) -> Repeat:
+    return Kept().repeat(call, call.args[:3], sm_margin)
 
 
 def test_launches_what_triton_launches(stub: StubDriver) -> None:
@@ -79,12 +79,12 @@ def test_the_tensors_of_each_launch_take_their_places(stub: StubDriver) -> None:
     assert first[2] is second[2] is call.args[2] and first[3:] == second[3:] == (4, 48, *call.meta.values())[:4]
 
 
-@pytest.mark.parametrize(("spare", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
-def test_spared_multiprocessors_make_the_grid_smaller(spare: int, programs: int, stub: StubDriver) -> None:
+@pytest.mark.parametrize(("sm_margin", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
+def test_a_margin_of_multiprocessors_makes_the_grid_smaller(sm_margin: int, programs: int, stub: StubDriver) -> None:
     """108 multiprocessors that hold one block each; one is always used. Without a margin there is no bound."""
     stub.launched, call = [], call_with()
     stub.properties |= {"max_num_regs": 0}
-    repeated(call, spare)(call.args[:3])
+    repeated(call, sm_margin)(call.args[:3])
     assert stub.launched[0][0] == programs
 
 
@@ -115,7 +115,7 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
 def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
     stub.launched, call = [], call_with()._replace(grid=(0,))
     repeated(call)(call.args[:3])
-    repeated(call, spare=8)(call.args[:3])
+    repeated(call, sm_margin=8)(call.args[:3])
     assert stub.launched == []
 
 

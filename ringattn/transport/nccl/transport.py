@@ -52,8 +52,7 @@ STUCK_ABORT_EXIT_CODE = 75
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
-
-SPARE = 4
+SM_MARGIN = 4
 """Multiprocessors left free where NCCL chooses its own thread blocks: 4 to 8 are enough for its sends and receives to
 begin beside a kernel that fills the others (MagiAttention, docs/source/blog/kernel_overlap.md)."""
 
@@ -238,9 +237,9 @@ class NcclTransport:
             raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {self._timeout_s} s")
 
     @property
-    def spare(self) -> int:
+    def sm_margin(self) -> int:
         """See `Transport`; none alone."""
-        return 0 if self.world_size == 1 else self.options.max_ctas or SPARE
+        return 0 if self.world_size == 1 else self.options.max_ctas or SM_MARGIN
 
     def _meet(self, host: Host) -> None:
         """From the store to a warm communicator."""
