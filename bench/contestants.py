@@ -159,9 +159,9 @@ def ours(name: str, engine: Engine) -> Contestant:
         works = [engine.prepare([(tile,)], Softmax(dim**-0.5), rows, heads) for _ in range(2)]
 
         def forward() -> Tensor:
-            carry = engine.begin(works[0], q, dim, None)
-            engine.attend(q, KV(k, v), carry, works[0][0])
-            last.append((carry.out.finalized(q.dtype), carry.lse))
+            state = engine.begin(works[0], q, dim, None)
+            engine.attend(q, KV(k, v), state, works[0][0])
+            last.append((state.out.finalized(q.dtype), state.lse))
             del last[:-1]
             return last[0][0].transpose(0, 1)
 

@@ -84,27 +84,27 @@ def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
     softmax = Softmax(options.head_dim**-0.5)
     blocks = [KV(k[i * rows : (i + 1) * rows], v[i * rows : (i + 1) * rows]) for i in range(steps)]
     whole = engine.prepare([(tiles[0]._replace(k=every),)], softmax, rows, options.heads)
-    carried = engine.prepare([(tile,) for tile in tiles], softmax, rows, options.heads)
+    stepped = engine.prepare([(tile,) for tile in tiles], softmax, rows, options.heads)
     alone = [engine.prepare([(tile,)], softmax, rows, options.heads) for tile in tiles]
 
     def one_launch() -> Tensor:
-        carry = engine.begin(whole, q, options.head_dim, None)
-        engine.attend(q, KV(k, v), carry, whole[0])
-        return carry.out.finalized(q.dtype)
+        state = engine.begin(whole, q, options.head_dim, None)
+        engine.attend(q, KV(k, v), state, whole[0])
+        return state.out.finalized(q.dtype)
 
     def steps_carried() -> Tensor:
-        carry = engine.begin(carried, q, options.head_dim, None)
-        for kv, work in zip(blocks, carried, strict=True):
-            engine.attend(q, kv, carry, work)
-        return carry.out.finalized(q.dtype)
+        state = engine.begin(stepped, q, options.head_dim, None)
+        for kv, work in zip(blocks, stepped, strict=True):
+            engine.attend(q, kv, state, work)
+        return state.out.finalized(q.dtype)
 
     def steps_merged() -> Tensor:
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full((q.shape[1], q.shape[2], rows), float("-inf"), device=q.device)
         for kv, works in zip(blocks, alone, strict=True):
-            carry = engine.begin(works, q, options.head_dim, None)
-            engine.attend(q, kv, carry, works[0])
-            merge_call(out, lse, carry.out.finalized(q.dtype).float(), carry.lse).run()
+            state = engine.begin(works, q, options.head_dim, None)
+            engine.attend(q, kv, state, works[0])
+            merge_call(out, lse, state.out.finalized(q.dtype).float(), state.lse).run()
         return out.to(q.dtype)
 
     reference = one_launch().double()
@@ -131,8 +131,8 @@ def launch_costs() -> dict[str, float]:
         StridedRange(0, 2),
     )
     works = engine.prepare([(tile,)], Softmax(0.1), 64, 2)
-    carry = engine.begin(works, q, 64, None)
-    call = partial(engine.attend, q, KV(k, v), carry, works[0])
+    state = engine.begin(works, q, 64, None)
+    call = partial(engine.attend, q, KV(k, v), state, works[0])
     call()
     found = {"engine call by kept handle": host_us(call)}
     if torch.cuda.is_available():

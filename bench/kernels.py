@@ -1,7 +1,7 @@
 """Attention kernels on one GPU: TFLOP/s of ours beside cuDNN, FlashAttention 2 and 3, and what a ring step costs.
 
 `python -m ringattn.bench.kernels [key=value ...]`. Three tables: forward and backward by sequence length; eight ring
-steps against one launch of the same work, carried in the kernel and merged outside; and the host's cost of a launch.
+steps against one launch of the same work, updated in the kernel and merged outside; and the host's cost of a launch.
 Guarantees: an implementation is timed only after its out, dQ, dK and dV have passed a dense float64 reference at 1.25
 times the error of torch's own kernel; device time by events, the median of the repetitions. Each implementation runs in
 a process of its own, every answer has a time limit and is kept when it is there: one that fails, hangs or breaks its

@@ -1,12 +1,12 @@
 """The backward ring step in two launches, dQ by query blocks and dK, dV by key blocks, or in one by key blocks.
 
-Promises, for float32, float16 and bfloat16 inputs, weights recomputed from the merged lse, float32 gradients that are
+Guarantees, for float32, float16 and bfloat16 inputs, weights recomputed from the merged lse, float32 gradients that are
 added to what is there (so that dK and dV travel and grow), query heads of a group summed inside the launch, and nothing
 added for rows that see no key. Two launches use no atomics: the same bits for the same tables. One launch makes five
 matrix products instead of seven and adds dQ atomically, in an order that differs from run to run.
 dQ needs no gradient that travels: launched first, it hides their arrival. Of a pass, it begins without reading a state
 and ends by writing the result in the dtype of q: the flags of each block say which.
-Does not know: positions, ranks, steps, how lse and delta were merged.
+Independent of positions, ranks, steps and of how lse and delta were merged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The forward ring step: one launch folds all tiles of a step into the carried softmax.
+"""The forward ring step: one launch does the attention updates of all tiles of a step, in place on the softmax state.
 
-Promises, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
+Guarantees, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
 table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no
 key, and the same bits for the same table. State between steps is `out` (normalized, float32) and `lse` (natural log,
-float32), so that any other kernel can take the next step; or raw, which R carried steps bring to the very bits of one
-launch over the same keys. A pass begins without reading a state and ends by writing the result in the dtype of q: the
+float32), so that any other kernel can take the next step; or raw, whose bits after R steps are those of one launch
+over the same keys. A pass begins without reading a state and ends by writing the result in the dtype of q: the
 flags of each block say which.
 The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
-Does not know: positions, ranks, steps, where the table comes from.
+Independent of positions, ranks, steps and of where the table comes from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
 
 
 @triton.jit
-def _fold(
+def _update(
     acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -66,7 +66,7 @@ def _fold(
 
 
 @triton.jit
-def _fold_entry(
+def _update_entry(
     acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALIZED: tl.constexpr,
@@ -79,7 +79,7 @@ def _fold_entry(
     for at in tl.range(start, end, warp_specialize=SPECIALIZED):
         # The compiler does not split a loop that holds a branch.
         edge = SPECIALIZED or ((at < full) | (at >= full_end))
-        acc, peak, weight = _fold(
+        acc, peak, weight = _update(
             acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap,
             D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
         )  # fmt: skip
@@ -137,13 +137,13 @@ def _forward(
         first, last = entries_of(block)
         if SPECIALIZED:
             # The compiler does not split a loop whose state comes from another around it.
-            acc, peak, weight = _fold_entry(
+            acc, peak, weight = _update_entry(
                 acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + first * ENTRY_COLUMNS, scale,
                 softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, True,
             )  # fmt: skip
         else:
             for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
-                acc, peak, weight = _fold_entry(
+                acc, peak, weight = _update_entry(
                     acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
                     softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, False,
                 )  # fmt: skip
@@ -189,7 +189,7 @@ def forward(
     weights: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
-    """The launch that folds the table's pairs into the state (`out`, `lse`), in place.
+    """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
 
     `q`, `k`, `v`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half. `out`:
     (rows, batch, query heads, d_v) float32; `lse`: (batch, query heads, rows) float32, natural log. The table has

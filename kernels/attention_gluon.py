@@ -1,8 +1,8 @@
 """The forward ring step in Gluon for Hopper (sm_90): what it takes, and its launch.
 
-Promises, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state, tables and
-flags alike, and the same bits for the same table. Importing this needs no Gluon; other versions of Triton are named.
-Does not know: positions, ranks, steps, softcap, the raw state, the backward pass.
+Guarantees, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state, tables
+and flags alike, and the same bits for the same table. Importing this needs no Gluon; a wrong Triton is refused by name.
+Not covered: softcap, the raw state, the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 DIMS = 64, 128
 
 CONFIG = Config(128, 128, 4, 2, "gluon")
-"""Two warpgroups (of `num_warps` each) with 64 query rows each, and room for two blocks of K and two of V."""
+"""Two warpgroups (of `num_warps` each) with 64 query rows each, and buffers for two blocks of K and two of V."""
 
 
 @cache
@@ -75,7 +75,7 @@ def forward_gluon(
     sinks: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
-    """The launch that folds the table's pairs into the state (`out`, `lse`), in place.
+    """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
 
     Arguments are those of `attention_forward.forward`, of which `gluon_takes` says whether they fit; `config` is like
     `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows while the one

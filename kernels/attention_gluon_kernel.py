@@ -3,9 +3,9 @@
 The shape is FlashAttention-3's (arXiv 2407.08608, section 3): one warp brings Q, K and V by TMA; each of two consumer
 warpgroups owns half the rows of a query block, and issues the product Q.K of a key block and P.V of the one before it
 together, so that its softmax runs beside the latter.
-Promises: no buffer is written before its readers have left it and none is read before it is filled, whatever the
+Guarantees: no buffer is written before its readers have left it and none is read before it is filled, whatever the
 entries of a block, none among them; all roles of a program find the same blocks of keys in the same order.
-Does not know: which calls it may be given.
+`attention_gluon.gluon_takes` says which calls it may be given.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _open(
     acc, peak, weight, turn, at, entry, own, scale, q_rows, k_buffers, barriers,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Meet the first key block; its values wait for the next."""
+    """The attention update by the first key block, but for its values, which the next update adds."""
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(barriers[2].index(slot), parity)
     s = hopper.warpgroup_mma_wait(0, deps=(_products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout),))
@@ -169,11 +169,11 @@ def _open(
 
 
 @gluon.jit
-def _fold(
+def _update(
     acc, p, peak, weight, turn, at, entry, own, scale, q_rows, k_buffers, v_buffers, barriers,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Meet key block `turn`, block `at` of the entry, and add the values of the one before it, which weigh `p`."""
+    """The update by key block `turn`, block `at` of the entry, and the values of the one before it, of weights `p`."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(k_full.index(slot), parity)
@@ -208,13 +208,13 @@ def _attend(
         start, full, full_end, end = visits(entry)
         met = gl.where(index == first, 1, 0)
         for _ in range(met, full_end - full):
-            acc, p, peak, weight = _fold(
+            acc, p, peak, weight = _update(
                 acc, p, peak, weight, turn, 0, entry, own, scale, q_rows, k_buffers, v_buffers, barriers,
                 BLOCK_N, SLOTS, False, s_layout,
             )  # fmt: skip
             turn += 1
         for nth in range(gl.maximum(full_end - full, met), end - start):
-            acc, p, peak, weight = _fold(
+            acc, p, peak, weight = _update(
                 acc, p, peak, weight, turn, visited(nth, start, full, full_end), entry, own, scale, q_rows,
                 k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, True, s_layout,
             )  # fmt: skip
@@ -247,7 +247,7 @@ def _consume(
     WHICH: gl.constexpr, state, tables, sizes, strides, scale, buffers, barriers,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Fold the keys of every block into its first half of rows, or its second."""
+    """The attention updates of the first half of every block's rows, or of the second."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     out, lse, result, sinks = state

@@ -1,8 +1,7 @@
 """What the attention kernels share: finding a block's work in the tables, bringing rows in, masks and logits.
 
 Rows of an entry come by loads of each thread or by a tensor descriptor (TMA) made in the kernel, with the same values.
-Promises: a read row is 0 beyond its head dimension and beyond the entry's rows; offsets in 64 bits.
-Does not know: softmax state, gradients, positions, ranks.
+Guarantees: a read row is 0 beyond its head dimension and beyond the entry's rows; offsets in 64 bits.
 """
 
 from __future__ import annotations

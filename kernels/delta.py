@@ -1,7 +1,6 @@
 """The row sums that a backward pass starts from: delta = sum of dout * out over a head, less the gradient of lse.
 
-Promises: products and sums in float32, one pass over what is read.
-Does not know: tiles, steps.
+Guarantees: products and sums in float32, one pass over what is read.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 `kernel[grid](...)` binds and specializes every argument anew each time. Here a call is described once, as a `Repeat`:
 from then on only its tensors change, and the compiled kernel itself is called, as `kernel[grid](...)` does in its last
 line (`CompiledKernel.run`, the same in Triton 3.6 and 3.7).
-Promises: the kernel that `call.run()` would have launched, on the current device and stream, as long as the tensors
+Guarantees: the kernel that `call.run()` would have launched, on the current device and stream, as long as the tensors
 keep their dtypes and shapes and what `layouts` gives for them; what was never seen is compiled, once. Triton's launch
 hooks are not called.
 In the interpreter, which compiles nothing, a repeat runs the call itself.
-Does not know: any kernel.
 """
 
 from __future__ import annotations

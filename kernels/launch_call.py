@@ -1,7 +1,6 @@
-"""What every kernel launch of this room looks like before it happens.
+"""A kernel launch as a value, before it happens.
 
-Promises that one value serves a plain launch, a compile without a launch (`kernel.warmup`) and a kept handle.
-Does not know: any kernel, any device.
+Guarantees that one value serves a plain launch, a compile without a launch (`kernel.warmup`) and a kept handle.
 """
 
 from __future__ import annotations

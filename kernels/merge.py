@@ -1,9 +1,8 @@
-"""Merges two partials of the online softmax over different keys, in place.
+"""Merges two softmax states over different keys, in place.
 
-The algebra of `ringattn/partial.py`: with m = logaddexp(lse, part_lse), out becomes out * exp(lse - m) + part_out *
-exp(part_lse - m), and lse becomes m.
-Promises: float32 in and out, natural logarithms; a row that neither has seen stays (0, -inf).
-Does not know: tiles, steps.
+The algebra of `ringattn/engine/softmax_state.py`: with m = logaddexp(lse, part_lse), out becomes
+out * exp(lse - m) + part_out * exp(part_lse - m), and lse becomes m.
+Guarantees: float32 in and out, natural logarithms; a row that neither has seen stays (0, -inf).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ OF_ROWS = ("lse_batch", "lse_head", "part_lse_batch", "part_lse_head")  # stride
 
 
 def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> LaunchCall:
-    """Fold a partial into `(out, lse)`.
+    """The launch that merges the softmax state `(part_out, part_lse)` into `(out, lse)`, in place.
 
     `out`, `part_out`: (rows, batch, heads, dim) float32, any strides but the last, which is 1. `lse`, `part_lse`:
     (batch, heads, rows) float32, any strides.

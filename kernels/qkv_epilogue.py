@@ -3,9 +3,8 @@
 A head is held as two half tiles, the elements that rotate against each other: its first and second half ("neox"), or
 its even and odd elements ("interleaved"). So both styles are the same arithmetic, in registers, in float32; only what
 loads and stores them knows which it is, and moves whole vectors either way.
-Promises: launches are described, not run (`LaunchCall`); the gradient is deterministic, without atomics.
-Does not know: what multiplied the heads and added a bias (a bias after the product's rounding would round twice),
-autograd, where the places lead.
+Guarantees: launches are described, not run (`LaunchCall`); the gradient is deterministic, without atomics.
+The bias is part of the product that came before: added after the product's rounding it would round twice.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 One program makes one head of a block of tokens, so that normalization and rotation need no other program. Beside the
 epilogue kernel it saves writing and reading the product once.
-Promises: float32 accumulation, and products of float32 inputs are not rounded to tf32; launches are described.
-Does not know: autograd, where the places lead.
+Guarantees: float32 accumulation, and products of float32 inputs are not rounded to tf32; launches are described.
 """
 
 from __future__ import annotations

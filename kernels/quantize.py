@@ -2,11 +2,10 @@
 
 int8: scale = amax / 127, values rounded to the nearest step. fp8: e4m3 (OCP OFP8: 3 mantissa bits, largest 448,
 smallest normal 2^-6), scale = amax / 448. amax is the largest magnitude of the token's head; no scale is below 2^-126.
-Promises: |x - restored| <= scale / 2 = amax / 254 for int8; <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit in the
+Guarantees: |x - restored| <= scale / 2 = amax / 254 for int8; <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit in the
 last place of a normal, and of a subnormal value); beyond that only float32 rounding, below 2^-13 of the bound. For
 magnitudes up to 3.4e38: the largest float32 may come back as infinity. A head that is not finite comes back as NaN,
 never as numbers. The same bits as `ringattn.runtime.records` computes in plain torch.
-Does not know: messages, what the values mean.
 """
 
 from __future__ import annotations

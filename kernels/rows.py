@@ -1,8 +1,7 @@
 """Moves rows of K, V or gradients between strided tensors: pack, unpack, gather, scatter, scatter with add.
 
 Rows at a constant stride need no list: slice the tensor (`x[start:stop:step]`) and move all rows of the slice.
-Promises: the dtype is converted on the way; an addition is done in the wider dtype and rounded once; deterministic.
-Does not know: records, ranks.
+Guarantees: the dtype is converted on the way; an addition is done in the wider dtype and rounded once; deterministic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Global memory for the launches that ask for it: tensor descriptors made in a kernel lie there.
 
-Promises one buffer for each device and stream, grown and never freed, since a captured graph holds its address; and
+Guarantees one buffer for each device and stream, grown and never freed, since a captured graph holds its address; and
 that Triton's allocator of the caller is in its place again after the launch.
-Does not know: any kernel.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Guarantees one launch a step forward and two backward, whatever tiles the step h
 from the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same
 calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first
 pass on a device makes and keeps. Where every query row has its first and its last launch, no state is set before the
-pass, read by the first or kept after the last. Needs a CUDA device, or Triton's interpreter.
+pass, read by the first or kept after the last. It needs a CUDA device, or Triton's interpreter.
 Not covered: ranks, schedules, float64 (refused).
 """
 

@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Several attend calls that fold into one partial."""
+    """Several attend calls that update one softmax state."""
 
     steps: tuple[Step, ...]
     q_rows: int

@@ -1,4 +1,4 @@
-"""The merge of partials: the laws that let steps fold in any order, and rows that have seen nothing."""
+"""The merge of softmax states: the laws that let steps come in any order, and rows that have seen nothing."""
 
 from __future__ import annotations
 

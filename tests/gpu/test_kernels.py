@@ -108,10 +108,10 @@ def test_an_engine_call_is_captured_and_replayed() -> None:
     dk, dv = (torch.zeros(k.shape, device="cuda") for _ in range(2))
 
     def call() -> tuple[torch.Tensor, Output]:
-        carry = made.begin(works, q, 128, None)
-        made.attend(q, KV(k, v), carry, works[0])
-        dq, result = made.begin_grad(works, q, 128), carry.out.finalized(q.dtype)
-        seed = BackwardInputs(q, result, carry.lse, None, made.delta(q, result, None))
+        state = made.begin(works, q, 128, None)
+        made.attend(q, KV(k, v), state, works[0])
+        dq, result = made.begin_grad(works, q, 128), state.out.finalized(q.dtype)
+        seed = BackwardInputs(q, result, state.lse, None, made.delta(q, result, None))
         made.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
         return result, dq
 

@@ -83,7 +83,7 @@ def config_of(form: str, block_m: int = 32, block_n: int = 16) -> Config:
     return Config(block_m, block_n, 4, 1, form)
 
 
-def folded(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
+def attended(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
     """One forward launch with the same flags for every block; `keys` picks some of the runs."""
     config = options.pop("config", config_of(form))
     pairs = inputs.pairs._replace(keys=options.pop("keys", inputs.pairs.keys))
@@ -103,7 +103,7 @@ def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
     """The whole pass in one launch that neither reads nor writes a state, with sinks, and with odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40, batches=2)
     state, truth = state_of(inputs, raw=False), inputs.truth(sinks=True)
-    folded(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
+    attended(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
     close(state.result, truth["out"], TOLERANCE[dtype])
     close(state.lse, truth["lse"], LSE_TOLERANCE)
     assert state.out.isnan().all()
@@ -115,7 +115,7 @@ def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
 def test_without_a_result_the_state_is_written(form: str, raw: bool) -> None:
     inputs = Inputs(BLIND, torch.float32)
     state, truth = state_of(inputs, raw), inputs.truth(softcap=0.7)
-    folded(inputs, state, form, FIRST, result=None, softcap=0.7)
+    attended(inputs, state, form, FIRST, result=None, softcap=0.7)
     out, lse = state.out, state.lse
     if state.weights is not None:
         blind = state.weights == 0
@@ -140,10 +140,10 @@ def test_carried_steps_equal_one_launch_bitwise(dtype: torch.dtype, form: str, s
     inputs = Inputs(MANY, dtype)
     options = {"sinks": inputs.sinks if sinks else None}
     whole, carried = state_of(inputs, raw=True), state_of(inputs, raw=True)
-    folded(inputs, whole, "descriptors" if form == "specialized" else form, FIRST | LAST, **options)
+    attended(inputs, whole, "descriptors" if form == "specialized" else form, FIRST | LAST, **options)
     last = len(MANY.keys) - 1
     for at, keys in enumerate(MANY.keys):
-        folded(inputs, carried, form, FIRST * (at == 0) | LAST * (at == last), keys=(keys,), **options)
+        attended(inputs, carried, form, FIRST * (at == 0) | LAST * (at == last), keys=(keys,), **options)
     assert torch.equal(whole.result, carried.result) and torch.equal(whole.lse, carried.lse)
     truth = inputs.truth(sinks=sinks)
     close(whole.result, truth["out"], TOLERANCE[dtype])
@@ -161,11 +161,11 @@ def test_what_flags_leave_out_changes_nothing_else(form: str, raw: bool) -> None
     plain.out.zero_(), plain.lse.fill_(-inf)
     if plain.weights is not None:
         plain.weights.zero_()
-    folded(inputs, plain, form, 0)
+    attended(inputs, plain, form, 0)
     assert plain.result.isnan().all()
     table = by_query(ONE, config_of(form))
     table.blocks[:, 7] = torch.tensor([FIRST | LAST, FIRST])  # The first 32 rows are done at once.
-    folded(inputs, flagged, form, 0, table=table)
+    attended(inputs, flagged, form, 0, table=table)
     done, rest = slice(32), slice(32, None)
     assert torch.equal(flagged.out[rest], plain.out[rest]) and flagged.out[done].isnan().all()
     assert torch.equal(flagged.lse[..., rest], plain.lse[..., rest])
@@ -186,10 +186,10 @@ def test_rows_that_see_nothing(sinks: bool) -> None:
     """out 0 and lse -inf or the sink, after launches with and without an entry for them."""
     inputs = Inputs(BLIND, torch.float16)
     state, config = state_of(inputs, raw=False), config_of("pointers")
-    folded(inputs, state, "pointers", FIRST, sinks=inputs.sinks if sinks else None)
+    attended(inputs, state, "pointers", FIRST, sinks=inputs.sinks if sinks else None)
     nothing = by_query(inputs.pairs, config, LAST)
     nothing.blocks[:, 6] = nothing.blocks[:, 5]
-    folded(inputs, state, "pointers", 0, table=nothing, sinks=inputs.sinks if sinks else None)
+    attended(inputs, state, "pointers", 0, table=nothing, sinks=inputs.sinks if sinks else None)
     assert not state.result[:10].any() and state.result[10:].any(dim=(1, 2, 3)).all()
     empty = inputs.sinks[None, :, None].expand(1, -1, 10) if sinks else torch.full((1, HEADS, 10), -inf)
     close(
@@ -204,8 +204,8 @@ def test_rows_that_see_nothing(sinks: bool) -> None:
 def test_the_size_of_the_grid_changes_no_bit(programs: int) -> None:
     inputs = Inputs(MANY, torch.float32)
     whole, shared = state_of(inputs, raw=False), state_of(inputs, raw=False)
-    folded(inputs, whole, "pointers", FIRST | LAST)
-    folded(inputs, shared, "pointers", FIRST | LAST, programs=programs)
+    attended(inputs, whole, "pointers", FIRST | LAST)
+    attended(inputs, shared, "pointers", FIRST | LAST, programs=programs)
     assert torch.equal(whole.result, shared.result) and torch.equal(whole.lse, shared.lse)
 
 
@@ -227,7 +227,7 @@ def test_which_tables_a_specialized_launch_takes() -> None:
 def test_neither_state_nor_result_is_refused() -> None:
     inputs = Inputs(ONE, torch.float32)
     with pytest.raises(ValueError, match=r"needs the state or.*the result; pass one"):
-        folded(inputs, state_of(inputs, raw=False), "pointers", FIRST | LAST, out=None, result=None)
+        attended(inputs, state_of(inputs, raw=False), "pointers", FIRST | LAST, out=None, result=None)
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
     at = seeds(inputs, inputs.truth())
     for form in ("pointers", "descriptors"):
         state, grads, config = state_of(inputs, raw=False), grads_of(inputs), config_of(form, 32, 16)
-        folded(inputs, state, form, FIRST | LAST, config=config)
+        attended(inputs, state, form, FIRST | LAST, config=config)
         grad_q(*at, grads.dq, by_query(MANY, config), config, scale=SCALE, group=GROUP).run()
         grad_kv(*at, grads.dk, grads.dv, by_key(MANY, config), config, scale=SCALE, group=GROUP).run()
         found.append((state.result, state.lse, *grads[:3]))
