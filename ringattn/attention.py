@@ -61,20 +61,52 @@ def attention(
     return_lse: bool = False,
     **softmax: Unpack[SoftmaxOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of this rank's queries to the keys of all ranks; differentiable.
+    """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
 
-    `q`: (batch, tokens, q_heads, d_k), `k`: (batch, tokens, kv_heads, d_k), `v`: (batch, tokens, kv_heads, d_v),
-    this rank's shards of `seq` (of `kv_seq` for k and v in cross attention). `window` = (left, right) tokens
-    besides the query, None or -1 for unbounded. `scale`: any finite number, None for 1/sqrt(d_k). `softcap`: scores
-    become softcap * tanh(score / softcap). `sinks`: (q_heads,) logits of any float dtype that take weight and give
-    no value. `schedule`: auto, ring, all_gather, direct, sub_rings or all_to_all. torch.autocast changes nothing
-    here: out is in q's dtype, and engines compute as they do without.
+    torch.autocast changes nothing here: out is in q's dtype, and engines compute as they do without. The backward pass
+    needs the outputs, as that of torch's scaled_dot_product_attention does, and raises where they were changed in
+    place.
 
-    Returns out (batch, tokens, q_heads, d_v) in q's dtype, and with `return_lse` also lse (batch, q_heads, tokens),
-    natural log, accumulator dtype. Rows that see no key give 0 and -inf, as do those whose scores are all -inf; a
-    NaN in a query makes its row NaN. Backward needs them, as that of torch's scaled_dot_product_attention does, and
-    raises where they were changed in place. Raises `InputError` on every rank when one rank refuses or the ranks
-    disagree.
+    Args:
+        ring: The ring; as a method, `Ring.attention`, the ring itself.
+        q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
+        k: Keys, this rank's shard of `kv_seq` if given, else of `seq`; q's dtype. q_heads is a multiple of kv_heads.
+        v: Values, like k.
+        seq: The sequence of the queries, made by this ring.
+        causal: A query meets the keys at its position and before.
+        window: (left, right) keys before and after the query, besides the query itself; None or -1 is unbounded. With
+            causal, right is 0, None or -1. None: no window.
+        sinks: Logits of any of these float dtypes, one for each query head, that take weight and give no value. Their
+            gradient is this rank's part, to be summed over the ranks. None: no sinks.
+        kv_seq: Another sequence of this ring, for cross attention; positions are compared from 0. None: `seq`.
+        return_lse: Also return lse.
+        scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
+        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: by mask and bytes.
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, kv_tokens, kv_heads, d_k)
+        v: (batch, kv_tokens, kv_heads, d_v)
+        sinks: (q_heads,)
+        out: (batch, tokens, q_heads, d_v)
+        lse: (batch, q_heads, tokens)
+
+    Returns:
+        out in q's dtype; with `return_lse` (out, lse). lse is the natural logarithm of the softmax's denominator, sinks
+        included, in the accumulator dtype, and differentiable. A row that meets no key, or whose scores are all -inf,
+        gives 0 and -inf, with a sink lse = sink. A NaN in a query makes its row NaN.
+
+    Raises:
+        InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
+        UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
+        DisagreementError: The ranks do not make the same call.
+        ClosedError: The ring was closed or has failed.
+        TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+        OutOfMemoryError: A rank had no memory for the pass.
+
+    Example:
+        out, lse = ring.attention(q, k, v, seq, causal=True, window=(4095, 0), return_lse=True)
     """
     with ring.refused_by_all():
         spec = AttentionSpec.banded(causal, window, sinks=sinks, **softmax)

@@ -44,14 +44,53 @@ def dilated_attention(
     return_lse: bool = False,
     **softmax: Unpack[SoftmaxOptions],
 ) -> Any:
-    """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
+    """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches; differentiable.
 
-    Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's
-    queries meet the keys at its `offset` modulo `dilation_rates[i]` (see `ringattn.core.dilation`). A pair that several
-    branches have counts once for each. `grad`: exact, or detached, which takes the branches' shares as constants,
-    as torchscale does. `tail`: ragged, or zero_pad, which lets queries see the zero keys with which torchscale
-    fills short segments. `layer`: for offset="layer_rotated". The rest, what is returned (out, and with
-    `return_lse` lse) and what is raised are those of `attention`; an lse beside detached carries no gradient.
+    Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's queries
+    meet the keys at its `offset` modulo `dilation_rates[i]`. A pair that several branches have counts once for each. A
+    collective call.
+
+    Args:
+        ring: The ring; as a method, `Ring.dilated_attention`, the ring itself.
+        q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
+        k: Keys, this rank's shard of `seq`, in q's dtype. q_heads is a multiple of kv_heads.
+        v: Values, like k.
+        seq: The sequence, made by this ring.
+        segment_lengths: Tokens of a segment, for each branch; positive.
+        dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
+        causal: A query meets the keys at its position and before.
+        offset: Which of the tokens a head keeps. mod: head % rate (LongNet). block: runs of ceil(heads / rate) heads
+            share one (torchscale). kv_head: K/V head % rate. layer_rotated: (head + layer * heads) % rate.
+        grad: exact; detached takes the branches' shares as constants, as torchscale does, and its lse has no gradient.
+        tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
+        layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+        sinks: Logits, one for each query head, that take weight and give no value; with grad="exact". None: no sinks.
+        return_lse: Also return lse.
+        scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
+        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: the fastest as predicted.
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, tokens, kv_heads, d_k)
+        v: (batch, tokens, kv_heads, d_v)
+        sinks: (q_heads,)
+        out: (batch, tokens, q_heads, d_v)
+        lse: (batch, q_heads, tokens)
+
+    Returns:
+        out in q's dtype; with `return_lse` (out, lse), as `attention` returns them.
+
+    Raises:
+        InputError: A tensor, a branch or an option is wrong, on any rank; every rank raises.
+        UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
+        DisagreementError: The ranks do not make the same call.
+        ClosedError: The ring was closed or has failed.
+        TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+        OutOfMemoryError: A rank had no memory for the pass.
+
+    Example:
+        out = ring.dilated_attention(q, k, v, seq, segment_lengths=[2048, 8192], dilation_rates=[1, 4], causal=True)
     """
     chosen: list[AttentionSpec] = []
 

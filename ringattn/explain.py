@@ -129,15 +129,44 @@ def explain(
     schedule: str = "auto",
     cluster: Cluster | str = REFERENCE,
 ) -> Explanation:
-    """What `ring.attention` with the same arguments would do, or with `segment_lengths` `ring.dilated_attention`.
+    """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
 
-    Sizes come from `q`, `k`, `v` or the four numbers. `cluster`: what times are predicted for; or the name of a preset,
-    or a file of `ringattn calibrate`.
+    Everything is read from the plans that would run; nothing is sent, and the other ranks need not call it. Memory and
+    time follow the pieces of the layout and the pairs of ranks, not the tokens.
 
-    Memory and time follow the pieces of the layout and the pairs of ranks, not the tokens.
+    Args:
+        ring: The ring; as a method, `Ring.explain`, the ring itself.
+        seq: The sequence of the queries.
+        q: Queries (batch, tokens, q_heads, d_k), of which batch, heads, head_dim, dtype and device are read. None: give
+            `q_heads` and `head_dim`.
+        k: Keys, of which the K/V heads are read. None: `kv_heads`.
+        v: Values, of which d_v is read. None: d_k.
+        batch: Rows of the batch, without `q`.
+        q_heads: Query heads, without `q`.
+        kv_heads: K/V heads, without `k`. None: as many as query heads.
+        head_dim: d_k, without `q`.
+        dtype: Of q, k and v, or its name, without `q`. None: bfloat16.
+        backward: Also explain the backward pass.
+        causal: As for `attention`.
+        window: As for `attention`.
+        segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
+        dilation_rates: As for `dilated_attention`.
+        offset: As for `dilated_attention`.
+        layer: As for `dilated_attention`.
+        softcap: As for `attention`.
+        kv_seq: As for `attention`.
+        schedule: As for `attention`.
+        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
 
-    Local: the other ranks need not call it. Raises `InputError` where neither is given, where the cluster is not known,
-    and with the count where there are too many pieces to plan (`planner.extent`).
+    Returns:
+        The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
+
+    Raises:
+        InputError: Sizes are missing, a name is not known, options do not fit, or there are too many pieces to plan.
+        UnsupportedError: The engine does not compute this call.
+
+    Example:
+        print(ring.explain(seq, q_heads=32, kv_heads=8, head_dim=128, causal=True))
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)

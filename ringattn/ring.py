@@ -30,21 +30,17 @@ from ringattn.transport.rendezvous import open_transport
 
 
 class Ring(Runtime):
-    """A group of ranks that attend together.
+    """A group of ranks that attend together: this rank's end of it, and the entry point of the package.
 
-    `group`: a ProcessGroup, a DeviceMesh (its dimension `cp`), or None: the default process group if there is one,
-    else torchrun's variables, else this process alone. `transport`: auto (nccl where there is a CUDA device, else
-    gloo), nccl, gloo, local (alone only), or a `Transport`. `nccl`: options of that transport, for experts.
-    `engine`: auto, aten, plain, triton, fa3, fa4, or an `Engine`. `timeout_s`: the deadline of every wait.
-    `dkv_wire_dtype`: what dK and dV travel in, None for the accumulator dtype (float32; float64 for float64 inputs).
-    `out_wire_dtype`: the same for the outputs that the schedule all_to_all returns to their owners.
-    `kv_wire_dtype`: None for the dtype of K and V; int8 or float8_e4m3fn halves what bf16 K and V cost on the wire and
-    rounds what other ranks sent, a rank's own K and V never; gradients are those of the rounded values. Relative errors
-    of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7, 0.6, 0.3 % in int8 and 2.1,
-    3.1, 2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
+    A ring owns its rank's transport, memory pool and cached plans, and closes them. It is a context
+    manager. One thread at a time uses a ring, and all ranks make the same calls in the same order. After a failure the
+    ring cannot be used any more, on any rank, and says so.
 
-    A context manager. One thread at a time uses a ring, and all ranks make the same calls in the same order. After a
-    failure the ring is dead on every rank and says so.
+    Example:
+        with ringattn.Ring() as ring:  # under torchrun, or alone
+            seq = ring.sequence(1_048_576)
+            q, k, v = (seq.shard(x) for x in (q, k, v))
+            out = ring.attention(q, k, v, seq, causal=True)
     """
 
     def __init__(
@@ -60,7 +56,34 @@ class Ring(Runtime):
         poison: bool = False,
         nccl: NcclOptions | None = None,
     ) -> None:
-        """Opens the ring on this rank; returns when all ranks have come. `poison` fills unused memory with NaN."""
+        """Opens the ring on this rank; returns when all ranks have opened it.
+
+        Args:
+            group: A ProcessGroup, or a DeviceMesh (its dimension `cp`). None: the default process group if there is
+                one, else torchrun's environment variables, else this process alone.
+            transport: What carries the messages: nccl, gloo, local (this process alone), or a `Transport`. auto: nccl
+                where there is a CUDA device, else gloo; local when alone.
+            engine: What computes attention: aten, plain, triton, fa3, fa4, or an `Engine`. auto: by device, dtype and
+                heads.
+            timeout_s: The deadline of every wait, in seconds.
+            dkv_wire_dtype: A floating dtype, or its name, in which dK and dV travel. None: the accumulator dtype
+                (float32; float64 for float64 inputs).
+            kv_wire_dtype: int8 or float8_e4m3fn halves what bf16 K and V cost on the wire, and rounds what other ranks
+                sent; a rank's own K and V never. Gradients are those of the rounded values. None: the dtype of K and V.
+                Relative errors of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7,
+                0.6, 0.3 % in int8 and 2.1, 3.1, 2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
+            out_wire_dtype: A floating dtype, or its name, in which the schedule all_to_all returns outputs to their
+                owners. None: the accumulator dtype.
+            poison: Fill unused memory with NaN, so that a read of it shows.
+            nccl: Options of the transport nccl. None: the defaults of `NcclOptions`.
+
+        Raises:
+            InputError: An argument is not known or does not fit the group.
+            UnsupportedError: The transport does not work with this machine or build.
+            RingError: WORLD_SIZE is set and RANK is not.
+            DeadlineError: A rank did not open the ring in time.
+            DisagreementError: The ranks were given different NCCL options or libraries.
+        """
         if isinstance(engine, str) and engine not in ENGINES:
             raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
         if not timeout_s > 0:
@@ -82,10 +105,26 @@ class Ring(Runtime):
         layout: str = "auto",
         for_: str = "causal",
     ) -> Sequence:
-        """How `length` tokens, or the documents `cu_seqlens` = [0, ..., length], lie over the ranks.
+        """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
-        `layout`: contiguous, zigzag, striped, per_document, or auto, which suits `for_` (causal, full, window,
-        dilated). Uneven counts are normal: the first ranks or chunks take the extra tokens.
+        Uneven counts are normal: the first ranks or chunks take the extra tokens.
+
+        Args:
+            length: Tokens of the whole sequence. None: the last of `cu_seqlens`.
+            cu_seqlens: Cumulative document lengths [0, ..., length], integers; they cut every row of a batch alike.
+                None: one sequence.
+            layout: contiguous, zigzag, striped or per_document. auto: the one that suits `for_`.
+            for_: The mask that the layout is to balance: causal, full, window or dilated. Read with layout="auto" only.
+
+        Returns:
+            The sequence, to shard tensors by and to pass to attention.
+
+        Raises:
+            InputError: No length is given, it is not a number of tokens or exceeds 2^50; the cuts do not ascend from 0
+                to the length; a name is not known; per_document has no documents.
+
+        Example:
+            seq = ring.sequence(cu_seqlens=[0, 700, 1000])
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, length)
         if length is None:
@@ -101,12 +140,26 @@ class Ring(Runtime):
     explain = explain.explain
 
     def activate(self, seq: Sequence | None) -> AbstractContextManager[None]:
-        """Make `seq` what adapters find with `ringattn.active_sequence()`; nests. None asks for local attention.
+        """Makes `seq` what adapters find with `ringattn.active_sequence()` inside of the `with`; nests.
 
-        Raises `InputError` for a sequence of another ring. Under a sequence of several ranks an operator that attends
-        to a shard alone raises `UnsupportedError` where it is called, and at the end `InputError` is raised where a
-        model ran of which no attention went over a ring. Operators are watched in a ring's first activation, with
-        gradients and without, and in later ones until the first attention over a ring.
+        Under a sequence of several ranks an operator that attends to a shard alone is refused where it is called.
+        Operators are observed in a ring's first activation, with gradients and without, and in later ones until the
+        first attention over a ring.
+
+        Args:
+            seq: A sequence of this ring. None: ask for local attention.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            InputError: `seq` belongs to another ring; or, at the end of the `with`, a model ran inside and no attention
+                went over a ring.
+            UnsupportedError: Inside, an operator would attend to this rank's tokens alone.
+
+        Example:
+            with ring.activate(seq):
+                loss = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None]).loss
         """
         if seq is not None and (not isinstance(seq, Sequence) or seq.ring is not self):
             raise InputError(f"rank {self.rank}: activate takes a sequence of this ring, got {seq!r}")
@@ -119,6 +172,20 @@ class Ring(Runtime):
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,
     ) -> MemoryMonitor:
-        """A watch over the memory of all ranks; see `ringattn.observe.memory.MemoryMonitor` for the options."""
+        """A monitor of the memory of all ranks, with actions at named levels.
+
+        Args:
+            profile: Where the levels begin: aggressive, balanced or conservative, or a `Profile` of shares of the
+                memory.
+            actions: For each `Level` the functions of (level, readings) to call from that level on. None: no actions.
+            capacity_bytes: Memory of this rank. None: what the device has, on a CPU the machine or its control group.
+
+        Returns:
+            The monitor; all ranks call its `report` and `check` together.
+
+        Raises:
+            InputError: The profile is not known or its shares do not ascend within 0 to 1; the capacity is not a whole
+                number of bytes from 1 on; the actions are not lists of functions by `Level`.
+        """
         gather = self.told_by_all
         return MemoryMonitor(self.pool, self.device, self.rank, gather, profile, actions, capacity_bytes)

@@ -23,10 +23,23 @@ _living: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
 
 
 class Sequence:
-    """How `length` tokens lie over the ranks. Made by `Ring.sequence`; immutable."""
+    """How the tokens of one sequence lie over the ranks of a ring. `Ring.sequence` makes one; immutable.
+
+    `length`: tokens of the whole sequence. `counts`: tokens of each rank. `documents`: cumulative document lengths, or
+    None.
+    """
 
     def __init__(self, ring: Ring, layout: Layout, documents: tuple[int, ...] | None) -> None:
-        """`documents`: cumulative lengths (0, ..., length), or None for a single sequence."""
+        """For adapters; users call `Ring.sequence`.
+
+        Args:
+            ring: The ring.
+            layout: Which rank owns which positions.
+            documents: Cumulative lengths (0, ..., length). None: a single sequence.
+
+        Raises:
+            Nothing.
+        """
         self.ring, self.layout, self.documents = ring, layout, documents
         self.length = layout.length
         self._positions: np.ndarray | None = None
@@ -37,9 +50,16 @@ class Sequence:
         _living[self.handle] = self
 
     def positions(self, per_document: bool = False) -> Tensor:
-        """The global position of each local token: int64, (counts[rank],), on the ring's device.
+        """The global position of each local token, as rotary positions need it.
 
-        `per_document`: counted from the start of the token's document, as rotary positions of packed documents are.
+        Args:
+            per_document: Count from the start of the token's document instead.
+
+        Returns:
+            int64, (counts[rank],), on the ring's device.
+
+        Raises:
+            Nothing.
         """
         own = self._positions
         if own is None:  # at first use: a sequence that is only planned may be longer than memory
@@ -54,9 +74,18 @@ class Sequence:
         return positions.to(self.ring.device)
 
     def with_documents(self, cu_seqlens: Many[int] | Tensor | None) -> Sequence:
-        """The same tokens on the same ranks, cut into these documents instead; None for no cuts. Raises `InputError`.
+        """The same tokens on the same ranks, cut into other documents.
 
         For rows of a batch that are cut differently, padding included: a row's padding is a document of its own.
+
+        Args:
+            cu_seqlens: Cumulative document lengths [0, ..., length]. None: no cuts.
+
+        Returns:
+            A new sequence of the same ring.
+
+        Raises:
+            InputError: The cuts are not integers that ascend from 0 to the length.
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, self.length)
         return Sequence(self.ring, self.layout, documents)
@@ -71,9 +100,17 @@ class Sequence:
         return hash((id(self.ring), self.layout, self.documents))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a full tensor. Differentiable: the gradient is zero at the other ranks' tokens.
+        """This rank's tokens of a full tensor. Local; differentiable: the gradient is zero at the other ranks' tokens.
 
-        Raises `InputError` unless `x.shape[dim]` is the sequence's length.
+        Args:
+            x: The full tensor, of any dtype.
+            dim: The dimension of the tokens.
+
+        Returns:
+            A tensor like x with counts[rank] tokens in `dim`.
+
+        Raises:
+            InputError: `x` has no such dimension, or not the sequence's length there.
         """
         dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
@@ -82,9 +119,23 @@ class Sequence:
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The full tensor, in order, on every rank. The gradient of a rank's tokens is the *sum* over ranks.
+        """The full tensor, in order, on every rank; differentiable. A collective call.
 
-        A collective call. Raises `InputError` on every rank when a shard has the wrong length or the ranks disagree.
+        The gradient of a rank's tokens is the *sum* over ranks, so a loss that every rank computes in full is divided
+        by world_size.
+
+        Args:
+            x: This rank's tokens.
+            dim: The dimension of the tokens.
+
+        Returns:
+            A tensor like x with all of the sequence's tokens in `dim`.
+
+        Raises:
+            InputError: A shard has the wrong length, on any rank; every rank raises.
+            DisagreementError: The ranks' shards differ in dtype, in `dim` or in their other dimensions.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         """
 
         def described() -> str:
@@ -101,10 +152,19 @@ class Sequence:
         return _Gather.apply(x, self, _dimension(x, dim), number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
-        """Next-token labels of this rank's tokens, int64: shifted over the whole sequence, then sharded.
+        """Next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
 
-        `tokens`: integers of any type but uint64. The last token of the sequence, and of each document, gets
-        `ignore_index`. Raises `InputError` for other tokens, for another `ignore_index`, and like `shard`.
+        Args:
+            tokens: The full tensor, integers of any type but uint64.
+            dim: The dimension of the tokens.
+            ignore_index: The label of the last token of the sequence, and of each document.
+
+        Returns:
+            int64, a tensor like `tokens` with counts[rank] labels in `dim`.
+
+        Raises:
+            InputError: The tokens are not such integers or not as many as the sequence's; `ignore_index` is not an
+                integer of 64 bits.
         """
         where = f"rank {self.ring.rank}: shard_labels"
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:

@@ -17,10 +17,25 @@ T = TypeVar("T")
 
 
 def run_ranks(world_size: int, fn: Callable[[Ring], T], *, timeout_s: float = 60.0, **ring_options: Any) -> list[T]:
-    """Run `fn(ring)` on `world_size` threads and return the results by rank.
+    """Runs `fn(ring)` on `world_size` threads, each of which is one rank of a ring in this process.
 
-    The first error of a rank is raised again (the one that caused the others); `ring_options` go to `Ring`. Sets one
-    intra-op thread while it runs, because threads that each start a pool of threads crowd the machine.
+    Sets one intra-op thread while it runs, because threads that each start a pool of threads overload the machine.
+
+    Args:
+        world_size: Number of ranks.
+        fn: What every rank runs; it is given its rank's ring, which is closed afterwards.
+        timeout_s: The deadline of every wait, in seconds.
+        ring_options: Further options of `Ring`, such as engine.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        BaseException: What `fn` raised first on a rank, unless it is only a PeerLostError that another rank's error
+            caused.
+
+    Example:
+        outs = run_ranks(4, lambda ring: ring.sequence(1000).counts)
     """
     world = LocalWorld(world_size, timeout_s)
     results: list[Any] = [None] * world_size
@@ -60,9 +75,28 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """The reference: attention over whole tensors in float64 on one process, straight from the definition.
 
-    `q`, `k`, `v`: (batch, tokens, heads, dim), K/V with fewer heads allowed. Returns out (batch, tokens, q_heads, d_v)
-    and lse (batch, q_heads, tokens), both float64 and differentiable; rows without a key give 0 and -inf. Memory grows
-    with tokens squared.
+    Memory grows with tokens squared.
+
+    Args:
+        q: Queries of any float dtype.
+        k: Keys, with fewer heads if wanted.
+        v: Values, with as many heads as k.
+        causal: A query meets the keys at its position and before.
+        window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
+        cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
+        scale: Factor of the scores. None: 1 / sqrt(d_k).
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, tokens, kv_heads, d_k)
+        v: (batch, tokens, kv_heads, d_v)
+
+    Returns:
+        (out, lse): (batch, tokens, q_heads, d_v) and (batch, q_heads, tokens), float64 and differentiable; a row that
+        meets no key gives 0 and -inf.
+
+    Raises:
+        RuntimeError: torch's, for shapes that do not fit; the reference checks nothing itself.
     """
     tokens = torch.arange(q.shape[1], device=q.device)
     ends = torch.tensor([q.shape[1]] if cu_seqlens is None else list(cu_seqlens)[1:], device=q.device)
@@ -90,7 +124,32 @@ def dense_dilated_attention(
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """LongNet's dilated attention, as `dense_attention`: a key counts once for each branch that has it."""
+    """The reference of dilated attention with offset="mod": a key counts once for each branch that has it.
+
+    Computed like `dense_attention`, in float64 on one process.
+
+    Args:
+        q: Queries of any float dtype.
+        k: Keys, with fewer heads if wanted.
+        v: Values, with as many heads as k.
+        segment_lengths: Tokens of a segment, for each branch.
+        dilation_rates: Of so many tokens a head keeps one, for each branch.
+        causal: A query meets the keys at its position and before.
+        cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
+        scale: Factor of the scores. None: 1 / sqrt(d_k).
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, tokens, kv_heads, d_k)
+        v: (batch, tokens, kv_heads, d_v)
+
+    Returns:
+        (out, lse): (batch, tokens, q_heads, d_v) and (batch, q_heads, tokens), float64 and differentiable.
+
+    Raises:
+        ValueError: There is not one rate for each segment length.
+        RuntimeError: torch's, for shapes that do not fit.
+    """
     tokens = torch.arange(q.shape[1], device=q.device)
     bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
     place = tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)]

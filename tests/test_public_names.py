@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import ringattn
+from ringattn import errors
 
 INIT = Path(ringattn.__file__)
 
@@ -40,3 +49,78 @@ def test_help_needs_no_torch(word: str) -> None:
 
 def test_the_logger_is_quiet_until_it_is_asked() -> None:
     assert any(isinstance(one, logging.NullHandler) for one in logging.getLogger("ringattn").handlers)
+
+
+# --- docstrings ------------------------------------------------------------------------------------------------------
+
+ROOT = INIT.parent.parent
+MODULES = ("ringattn", "ringattn.testing")
+IMPORTED = re.compile(r"from (ringattn\.adapters\.\w+) import ([\w, ]+)")
+PARTS = "Args", "Shape", "Returns", "Raises", "Example"
+
+
+@cache
+def public_callables() -> dict[str, Any]:
+    """Functions, classes and methods of the face, of `ringattn.testing` and of the adapters that docs import."""
+    found: dict[str, Any] = {}
+    for module, name in [(import_module(path), name) for path in MODULES for name in names_of(import_module(path))]:
+        one = getattr(module, name)
+        if inspect.isfunction(one):
+            found[one.__qualname__] = one
+        elif inspect.isclass(one) and not issubclass(one, Exception):
+            found[one.__qualname__] = one
+            for method, function in inspect.getmembers(one, inspect.isfunction):
+                if not method.startswith("_") and function.__module__.startswith("ringattn"):
+                    found[f"{one.__qualname__}.{method}"] = function
+    return found
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """`__all__`, or what the module itself defines."""
+    own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+
+
+def sections(one: Any) -> dict[str, str]:
+    """The sections of a docstring, a class's with that of its `__init__`, by title."""
+    found: dict[str, str] = {}
+    for told in (one, one.__init__) if inspect.isclass(one) else (one,):
+        title = ""
+        for line in (inspect.getdoc(told) or "").splitlines():
+            head = line.removesuffix(":")
+            title = head if line.endswith(":") and head in PARTS else title if line[:1] in ("", " ") else ""
+            if title:
+                found[title] = found.get(title, "") + line + "\n"
+    return found
+
+
+def entries(section: str) -> set[str]:
+    """What a section names: `a: ...`, `b: ...`."""
+    return set(re.findall(r"^ {4}(\w+): \S", section, re.MULTILINE))
+
+
+def parameters(one: Any) -> Iterator[str]:
+    """The names that a caller may give; those of a TypedDict where it is unpacked."""
+    given = list(inspect.signature(one).parameters.values())
+    for parameter in given if inspect.isclass(one) or "." not in one.__qualname__ else given[1:]:
+        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+        if unpacked:
+            function = one.__init__ if inspect.isclass(one) else one
+            yield from inspect.unwrap(function).__globals__[unpacked[1]].__annotations__
+        else:
+            yield parameter.name
+
+
+@pytest.mark.parametrize("name", public_callables())
+def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) -> None:
+    one = public_callables()[name]
+    told, wanted = sections(one), set(parameters(one))
+    assert entries(told.get("Args", "")) == wanted, "Args names each parameter, and nothing else"
+    returned = str(inspect.signature(one).return_annotation)
+    assert ("Returns" in told) == (not inspect.isclass(one) and returned != "None")
+    if wanted:
+        assert "Raises" in told
+    raised = entries(told.get("Raises", ""))
+    assert raised or told.get("Raises", "Raises:\n    Nothing.\n").strip().endswith("Nothing.")
+    for error in raised:
+        assert issubclass(getattr(errors, error, None) or getattr(builtins, error), BaseException)

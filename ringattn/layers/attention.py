@@ -26,18 +26,34 @@ class Reports:
     """What a layer over a ring says of its memory."""
 
     def own_memory(self) -> dict[str, int]:
-        """Bytes of the weights, for layers with projections."""
+        """Bytes of the layer's weights.
+
+        Returns:
+            Nothing for layers without projections.
+        """
         return {}
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """The layer's own bytes; with `seq` also its ring's memory, which all layers share: see `Ring.memory_info`."""
+        """The layer's own bytes, and its ring's memory. Local.
+
+        Args:
+            seq: A sequence of the ring to ask, whose memory all layers share. None: the layer's own bytes only.
+
+        Returns:
+            The figures of `own_memory`, and with `seq` those of `Ring.memory_info`.
+
+        Raises:
+            Nothing.
+        """
         return self.own_memory() | ({} if seq is None else seq.ring.memory_info())
 
 
 class RingAttention(Reports, nn.Module):
-    """`Ring.attention` as a module that keeps the mask and the softmax's options; see there for their meaning.
+    """`Ring.attention` as a module that keeps the mask and the softmax's options.
 
-    `sink_heads`: the number of query heads, for learned sinks (parameter `sinks`, zeros at first); None for no sinks.
+    Example:
+        layer = ringattn.RingAttention(causal=True, window=(4095, 0))
+        out = layer(q, k, v, seq)
     """
 
     def __init__(
@@ -48,14 +64,49 @@ class RingAttention(Reports, nn.Module):
         sink_heads: int | None = None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
+        """Keeps the options; a call checks `scale`, `softcap` and `schedule`.
+
+        Args:
+            causal: A query meets the keys at its position and before.
+            window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
+            sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
+                sinks.
+            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
+            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+
+        Raises:
+            InputError: `causal` or `window` is wrong.
+        """
         super().__init__()
         self._spec = AttentionSpec.banded(causal, window, **softmax)
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """q (batch, tokens, q_heads, d_k), k and v (batch, tokens, kv_heads, ...): this rank's shards of `seq`.
+        """Attention of this rank's queries to the keys of all ranks. A collective call.
 
-        Returns (batch, tokens, q_heads, d_v). Raises like `Ring.attention`.
+        Args:
+            q: Queries, this rank's shard of `seq`.
+            k: Keys, this rank's shard of `seq`.
+            v: Values, this rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Shape:
+            q: (batch, tokens, q_heads, d_k)
+            k: (batch, tokens, kv_heads, d_k)
+            v: (batch, tokens, kv_heads, d_v)
+            out: (batch, tokens, q_heads, d_v)
+
+        Returns:
+            out in q's dtype.
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            UnsupportedError: The engine does not compute this call.
+            DisagreementError: The ranks do not make the same call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+            OutOfMemoryError: A rank had no memory for the pass.
         """
         return attend(seq.ring, q, k, v, seq, None, self.spec)[0]
 
@@ -65,7 +116,11 @@ class RingAttention(Reports, nn.Module):
         return replace(self._spec, sinks=self.sinks)
 
     def extra_repr(self) -> str:
-        """The options, in the layer's line of a printed model."""
+        """The options, in the layer's line of a printed model.
+
+        Returns:
+            `name=value` of each.
+        """
         facts = asdict(self._spec.mask) | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
@@ -111,7 +166,7 @@ class Projections(Reports, nn.Module):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for biases in (self.in_proj_bias, self.out_proj.bias):
@@ -122,7 +177,11 @@ class Projections(Reports, nn.Module):
                 nn.init.ones_(norm)
 
     def own_memory(self) -> dict[str, int]:
-        """Bytes of the parameters, and of the keys and values of one token."""
+        """Bytes of the layer's weights, and of what a token adds to K and V.
+
+        Returns:
+            `parameter_bytes`, and `kv_bytes_per_token`, keys and values of one token.
+        """
         kv_bytes = 2 * self.num_kv_heads * self.head_dim * self.in_proj_weight.element_size()
         parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
         return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
@@ -132,10 +191,11 @@ class RingMultiheadAttention(Projections):
     """Self-attention with its projections: x to queries, keys and values by one weight, attention, output projection.
 
     The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
-    dictionaries load. `num_kv_heads`: fewer key and value heads (GQA); it divides `num_heads`, which is its default.
-    `head_dim`: embed_dim / num_heads if None. `qk_norm`: RMS normalization of each query and key head, learned weights
-    `q_norm` and `k_norm`. `rope`: "neox" or "interleaved" rotary positions, which are global ones. `sinks`: one learned
-    logit per query head that takes weight and gives no value. The other options are those of `Ring.attention`.
+    dictionaries load. Weights are alike on all ranks; gradients are this rank's part, to be summed (`Ring.all_reduce`).
+
+    Example:
+        layer = ringattn.RingMultiheadAttention(4096, 32, num_kv_heads=8, rope="neox", causal=True)
+        y = layer(seq.shard(x), seq)
     """
 
     def __init__(
@@ -155,7 +215,28 @@ class RingMultiheadAttention(Projections):
         sinks: bool = False,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
-        """Raises `InputError` for heads that do not fit each other, and for an unknown `rope`."""
+        """Makes the weights; a call checks `scale`, `softcap` and `schedule`.
+
+        Args:
+            embed_dim: Elements of a token.
+            num_heads: Query heads.
+            num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
+            head_dim: Elements of a head. None: embed_dim / num_heads.
+            bias: The projections have biases.
+            qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
+            norm_eps: Added to the mean square in that normalization.
+            rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
+            rope_base: Base of the rotary angles.
+            causal: A query meets the keys at its position and before.
+            window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
+            sinks: One learned logit per query head that takes weight and gives no value.
+            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
+            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+
+        Raises:
+            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or the mask is wrong.
+        """
         super().__init__(
             embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
             rope=None if rope is None else Rope(rope, rope_base), device=None, dtype=None,
@@ -164,9 +245,25 @@ class RingMultiheadAttention(Projections):
         self.reset_parameters()
 
     def forward(self, x: Tensor, seq: Sequence) -> Tensor:
-        """x (batch, tokens, embed_dim), this rank's shard of `seq`, to the same shape. All ranks call it together.
+        """Self-attention of this rank's tokens to those of all ranks. A collective call.
 
-        Raises `InputError` on every rank where one rank's x does not fit.
+        Args:
+            x: This rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Shape:
+            x: (batch, tokens, embed_dim)
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            UnsupportedError: The engine does not compute this call.
+            DisagreementError: The ranks do not make the same call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+            OutOfMemoryError: A rank had no memory for the pass.
         """
         attended = projected_attention(
             x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),

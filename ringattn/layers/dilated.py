@@ -41,11 +41,31 @@ class Alone(Reports):
         return self._ring
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """The layer's own bytes and the memory that it keeps between calls; `seq` is of its own ring."""
+        """The layer's own bytes and the memory that it keeps between calls.
+
+        Args:
+            seq: Of its own ring; not needed.
+
+        Returns:
+            The figures of `own_memory` and of `Ring.memory_info`.
+
+        Raises:
+            Nothing.
+        """
         return self.own_memory() | self.ring.memory_info()
 
     def whole(self, x: Tensor) -> Sequence:
-        """The sequence that is all of dimension 1 of `x`. Raises `InputError` where there is no such dimension."""
+        """The sequence that is all of dimension 1 of `x`, of the layer's own ring.
+
+        Args:
+            x: (batch, tokens, ...).
+
+        Returns:
+            The sequence.
+
+        Raises:
+            InputError: `x` has no such dimension.
+        """
         if not isinstance(x, Tensor) or x.dim() < 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"a layer of whole sequences takes (batch, tokens, ...) tensors, got {got}")
@@ -70,7 +90,24 @@ class Dilation(Reports, nn.Module):
         layer: int | None = None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
-        """Raises `InputError` for branches, an offset or a layer that are wrong; a call checks the other options."""
+        """Keeps the branches and options; a call checks `grad`, `tail`, `scale`, `softcap` and `schedule`.
+
+        Args:
+            segment_lengths: Tokens of a segment, for each branch; positive.
+            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
+            causal: A query meets the keys at its position and before.
+            offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
+                `Ring.dilated_attention`.
+            grad: exact; detached takes the branches' shares as constants, as torchscale does.
+            tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
+            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
+            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+
+        Raises:
+            InputError: Branches, the offset or the layer are wrong.
+        """
         super().__init__()
         self.branches = check(segment_lengths, dilation_rates)
         self.pairs = Dilated(*self.branches, causal, offset, layer)
@@ -79,7 +116,21 @@ class Dilation(Reports, nn.Module):
         self.warned = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """`Ring.dilated_attention` of this rank's shards of `seq`."""
+        """`Ring.dilated_attention` with the layer's options. A collective call.
+
+        Args:
+            q: Queries, this rank's shard of `seq`.
+            k: Keys, this rank's shard of `seq`.
+            v: Values, this rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Returns:
+            out in q's dtype.
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            RingError: What else `Ring.dilated_attention` raises.
+        """
         out: Tensor = seq.ring.dilated_attention(
             q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **self._softmax
         )  # fmt: skip
@@ -87,25 +138,59 @@ class Dilation(Reports, nn.Module):
         return out
 
     def warn_once(self, q_heads: int, kv_heads: int) -> None:
-        """Warn of branches that cannot reach every query of so many heads; a second time nothing."""
+        """Warns of branches that cannot reach every query; a second time it does nothing.
+
+        Args:
+            q_heads: Query heads.
+            kv_heads: K/V heads.
+
+        Raises:
+            Nothing.
+        """
         found = () if self.warned else coverage_warnings(self.branches, q_heads, self.pairs.offset, kv_heads)
         self.warned = True
         for warning in found:
             warnings.warn(warning, stacklevel=3)
 
     def extra_repr(self) -> str:
-        """The options, in the layer's line of a printed model."""
+        """The options, in the layer's line of a printed model.
+
+        Returns:
+            `name=value` of each.
+        """
         facts = asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.spec.schedule}
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
 class RingDilatedAttention(Dilation):
-    """`Ring.dilated_attention` as a module; see there for the options."""
+    """`Ring.dilated_attention` as a module that keeps its branches and options.
+
+    Example:
+        layer = ringattn.RingDilatedAttention([2048, 8192], [1, 4], causal=True)
+        out = layer(q, k, v, seq)
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """q (batch, tokens, q_heads, d_k), k and v (batch, tokens, kv_heads, ...): this rank's shards of `seq`.
+        """Dilated attention of this rank's queries to the keys of all ranks. A collective call.
 
-        Returns (batch, tokens, q_heads, d_v). Raises like `Ring.dilated_attention`.
+        Args:
+            q: Queries, this rank's shard of `seq`.
+            k: Keys, this rank's shard of `seq`.
+            v: Values, this rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Shape:
+            q: (batch, tokens, q_heads, d_k)
+            k: (batch, tokens, kv_heads, d_k)
+            v: (batch, tokens, kv_heads, d_v)
+            out: (batch, tokens, q_heads, d_v)
+
+        Returns:
+            out in q's dtype.
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            RingError: What else `Ring.dilated_attention` raises.
         """
         return self.attend(q, k, v, seq)
 
@@ -114,22 +199,31 @@ class DilatedAttention(Alone, Dilation):
     """`RingDilatedAttention` on one device."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (batch, tokens, q_heads, d_k), k and v (batch, tokens, kv_heads, ...), whole sequences.
+        """Dilated attention of whole sequences on one device.
 
-        Returns (batch, tokens, q_heads, d_v). Raises like `Ring.dilated_attention`.
+        Args:
+            q: Queries, whole sequences.
+            k: Keys, whole sequences.
+            v: Values, whole sequences.
+
+        Shape:
+            q: (batch, tokens, q_heads, d_k)
+            k: (batch, tokens, kv_heads, d_k)
+            v: (batch, tokens, kv_heads, d_v)
+            out: (batch, tokens, q_heads, d_v)
+
+        Returns:
+            out in q's dtype.
+
+        Raises:
+            InputError: A tensor or an option is wrong.
+            RingError: What else `Ring.dilated_attention` raises.
         """
         return self.attend(q, k, v, self.whole(q))
 
 
 class MultiheadDilation(Projections):
-    """Dilated self-attention with its projections: one weight for queries, keys and values, and one for the output.
-
-    `num_kv_heads`: fewer key and value heads (GQA); it divides `num_heads`, its default. `head_dim`: embed_dim /
-    num_heads if None. `qk_norm`: RMS normalization of each query and key head, with `norm_eps`. `rope`: "neox" or
-    "interleaved" rotary positions, which are global ones; with `xpos_scale` (tokens) they are XPos, see `Rope`.
-    `layer_norm`: normalizes the heads together before the output projection, as LongNet does (the sub-layer norm of
-    MAGNETO, arXiv:2210.06423). The other options are those of `Ring.dilated_attention`.
-    """
+    """Dilated self-attention with its projections: one weight for queries, keys and values, and one for the output."""
 
     def __init__(
         self,
@@ -156,7 +250,38 @@ class MultiheadDilation(Projections):
         dtype: torch.dtype | None = None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
-        """Raises `InputError` for heads, branches, an offset and rotary positions that are unknown or do not fit."""
+        """Makes the weights; a call checks `grad`, `tail`, `scale`, `softcap` and `schedule`.
+
+        Args:
+            embed_dim: Elements of a token.
+            num_heads: Query heads.
+            segment_lengths: Tokens of a segment, for each branch; positive.
+            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
+            num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
+            head_dim: Elements of a head. None: embed_dim / num_heads.
+            bias: The projections have biases.
+            qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
+            norm_eps: Added to the mean square in that normalization.
+            rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
+            rope_base: Base of the rotary angles.
+            xpos_scale: Tokens; the rotary positions are then XPos with this scale, see `Rope`. None: no XPos.
+            layer_norm: Normalize the heads together before the output projection, as LongNet does (the sub-layer norm
+                of MAGNETO, arXiv:2210.06423).
+            causal: A query meets the keys at its position and before.
+            offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
+                `Ring.dilated_attention`.
+            grad: exact; detached takes the branches' shares as constants, as torchscale does.
+            tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
+            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+            device: Of the weights. None: torch's default.
+            dtype: Of the weights. None: torch's default.
+            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
+            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+
+        Raises:
+            InputError: Heads, branches, the offset, the layer or rotary positions are unknown or do not fit each other.
+        """
         if rope is None and xpos_scale is not None:
             raise InputError(f"xpos_scale={xpos_scale} needs rotary positions; give rope='interleaved' or 'neox'")
         super().__init__(
@@ -173,13 +298,28 @@ class MultiheadDilation(Projections):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
         super().reset_parameters()
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
 
     def attend(self, x: Tensor, seq: Sequence) -> Tensor:
-        """This rank's shard of `seq`, (batch, tokens, embed_dim), to the same shape."""
+        """Dilated self-attention with the layer's weights. A collective call.
+
+        Args:
+            x: This rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Shape:
+            x: (batch, tokens, embed_dim)
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            RingError: What else `Ring.dilated_attention` raises.
+        """
         heads = self._attended(x, seq).flatten(2)
         out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
         return out
@@ -213,20 +353,52 @@ class MultiheadDilation(Projections):
 
 
 class RingMultiheadDilatedAttention(MultiheadDilation):
-    """Multi-head dilated attention over a ring; see `MultiheadDilation` for the options."""
+    """Multi-head dilated attention over a ring.
+
+    Weights are alike on all ranks; gradients are this rank's part, to be summed over the ranks (`Ring.all_reduce`).
+
+    Example:
+        layer = ringattn.RingMultiheadDilatedAttention(768, 12, [2048, 8192], [1, 4], causal=True)
+        y = layer(seq.shard(x), seq)
+    """
 
     def forward(self, x: Tensor, seq: Sequence) -> Tensor:
-        """x (batch, tokens, embed_dim), this rank's shard of `seq`, to the same shape. All ranks call it together.
+        """Dilated self-attention of this rank's tokens to those of all ranks. A collective call.
 
-        Gradients are this rank's part, to be summed over the ranks (`ring.all_reduce`). Raises `InputError` on every
-        rank where one rank's x does not fit.
+        Args:
+            x: This rank's shard of `seq`.
+            seq: The sequence, which brings the ring.
+
+        Shape:
+            x: (batch, tokens, embed_dim)
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            RingError: What else `Ring.dilated_attention` raises.
         """
         return self.attend(x, seq)
 
 
 class MultiheadDilatedAttention(Alone, MultiheadDilation):
-    """Multi-head dilated attention on one device; see `MultiheadDilation` for the options."""
+    """Multi-head dilated attention of whole sequences on one device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, tokens, embed_dim), whole sequences, to the same shape. Raises `InputError` for another shape."""
+        """Dilated self-attention of whole sequences.
+
+        Args:
+            x: Whole sequences.
+
+        Shape:
+            x: (batch, tokens, embed_dim)
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            InputError: A tensor or an option is wrong.
+            RingError: What else `Ring.dilated_attention` raises.
+        """
         return self.attend(x, self.whole(x))

@@ -127,11 +127,20 @@ class MemoryMonitor:
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,
     ) -> None:
-        """`gather`: this rank's words to those of all ranks, by rank; None: alone. `actions`: by the level from which
-        on they are taken. `capacity_bytes`: None for what the device has.
+        """Observes the memory of one rank; `Ring.memory_monitor` makes one with the first four arguments filled in.
 
-        Raises `InputError` for a profile that is not known or whose shares do not ascend within 0 to 1, for a capacity
-        that is no number of bytes, and for actions that are not lists of functions by `Level`.
+        Args:
+            pool: The ring's memory pool.
+            device: The rank's device.
+            rank: The rank.
+            gather: From this rank's text to the texts of all ranks, by rank. None: alone.
+            profile: aggressive, balanced or conservative, or a `Profile` of shares of the memory.
+            actions: For each `Level` the functions of (level, readings) to call from that level on. None: no actions.
+            capacity_bytes: Memory of this rank. None: what the device has, on a CPU the machine or its control group.
+
+        Raises:
+            InputError: The profile is not known or its shares do not ascend within 0 to 1; the capacity is not a whole
+                number of bytes from 1 on; the actions are not lists of functions by `Level`.
         """
         self.profile = _profile(profile, rank)
         self._pool, self._device, self._rank, self._gather = pool, device, rank, gather
@@ -144,7 +153,11 @@ class MemoryMonitor:
         self._capacity_bytes = capacity_bytes
 
     def read(self) -> Reading:
-        """This rank's memory now; walks over all tensors of the process on a CPU."""
+        """This rank's memory now. Local; on a CPU it walks over all tensors of the process.
+
+        Returns:
+            The reading, in bytes.
+        """
         pool, resident = self._pool, status_bytes("VmRSS")
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)
@@ -161,14 +174,22 @@ class MemoryMonitor:
         )  # fmt: skip
 
     def report(self) -> list[Reading]:
-        """The readings of all ranks, by rank. All ranks call it together."""
+        """The readings of all ranks. A collective call.
+
+        Returns:
+            One `Reading` for each rank, by rank.
+        """
         mine = self.read()
         if self._gather is None:
             return [mine]
         return [Reading(**json.loads(words)) for words in self._gather(json.dumps(asdict(mine)))]
 
     def check(self) -> Level:
-        """Read all ranks, and take the actions of every level that the fullest has reached. All ranks call it."""
+        """Reads all ranks, and takes the actions of every level that the fullest rank has reached. A collective call.
+
+        Returns:
+            The level, the same on every rank.
+        """
         readings = self.report()
         level = self.profile.level(max(one.used for one in readings))
         for reached in sorted(one for one in self._actions if one <= level):

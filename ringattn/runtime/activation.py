@@ -48,7 +48,11 @@ def activation() -> Activation | None:
 
 
 def active_sequence() -> Sequence | None:
-    """The sequence of the innermost `Ring.activate`, or None."""
+    """The sequence that an adapter attends over.
+
+    Returns:
+        That of the innermost `Ring.activate`, or None.
+    """
     active = _active.get()
     return None if active is None else active[0]
 

@@ -27,7 +27,14 @@ class RankGroup:
     """One rank's end of the group. A context manager."""
 
     def __init__(self, transport: Transport) -> None:
-        """Owns the transport, which closes with it."""
+        """Owns the transport, which closes with it.
+
+        Args:
+            transport: An open transport.
+
+        Raises:
+            Nothing.
+        """
         self.transport = transport
         self._agreement = ConsistencyCheck(transport)
         self._end: str | None = None
@@ -55,26 +62,61 @@ class RankGroup:
         return self._end is None
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Returns when every rank has called it. A collective call.
+
+        Raises:
+            DisagreementError: A rank makes another call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+        """
         self.agree("barrier", always=True)
 
     def synchronize(self) -> None:
-        """Return when all exchanges have arrived; raises what has failed. Local, not a barrier.
+        """Returns when all exchanges have arrived. Local, not a barrier.
 
-        On a GPU the host runs ahead and hears of a lost peer at a later call: synchronize before results are kept.
+        On a GPU the host runs ahead and notices a lost peer at a later call: synchronize before results are kept.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+            TransportError: An exchange failed.
         """
         with self.guarded():
             self.transport.drain()
 
     def all_reduce(self, tensors: Many[Tensor]) -> None:
-        """Sum tensors over the ranks, in place; the same bits on every rank."""
+        """Sums tensors over the ranks, in place; the same bits on every rank. A collective call.
+
+        Args:
+            tensors: Tensors of any shape, stride and dtype but bool, with the same shapes and dtypes on all ranks.
+                Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype.
+
+        Raises:
+            InputError: A tensor is bool, which ends the ring.
+            DisagreementError: Shapes or dtypes differ between ranks.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+
+        Example:
+            ring.all_reduce([weight.grad for weight in model.parameters()])
+        """
         self.agree_on(lambda: f"all_reduce of {collectives.shapes(list(tensors))}")
         tensors = list(tensors)
         with self.guarded():
             collectives.all_reduce(self.transport, tensors)
 
     def broadcast(self, tensors: Many[Tensor], src: int = 0) -> None:
-        """Copy `src`'s tensors to every rank, in place."""
+        """Copies the tensors of one rank to every rank, in place. A collective call.
+
+        Args:
+            tensors: Tensors of any shape, stride and dtype, with the same shapes and dtypes on all ranks.
+            src: The rank whose tensors are copied.
+
+        Raises:
+            InputError: There is no rank `src`.
+            DisagreementError: `src`, shapes or dtypes differ between ranks.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+        """
 
         def described() -> str:
             if type(src) is not int or not 0 <= src < self.world_size:
@@ -87,10 +129,18 @@ class RankGroup:
             collectives.broadcast(self.transport, tensors, src)
 
     def replay(self, graph: Any) -> None:
-        """Replay a `torch.cuda.CUDAGraph` of calls of this ring on the current stream, under one deadline for it all.
+        """Replays a captured CUDA graph of calls of this ring on the current stream, under one deadline for all of it.
 
         All ranks capture and replay the same calls. Run a call once before capturing it, capture with
         `capture_error_mode="thread_local"`, and drop the graph before the ring is closed.
+
+        Args:
+            graph: A `torch.cuda.CUDAGraph`.
+
+        Raises:
+            DisagreementError: A rank makes another call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: An exchange failed, or the deadline passed (DeadlineError).
         """
         self.agree("replay of a captured graph")
         with self.guarded():
@@ -99,11 +149,25 @@ class RankGroup:
     def agree(
         self, summary: str, refusal: RingError | None = None, always: bool = False, backward_of: int | None = None
     ) -> int:
-        """All ranks make the same call or all raise: `refusal` here, `InputError` or `DisagreementError` elsewhere.
+        """All ranks make the same call, or all raise. A collective call.
 
-        `backward_of`: the number of the forward call whose backward pass this is; it must be the same call too. Where
-        the transport itself notices a rank that makes another call, one agreement on a call is enough, unless `always`.
-        Returns the number of this call, the same on all ranks; 0 alone.
+        Where the transport itself notices a rank that makes another call, one check of a call is enough.
+
+        Args:
+            summary: The call in words; equal on all ranks.
+            refusal: Why this rank refuses the call. None: it does not.
+            always: Check also a call that was checked before.
+            backward_of: The number of the forward call whose backward pass this is; the same on all ranks. None: no
+                backward.
+
+        Returns:
+            The number of this call, the same on all ranks; 0 alone.
+
+        Raises:
+            RingError: `refusal`, on the rank that gave it.
+            InputError: Another rank refused the call.
+            DisagreementError: The ranks make different calls.
+            ClosedError: The ring was closed or has failed.
         """
         self.check_open()
         if refusal is not None:
@@ -128,16 +192,35 @@ class RankGroup:
         return self._agreement.calls
 
     def agree_on(self, describe: Callable[[], str]) -> int:
-        """`agree` on the call that `describe` gives in words; whatever it raises, all ranks refuse the call for."""
+        """`agree` on the call that `describe` gives in words; what `describe` raises makes all ranks refuse the call.
+
+        Args:
+            describe: Checks the call and returns it in words.
+
+        Returns:
+            The number of this call, the same on all ranks; 0 alone.
+
+        Raises:
+            InputError: `describe` raised, on any rank; every rank raises.
+            DisagreementError: The ranks make different calls.
+            ClosedError: The ring was closed or has failed.
+        """
         with self.refused_by_all():
             words = describe()
         return self.agree(words)
 
     @contextmanager
     def refused_by_all(self) -> Iterator[None]:
-        """Whatever this rank raises inside is raised by the next call of every rank, so that none waits for this one.
+        """What this rank raises inside is raised by the next call of every rank, so that none waits for this one.
 
-        Inside must be no collective call. What is no `RingError` becomes an `InputError`, with the other as its cause.
+        Inside must be no collective call.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            InputError: Something that is not a `RingError` was raised inside; it is the cause. A `RingError` stays as
+                it is.
         """
         try:
             yield
@@ -149,13 +232,24 @@ class RankGroup:
             self.agree("", refusal)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` unless the ring is alive."""
+        """Does nothing while the ring can be used.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring cannot be used any more, {self._end}; open a new Ring")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Whatever is raised inside ends the ring on every rank, with this rank's error as the cause."""
+        """Whatever is raised inside ends the ring on every rank, with this rank's error as the cause.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
         self.check_open()
         try:
             yield
@@ -164,12 +258,31 @@ class RankGroup:
             raise
 
     def end(self, cause: BaseException) -> None:
-        """End the group on all ranks, with this cause."""
+        """Ends the group on all ranks.
+
+        Args:
+            cause: The error that later calls name.
+
+        Raises:
+            Nothing.
+        """
         self._end = f"it was aborted: {cause}"
         self.transport.abort(cause)
 
     def told_by_all(self, words: str) -> list[str]:
-        """What every rank says, by rank."""
+        """Gathers a text from every rank. A collective call.
+
+        Args:
+            words: This rank's text.
+
+        Returns:
+            The texts, by rank.
+
+        Raises:
+            DisagreementError: A rank makes another call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+        """
         self.agree("words of all ranks", always=True)
         with self.guarded():
             return [told.decode() for told in self.transport.agree(words.encode())]

@@ -90,7 +90,11 @@ class Runtime(RankGroup):
         _open.add(self)
 
     def counters(self) -> dict[str, int]:
-        """Payload sent since the last reset (`bytes_sent`, `messages`, `passes`) and `pool_high_water_bytes`."""
+        """What this rank sent since the last reset.
+
+        Returns:
+            `bytes_sent` (payload), `messages`, `passes` and `pool_high_water_bytes`.
+        """
         return {**asdict(self._counters), "pool_high_water_bytes": self.pool.high_water_bytes}
 
     def reset_counters(self) -> None:
@@ -100,10 +104,20 @@ class Runtime(RankGroup):
 
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
-        """Record what the passes inside do on this rank, see `ringattn.observe.spans`; local, backward included.
+        """Records what the passes inside of the `with` do on this rank, backward included. Local.
 
-        `nvtx`: also name them for NVIDIA's tools. Raises `InputError` inside another recording of this ring. On a GPU
-        it waits for the device once, before the first pass; passes are refused while they are captured into a graph.
+        On a GPU it waits for the device once, before the first pass; passes are refused while they are captured into a
+        graph.
+
+        Args:
+            nvtx: Also name the passes for NVIDIA's tools.
+
+        Returns:
+            A context manager that gives the `Recording`, see `ringattn.observe.spans`.
+
+        Raises:
+            InputError: The ring is being recorded already.
+            ClosedError: The ring was closed or has failed.
         """
         self.check_open()
         if self._recording is not None:
@@ -115,7 +129,13 @@ class Runtime(RankGroup):
             self._recording = None
 
     def memory_info(self) -> dict[str, int]:
-        """The ring's own memory, which all layers share: see `Pool.report` and `planner.account.placements`."""
+        """The ring's own memory, which all layers share. Local.
+
+        Returns:
+            `world_size`; `plans` that are cached; of the largest plan `slots` (buffers) and `pool_gap_bytes`;
+            `kept_bytes`, the most that one forward pass keeps for its backward; `pool_bytes` now,
+            `pool_high_water_bytes` of the largest pass, and `pool_reuses`, passes that needed no new memory.
+        """
         plans = [executor.plan for executor in self._executors.values()]
         return {"world_size": self.world_size, **placements(plans), **self.pool.report()}
 
@@ -129,18 +149,53 @@ class Runtime(RankGroup):
     def choice(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
     ) -> Choice:
-        """The engine of a call with such inputs, and why it is taken."""
+        """The engine of a call with such inputs.
+
+        Args:
+            device: Of the inputs.
+            dtype: Of the inputs.
+            head_dim: Elements of a query and a key.
+            value_dim: Elements of a value.
+            softcap: Of the call; None without.
+
+        Returns:
+            The engine, and one sentence that says why it is taken.
+
+        Raises:
+            UnsupportedError: The engine that was asked for does not compute such a call.
+        """
         if not isinstance(self.engine, str):
             return Choice(self.engine, f"{self.engine.name}: given as an object")
         sm_margin = self.transport.sm_margin if device.type == "cuda" else 0
         return choose(self.engine, device, dtype, head_dim, value_dim, softcap, sm_margin)
 
     def engine_for(self, *facts: Any) -> Engine:
-        """The engine of `choice`."""
+        """The engine of `choice`.
+
+        Args:
+            facts: The arguments of `choice`.
+
+        Returns:
+            The engine.
+
+        Raises:
+            UnsupportedError: The engine that was asked for does not compute such a call.
+        """
         return self.choice(*facts).engine
 
     def executor_of(self, call: AttentionCall, backward: bool) -> Executor:
-        """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use."""
+        """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use.
+
+        Args:
+            call: The call.
+            backward: Of its backward pass.
+
+        Returns:
+            The executor, which the ring keeps.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
         self.check_open()
         key = call.problem, call.route, call.softmax, call.engine, backward
         executor = self._executors.pop(key, None)
@@ -155,7 +210,20 @@ class Runtime(RankGroup):
         return executor
 
     def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
-        """Begin a pass that `run` goes on with; see `Executor.begin`. The ring makes no other call between the two."""
+        """Begins a pass that `run` continues; see `Executor.begin`. The ring makes no other call between the two.
+
+        Args:
+            executor: Of the pass.
+            make: Makes keys and values, in the message that is given where there is one.
+
+        Returns:
+            The keys and values.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed.
+            OutOfMemoryError: This rank had no memory for the pass.
+        """
         watch = profiler_of(executor.plan, self._recording)
         with self.guarded(), self.accounted(executor), unseen():
             self._make_room(executor)
@@ -164,7 +232,22 @@ class Runtime(RankGroup):
     def run(
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
     ) -> Tensor | None:
-        """One pass; see `Executor.run`. Inside `accounted`."""
+        """One pass; see `Executor.run`. Inside `accounted`.
+
+        Args:
+            executor: Of the pass.
+            arithmetic: What its steps compute.
+            kept: What the forward pass kept for this backward pass. None: nothing.
+            keep: Keep what a backward pass can begin with.
+
+        Returns:
+            What was kept, or None.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed.
+            OutOfMemoryError: This rank had no memory for the pass.
+        """
         watch = profiler_of(executor.plan, self._recording)
         with self.guarded():
             self._make_room(executor)
@@ -172,7 +255,17 @@ class Runtime(RankGroup):
 
     @contextmanager
     def accounted(self, executor: Executor) -> Iterator[None]:
-        """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`."""
+        """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`.
+
+        Args:
+            executor: Of the pass.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            OutOfMemoryError: Memory ran out inside.
+        """
         try:
             with executor.accounted(self.pool), activate(None):  # the engine's kernels attend to blocks, as they should
                 yield

@@ -17,14 +17,20 @@ BINDINGS = ("ctypes", "cupy")
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """Equal on all ranks of a ring, or opening it raises.
+    """What a user may choose about NCCL. Equal on all ranks of a ring, or opening it raises.
 
-    `binding`: ctypes, or cupy (blocking communicators only). `library`: path of a libnccl, None for the one that this
-    process has loaded, else the wheel's. `max_ctas`: thread blocks that an exchange may hold on the GPU, None for
-    NCCL's choice. `name`: of the communicators in NCCL's log, None for "ringattn" where names are known. `register`:
-    slots from `ncclMemAlloc`, registered, where all ranks' libraries can; plain device memory otherwise.
-    `blocking`: a blocking communicator, which spares the host NCCL's launch thread at every hop; a launch that is stuck
-    inside it cannot be aborted, and ends the process instead.
+    Args:
+        binding: ctypes, or cupy (blocking communicators only).
+        library: Path of a libnccl. None: the one that this process has loaded, else the wheel's.
+        max_ctas: Thread blocks that an exchange may hold on the GPU, 1 to 64. None: NCCL's choice.
+        name: Of the communicators in NCCL's log. None: "ringattn" where names are known.
+        register: Take staging buffers from `ncclMemAlloc`, registered, where all ranks' libraries can; else plain
+            memory.
+        blocking: A blocking communicator, which spares the host NCCL's launch thread at every hop; a launch that is
+            stuck inside it cannot be aborted, and ends the process instead.
+
+    Raises:
+        InputError: `binding` is not known, or `max_ctas` does not lie between 1 and 64.
     """
 
     binding: str = "ctypes"
