@@ -27,21 +27,29 @@ from ringattn.schedule.content import size
 
 def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
     """Offsets by first fit in order of birth, and the arena's bytes. What lies inside a buffer prolongs its life."""
+    # Parts may be used outside the steps that name the whole: it lives as long as any of them.
     placed = list(buffers)
     for buffer in buffers:
         if buffer.inside is not None:
             whole = placed[buffer.inside.buffer]
             first, last = min(whole.first, buffer.first), max(whole.last, buffer.last)
             placed[buffer.inside.buffer] = whole._replace(first=first, last=last)
+    # Only whole buffers are placed.
     roots = [index for index, buffer in enumerate(buffers) if buffer.inside is None]
     live: list[tuple[int, int, int]] = []  # (offset, end, last step)
     peak = 0
+    # First fit by birth. Bytes run to the right, steps down:
+    #    step 0   [ A ][ B ]
+    #    step 1   [ C ][ B ]     A ended in step 0: C takes its place
     for index in sorted(roots, key=lambda i: placed[i].first):
         buffer = placed[index]
+        # Rounded up, so that every offset is aligned.
         nbytes = -(-buffer_bytes(problem, buffer) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        # Both ends are included: a buffer whose last step is this one's first still holds its bytes.
         live = sorted(entry for entry in live if entry[2] >= buffer.first)
         offset = 0
         for start, end, _ in live:
+            # The gap before this entry is large enough.
             if offset + nbytes <= start:
                 break
             offset = max(offset, end)
@@ -58,10 +66,9 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
 def verify_placement(plan: Plan) -> None:
     """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
 
-    What lies inside a buffer is looked at in its stead.
-
-    Lifetimes are derived again, from the steps alone.
+    Of a fused buffer its parts are checked instead. Lifetimes are derived again, from the steps alone.
     """
+    # Steps in which each buffer is filled and last used; a received one is filled in its step and readable after it.
     written: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
 
@@ -83,6 +90,7 @@ def verify_placement(plan: Plan) -> None:
         for part in parts[buffer] if buffer != LOCAL else ():
             read(part, now, after if part in received else 0)
         if buffer != LOCAL and not parts[buffer]:
+            # `after` = 1: what this step's message fills can be read in the next step. Never filled counts as now + 1.
             if written.get(buffer, now + 1) > now - after:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
             used[buffer] = now
@@ -94,6 +102,7 @@ def verify_placement(plan: Plan) -> None:
         for pack in step.packs:
             read(pack.source, now)
             write(pack.into, now)
+        # Order of a step: pack, send and receive, zero, restore, compute.
         for send in step.sends:
             read(send.buffer, now, after=send.buffer in received)
             sent = plan.buffers[send.buffer]
@@ -120,11 +129,13 @@ def verify_placement(plan: Plan) -> None:
                 read(source, now, after=source in received)
     for buffer in () if plan.backward else plan.kept:
         read(buffer, len(plan.steps) - 1)
+    # Any two buffers that live in a common step must lie in disjoint bytes.
     spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
     for n, (start, nbytes, this) in enumerate(spans):
         if start < 0 or start + nbytes > plan.arena_bytes:
             raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} lies outside the arena")
         for other_start, other_bytes, other in spans[:n]:
+            # Intervals with both ends included overlap in steps, half-open ones in bytes.
             together = written[this] <= used[other] and written[other] <= used[this]
             if together and start < other_start + other_bytes and other_start < start + nbytes:
                 labels = f"{plan.buffers[this].label} and {plan.buffers[other].label}"

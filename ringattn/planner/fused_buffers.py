@@ -1,4 +1,9 @@
-"""Blocks side by side in one buffer, every row of a head as a row of its own: one engine call meets them all."""
+"""Blocks side by side in one buffer, each row of a head a row of its own: one engine call reads them all.
+
+Block A with head 0 rows 2..4 and head 1 rows 0..1, and block B with head 0 rows 7..8:
+    buffer row    0 1 2 | 3 4 | 5 6
+    holds         A0    | A1  | B0       starts: A 0, B 5
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ class FusedBuffer:
     def __init__(self, label: str, kind: Kind, contents: Mapping[Block, Content]) -> None:
         """They lie in the order of `contents`."""
         self.label, self.kind, self.contents = label, kind, contents
+        # Every part has one head, so a content's size is its number of buffer rows.
         rows = list(accumulate(map(size, contents.values()), initial=0))
         self.starts = dict(zip(contents, rows, strict=False))
         self.content: Content = (HeadRows(ONE, (StridedRange(0, rows[-1]),)),)
@@ -40,6 +46,7 @@ class FusedBuffer:
             parts = {part.heads: (part, row) for part, row in self.parts(item.kv)}
             for heads, table in item.tiles:
                 part, first = parts[heads]
+                # Keys become buffer rows: their place in the packed part, plus the part's first row.
                 cut = within_runs(table, [part])
                 rows, steps = packed_rows(cut, part)
                 tables.append(cut.with_k_rows(rows + first, steps))
@@ -59,14 +66,19 @@ def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Conten
     steps = schedule.restricted_to(rank).steps
     work = [(at, item) for at, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
     reads = {item.kv: (at, item) for at, item in work if item.kv.owner != rank and not is_on_received(item)}
-    came = [(at, copy.block, copy.content) for at, step in enumerate(steps) for copy in step.copies if copy.dst == rank]
-    came += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
+    # Kept blocks are there before step 0 and count as received in step -1.
+    received = [
+        (at, copy.block, copy.content) for at, step in enumerate(steps) for copy in step.copies if copy.dst == rank
+    ]
+    received += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
+    # Grouped by (step received, step read): only those live and are attended together.
     groups: dict[tuple[int, int], dict[Block, Content]] = defaultdict(dict)
-    for arrival, block, content in came:
+    for arrival, block, content in received:
         if block in reads:
             groups[arrival, reads[block][0]][block] = content
     for (arrival, _), contents in groups.items():
         items = [reads[block][1] for block in contents]
+        # Backward reads K/V and adds dK/dV at the same row numbers, so both contents must be equal, block by block.
         made = {item.dkv: sums.get(item.dkv) for item in items if isinstance(item, AttendGrad)}
         if all(map(alone, contents.values())) and (not made or list(made.values()) == list(contents.values())):
             yield FusedBuffer(f"KV of step {arrival}", Kind.KV, contents)

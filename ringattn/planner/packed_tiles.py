@@ -13,7 +13,9 @@ from ringattn.schedule.content import HeadRows
 def within_runs(table: TileTable, places: Iterable[HeadRows | None]) -> TileTable:
     """The tiles cut so that the key rows of each lie in one run of each of the parts."""
     for part in places:
+        # Contiguous keys lie in one of the merged contiguous ranges: nothing to cut.
         if part is not None and not (part.dense and (table.columns[:, 9] == 1).all()):
+            # One tile for each held range that has some of its keys.
             found = part.locate(table.k_runs())
             table = TileTable.of(
                 [
@@ -30,6 +32,7 @@ def packed_rows(table: TileTable, part: HeadRows | None) -> tuple[np.ndarray, np
     rows, steps = table.k_rows, table.columns[:, 9]
     if part is None:
         return rows, steps
+    # Dense: the first row fixes the place, and the stride is kept. Else the overlap gives both.
     if part.dense:
         return part.offsets(rows), steps
     packed = [spot.packed for (spot,) in part.locate(table.k_runs())]

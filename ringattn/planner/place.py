@@ -1,5 +1,11 @@
 """One rank's schedule to a plan: which buffers exist, when each lives, and what is done with them.
 
+Kinds of buffers, and the steps in which each lives:
+    packed      own rows gathered into wire order         first send .. last send
+    received    what a message fills                      its step .. last read or forward
+    restored    eight-bit K/V in the compute dtype        one step
+    sum         dK/dV of another rank's keys              first work .. sent to the owner
+    fused       several of these side by side             from its first part to its last
 Not covered: routes, where buffers lie (see `arena`), torch.
 """
 
@@ -47,7 +53,7 @@ def project(schedule: Schedule, rank: int, keeps: bool = False) -> Plan:
 
 @dataclass
 class _Draft:
-    """A step of the plan in the making; see `PlanStep`."""
+    """A step of the plan being built; see `PlanStep`."""
 
     now: int
     packs: list[Pack] = field(default_factory=list)
@@ -69,11 +75,13 @@ class _Projection:
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
         self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
+        # A rank without tiles may still forward sums, so its copies tell as well.
         self.backward = any(isinstance(item, AttendGrad) for _, step in self.steps for item in step.work) or any(
             copy.block.kind is Kind.DKV for _, step in self.steps for copy in step.copies
         )
         self.buffers: list[Buffer] = []
         self.held: dict[Block, int] = {}
+        # The rows of each dK/dV sum that this rank returns: the size of its accumulator.
         self.sums = {
             copy.block: copy.content
             for _, step in self.steps
@@ -89,24 +97,28 @@ class _Projection:
 
     def plan(self, keeps: bool) -> Plan:
         """The finished plan."""
+        # What the forward pass kept is in the arena from the first step on.
         for _, block, content in self.schedule.kept:
             self.held[block] = self._arriving(block, content, f"{block} kept", 0)
         kept = [self.held[block] for _, block, _ in self.schedule.kept]
         steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
         if keeps and not self.backward:
-            came = [block for rank, block, _ in self.schedule.arrivals() if rank == self.rank]
-            kept = [self._use(self.held[block], len(steps) - 1) for block in came]
+            received = [block for rank, block, _ in self.schedule.arrivals() if rank == self.rank]
+            # Read once more when the pass ends, to be copied out.
+            kept = [self._use(self.held[block], len(steps) - 1) for block in received]
         buffers, arena_bytes = lay_out(self.problem, self.buffers)
         name = self.schedule.name
         return Plan(self.problem, name, self.rank, self.backward, steps, buffers, arena_bytes, tuple(kept))
 
     def _step(self, now: int, index: int, step: Step) -> PlanStep:
         draft = _Draft(now)
+        # Sends first: `_recv` enters a new buffer for its block in `held`.
         sends = [self._send(copy, draft) for copy in step.copies if copy.src == self.rank]
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         work = [item for item in step.work if not isinstance(item, Merge)]
         if any(map(is_on_received, work)):
             self._attend_received(draft)
+        # dict.fromkeys: each fused buffer once, in the order of the work.
         fused = dict.fromkeys(self.fused[item.kv] for item in work if self._is_fused(item))
         for buffer in fused:
             self._attend_fused(buffer, [item for item in work if item.kv in buffer.contents], draft)
@@ -121,7 +133,7 @@ class _Projection:
         return not is_on_received(item) and item.kv.owner != self.rank and item.kv in self.fused
 
     def _attend_received(self, draft: _Draft) -> None:
-        """The work on received queries; what is the rank's own is put beside what was received, as if it were too."""
+        """The work on received queries; the rank's own rows are put beside the received ones in the same buffers."""
         for kind, buffer in self.received.fused.items():
             for block, content in buffer.contents.items():
                 if kind not in INPUTS:
@@ -157,6 +169,7 @@ class _Projection:
         """Attention updates with local K/V, or with one received block."""
         kv = LOCAL if item.kv.owner == self.rank else self._readable(item.kv, draft)
         dkv = self._sum(item.dkv, draft) if isinstance(item, AttendGrad) else LOCAL
+        # Local rows are the same for all heads, so tiles of all parts fit one update of all heads.
         if kv == dkv == LOCAL and len(item.tiles) > 1:
             tiles = TileTable.together(table for _, table in item.tiles).with_joined_heads()
             draft.work.append(AttendOp(self.rank, StridedRange(0, self.problem.kv_heads), tiles, LOCAL))
@@ -164,8 +177,9 @@ class _Projection:
             draft.work += [op for tiles in item.tiles for op in self._attend_ops(item, tiles, kv, dkv)]
 
     def _in_fused(self, block: Block, held: int, draft: _Draft) -> None:
-        """What was received is read in its fused buffer, where it lies already or is restored to from eight bits."""
+        """Have a received block read in its fused buffer: it lies there, or is restored into it from eight bits."""
         self._use(held, draft.now)
+        # It was received outside: in eight bits, or packed from the own tensors.
         if self.buffers[held].inside is None:
             draft.restores.append(Pack(held, self._inside(block, self.buffers[held].content, draft.now)))
 
@@ -175,11 +189,12 @@ class _Projection:
         dtype = self._held_dtype(block.kind)
         if buffer.label not in self.fused_index:
             self.fused_index[buffer.label] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
+        # A part of the fused buffer from its first row on; the arena derives its offset.
         place = Inside(self._use(self.fused_index[buffer.label], now), buffer.starts[block])
         return self._new(f"{block} in {buffer.label}", content, dtype, now, block.kind, place)
 
     def _held_dtype(self, kind: Kind) -> str:
-        """What the work on a block reads or makes."""
+        """The dtype in which work reads or makes a block."""
         return self.problem.dtype if kind in INPUTS else self.problem.accumulator_dtype
 
     def _sent_dtype(self, kind: Kind) -> str:
@@ -195,6 +210,7 @@ class _Projection:
         return len(self.buffers) - 1
 
     def _use(self, buffer: int, now: int) -> int:
+        # Steps are walked in order, so the last use seen is the end of the buffer's life.
         if self.buffers[buffer].last != now:
             self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
         return buffer
@@ -209,7 +225,7 @@ class _Projection:
         return restored
 
     def _own_blocks(self) -> dict[Block, Content]:
-        """What is packed once of the own inputs, in each ring: all rows that are ever sent."""
+        """Of each own input block all rows that are ever sent: they are packed once."""
         sent: dict[Block, list[Content]] = defaultdict(list)
         for _, step in self.steps:
             for copy in step.copies:
@@ -227,6 +243,8 @@ class _Projection:
             source = self._packed_own(copy, draft)
         else:
             source = self.held[copy.block]
+        # Send in place where the rows are contiguous in what is held, in the dtype of the wire; else pack a copy:
+        #    held rows  [0..3 | 8..11 | 16..19]     send 8..11,16..19: one slice     send 0..3,16..19: packed
         first = piece_of(self.buffers[source].content, copy.content) if source != LOCAL else None
         if first is None or self.buffers[source].dtype != dtype:
             if source != LOCAL:
@@ -240,6 +258,7 @@ class _Projection:
     def _packed_own(self, copy: Copy, draft: _Draft) -> int:
         """The buffer with all own rows that travel, packed at its first use; LOCAL where it is no piece of it."""
         block, own = copy.block, self.own[copy.block]
+        # All own rows that travel are packed once, and each message is a slice of that buffer.
         if piece_of(own, copy.content) is None:
             return LOCAL
         if block not in self.held:
@@ -271,9 +290,11 @@ class _Projection:
 
     def _attend_ops(self, item: Attend | AttendGrad, tiles: HeadTiles, kv: int, dkv: int) -> Iterable[AttendOp]:
         """An attention update for each distance between a key's rows in `kv` and `dkv`: one, if contents are alike."""
+        # A tile reads K/V and adds to dK/dV with one row number and one stride; the two may begin at different rows.
         alike = isinstance(item, Attend) or kv == dkv
         alike = alike or (LOCAL not in (kv, dkv) and self.buffers[kv].content == self.buffers[dkv].content)
         places = [self._part(buffer, tiles) for buffer in ((kv,) if alike else (kv, dkv))]
+        # Cut the tiles until each lies in one range of both contents.
         table = within_runs(tiles.tiles, places)
         rows, steps = packed_rows(table, places[0])
         owner, heads = item.kv.owner, tiles.heads
@@ -283,6 +304,9 @@ class _Projection:
             )
             return
         dkv_rows, dkv_steps = packed_rows(table, places[1])
+        # Equal steps: tiles with the same distance between the two rows go together, bases subtracted:
+        #    kv rows   4 5 6 7      base 4, tile rows 0 1 2 3
+        #    dkv rows  9 10 11 12   base 4 + 5
         even = steps == dkv_steps
         for distance in np.unique((dkv_rows - rows)[even]).tolist():
             at = even & (dkv_rows - rows == distance)
@@ -290,6 +314,7 @@ class _Projection:
             yield AttendOp(
                 owner, heads, table.take(at).with_k_rows(rows[at] - base, steps[at]), kv, base, dkv, base + distance
             )
+        # Unequal steps: each tile alone, on views of every steps-th row.
         for one in np.flatnonzero(~even).tolist():
             alone, ends = table.take([one]).with_k_rows(np.zeros(1, np.int64), np.ones(1, np.int64)), (rows, dkv_rows)
             row, dkv_row = (int(end[one]) for end in ends)

@@ -17,7 +17,7 @@ from ringattn.schedule.passes import inputs_of, result_of
 
 
 class ReceivedHeads:
-    """What a rank's work on received queries reads and makes, a fused buffer of each kind."""
+    """The inputs and results of a rank's work on received queries, a fused buffer for each kind of block."""
 
     def __init__(self, items: Iterable[Attend | AttendGrad]) -> None:
         """`items`: all work of the rank on received queries."""
@@ -26,6 +26,7 @@ class ReceivedHeads:
         for item in self.items:
             for block, rows in (*inputs_of(item), *result_of(item)):
                 found[block].append(rows)
+        # Of each block the union over all work on it.
         contents = {block: union(found[block]) for block in sorted(found)}
         if not all(map(alone, contents.values())):
             raise PlanError("what is received must have a part for every head")
@@ -36,6 +37,7 @@ class ReceivedHeads:
 
     def tiles(self, group: int) -> TileTable:
         """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head."""
+        # By head: the part of the packed block and its first row in the fused buffer.
         parts = {
             block: {part.heads.start: (part, row) for part, row in buffer.parts(block)}
             for buffer in (self.fused[Kind.Q], self.fused[Kind.KV])
@@ -47,6 +49,7 @@ class ReceivedHeads:
                 for item in self.items
                 for _, table in item.tiles
                 for tile in table
+                # A query head reads K/V head h // group.
                 for cut in _cut(tile, parts[item.q][tile.heads.start], parts[item.kv][tile.heads.start // group])
             ]
         )
@@ -54,15 +57,19 @@ class ReceivedHeads:
 
 def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int]) -> Iterator[Tile]:
     """A tile on packed rows: one for each run of queries and each run of keys that hold some of it."""
-    for q_strip in _strips(tile.q, *q):
-        for k_strip in _strips(tile.k, *k):
-            cut = Tile(q_strip, k_strip, tile.band, ONE)
+    # Packed rows are contiguous only within a held range, so a tile may become several:
+    #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
+    for q_range in _packed_ranges(tile.q, *q):
+        for k_range in _packed_ranges(tile.k, *k):
+            cut = Tile(q_range, k_range, tile.band, ONE)
+            # Some combinations lie wholly outside the band.
             if cut.area():
                 yield cut
 
 
-def _strips(strip: TokenRange, part: HeadRows, start: int) -> Iterator[TokenRange]:
-    (spots,) = part.locate([strip.rows])
-    for spot in spots:
-        rows = spot.packed
-        yield TokenRange(strip.positions.pick(spot.indices), rows._replace(start=rows.start + start))
+def _packed_ranges(tokens: TokenRange, part: HeadRows, start: int) -> Iterator[TokenRange]:
+    (overlaps,) = part.locate([tokens.rows])
+    for overlap in overlaps:
+        rows = overlap.packed
+        # Positions stay those of the tile, for the band; rows become rows of the fused buffer.
+        yield TokenRange(tokens.positions.pick(overlap.indices), rows._replace(start=rows.start + start))
