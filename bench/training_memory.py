@@ -63,7 +63,7 @@ def words_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     return [
         *(f"{key}={value}" for key, value in run._asdict().items()),
         *(f"model.{key}={getattr(options, key)}" for key in sizes),
-        f"length_tokens={options.length_tokens}", "steps=2", "warmup_steps=0", "learning_rate=1e-4",
+        f"tokens={options.length_tokens}", "steps=2", "warmup_steps=0", "learning_rate=1e-4",
     ]  # fmt: skip
 
 

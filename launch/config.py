@@ -23,6 +23,9 @@ from ringattn.launch.options import CONF, check_limits, coded_presets, groups, l
 
 T = TypeVar("T")
 
+ALIASES = {"nproc": "ranks", "ring": "ranks", "length_tokens": "tokens", "q_heads": "heads", "attention": "mask"}
+"""Keys as earlier versions spelled them: read as the new key by a command that has this one and not the old one."""
+
 
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
     """An instance of the dataclass `schema`, from its defaults, `conf/<name>.yaml` if `name` is given, and `overrides`.
@@ -30,6 +33,7 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     That file lists `<name of the schema>` among its defaults. Raises `InputError` for an unknown key, a value of the
     wrong type or out of range, and a sweep (`key=1,2`).
     """
+    overrides = spelled(overrides, schema)
     for override in parse(overrides):
         _check_key(override, schema)
     try:
@@ -43,6 +47,26 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     assert isinstance(config, schema)
     check_limits(config)
     return config
+
+
+def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
+    """The words with the keys of `ALIASES` in their new spelling, for a command that takes the keys of `schemas`.
+
+    Raises `InputError` for a key that is given in two spellings.
+    """
+    known = {leaf for schema in schemas for leaf, _, _ in leaves(schema())}
+    given = {word.partition("=")[0] for word in words}
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        new = ALIASES.get(key)
+        if new is None or key in known or new not in known:
+            found.append(word)
+            continue
+        if other := next((one for one in sorted(given - {key}) if ALIASES.get(one, one) == new), None):
+            raise InputError(f"{key}: is another spelling of {new}, and {other} is given too; give only {new}")
+        found.append(f"{new}{equals}{value}")
+    return found
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
 )
 def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "length_tokens=61",
+        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "tokens=61",
          "verbose=true"],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip

@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 COMMANDS = [shlex.split(line.partition(" train ")[2]) for line in LINES]
-SMALL = ["model=tiny", "length_tokens=64", "transport=gloo", "timeout_s=120"]
+SMALL = ["model=tiny", "tokens=64", "transport=gloo", "timeout_s=120"]
 
 
 def test_the_python_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_the_commands_of_one_process_run(
     smaller = {"segment_lengths=[64,512]": "segment_lengths=[16,64]", "curriculum_start_tokens=256":
                "curriculum_start_tokens=16"}  # fmt: skip
     for words in COMMANDS:
-        small = [smaller.get(word, word) for word in words if not word.startswith(("length_tokens=", "ranks="))]
+        small = [smaller.get(word, word) for word in words if not word.startswith(("tokens=", "ranks="))]
         if not any(word.startswith(("replicas=", "restarts=")) for word in words):
             assert train.main([*small, *SMALL]) == 0, words
     assert "in 40 steps, 20 of them before" in capsys.readouterr().out

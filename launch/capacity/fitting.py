@@ -73,41 +73,41 @@ def fits(run: TrainingSetup, memory_bytes: float) -> bool:
 
 
 def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
-    """The longest sequence that fits on `run.ring` ranks, a multiple of them; 0 if not one token a rank fits."""
+    """The longest sequence that fits on `run.ranks` ranks, a multiple of them; 0 if not one token a rank fits."""
 
     def at(per_rank: int) -> bool:
-        return fits(replace(run, length_tokens=per_rank * run.ring), memory_bytes)
+        return fits(replace(run, tokens=per_rank * run.ranks), memory_bytes)
 
     if not at(1):
         return 0
     low, high = 1, 2
-    while high * run.ring <= MOST_TOKENS and at(high):
+    while high * run.ranks <= MOST_TOKENS and at(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle) else (low, middle)
-    return low * run.ring
+    return low * run.ranks
 
 
 def bytes_per_token(run: TrainingSetup) -> float:
     """How much a rank's peak grows with each of its tokens: from this length to twice as much on the same ring."""
-    twice = replace(run, length_tokens=2 * run.length_tokens)
+    twice = replace(run, tokens=2 * run.tokens)
     grown = training_bytes(twice).peak.total - training_bytes(run).peak.total
-    return grown / (twice.tokens - run.tokens)
+    return grown / (twice.rank_tokens - run.rank_tokens)
 
 
 def smallest_ring(run: TrainingSetup, memory_bytes: float) -> int | None:
-    """The fewest ranks among which `run.length_tokens` fits, the state shared as `run` says; None if no number does."""
+    """The fewest ranks among which `run.tokens` fits, the state shared as `run` says; None if no number does."""
 
     def at(ranks: int) -> bool:
-        return fits(replace(run, ring=ranks), memory_bytes)
+        return fits(replace(run, ranks=ranks), memory_bytes)
 
     low, high = 0, 1
     while not at(high):
         low, high = high, 2 * high
-        if low >= min(run.length_tokens, MOST_RANKS):
+        if low >= min(run.tokens, MOST_RANKS):
             return None
-        high = min(high, run.length_tokens)
+        high = min(high, run.tokens)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if at(middle) else (middle, high)

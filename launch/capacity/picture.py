@@ -46,7 +46,7 @@ def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     run = found["run"]
     what = f"{found['model']['name']} on {found['hardware']['name']}"
-    figure.suptitle(f"{what}: {run['length_tokens']:,} tokens over a ring of {run['ring']:,}", color=INK, fontsize=11)
+    figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
     figure.legend(loc="lower center", ncols=min(len(names), 5), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.05 + 0.08 * (len(names) > 5), 1, 0.98))
     figure.savefig(path, dpi=120)

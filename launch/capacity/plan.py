@@ -38,8 +38,8 @@ from ringattn.schedule.routes import ROUTES
 PURPOSE = """\
 Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
 longest sequence for the ring, the smallest ring for the length, and what to turn on first where it does not fit.
-Examples: ringattn plan preset=1.3B hardware=a100-80 ring=8 length_tokens=1000000
-          ringattn plan length_tokens=1000000000 recompute=full picture=plan.png"""
+Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
+          ringattn plan tokens=1000000000 recompute=full picture=plan.png"""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class PlanConfig:
 
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS))
-    length_tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
-    ring: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
+    tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
+    ranks: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
     batch: int = option(1, "sequences of one step", least=1, most=MOST)
-    attention: str = option("causal", "which pairs meet", choices=KINDS)
+    mask: str = option("causal", "which pairs meet", choices=KINDS)
     window_tokens: int = option(0, "window: keys before the query", least=0, most=MOST)
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
@@ -131,13 +131,13 @@ def shape_of(config: PlanConfig) -> ModelShape:
 def run_of(config: PlanConfig) -> TrainingSetup:
     """The run that the options describe; one rank where the ring is not set."""
     branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
-    attention = AttentionSetup(config.attention, config.window_tokens, *branches)
+    attention = AttentionSetup(config.mask, config.window_tokens, *branches)
     same = {one.name for one in fields(TrainingSetup)} & {one.name for one in fields(PlanConfig)} - {
         "attention",
-        "ring",
+        "ranks",
     }
     return TrainingSetup(
-        model=shape_of(config), attention=attention, ring=config.ring or 1,
+        model=shape_of(config), attention=attention, ranks=config.ranks or 1,
         framework_bytes=int(config.framework_gib * GIB), **{key: getattr(config, key) for key in same},
     )  # fmt: skip
 
@@ -154,8 +154,8 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
     recommended = replace(run, **dict(machine.start))
     recommended_ring = smallest_ring(recommended, machine.memory_bytes)
     # Where no ring fits as it is, the steps are for the ring that fits the recommended settings.
-    run = replace(run, ring=config.ring or smallest or recommended_ring or 1)
-    recommended = replace(recommended, ring=run.ring)
+    run = replace(run, ranks=config.ranks or smallest or recommended_ring or 1)
+    recommended = replace(recommended, ranks=run.ranks)
     account = training_bytes(run)
     steps = advice(run, machine)
     eased = with_steps(run, steps)
@@ -197,8 +197,8 @@ def table(config: PlanConfig, machine: Hardware, found: dict[str, Any]) -> str:
     lines = [
         f"{config.preset}, {parameters:.3f}e9 parameters, on {machine.name} ({_gib(machine.memory_bytes)} GiB; "
         f"{machine.source})",
-        f"{run['length_tokens']:,} tokens over a ring of {run['ring']:,}: "
-        f"{-(-run['length_tokens'] // run['ring']):,} tokens a rank; {run['precision']}, {run['optimizer']}, "
+        f"{run['tokens']:,} tokens over a ring of {run['ranks']:,}: "
+        f"{-(-run['tokens'] // run['ranks']):,} tokens a rank; {run['precision']}, {run['optimizer']}, "
         f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; K/V travel by {found['route']}",
         "",
         f"{'component':<14}{'GiB a rank':>12}{'share':>8}   (at the peak: {found['moment']})",
@@ -212,15 +212,15 @@ def table(config: PlanConfig, machine: Hardware, found: dict[str, Any]) -> str:
     lines += ["", *_answers(run, found, machine)]
     start = " ".join(f"{key}={value}" for key, value in machine.start)
     lines += ["", f"recommended for {machine.name}: {start}", f"  because {machine.why}",
-              f"  with these: {_limits(found['hardware'], run['ring'])}"]  # fmt: skip
+              f"  with these: {_limits(found['hardware'], run['ranks'])}"]  # fmt: skip
     return "\n".join(lines)
 
 
 def _answers(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:
     """Longest, smallest, and what to turn on first."""
-    own, a_token = run["batch"] * -(-run["length_tokens"] // run["ring"]), found["bytes_per_token"]
+    own, a_token = run["batch"] * -(-run["tokens"] // run["ranks"]), found["bytes_per_token"]
     lines = [
-        _limits(found, run["ring"]),
+        _limits(found, run["ranks"]),
         f"why: each token of a rank takes {a_token:,.0f} bytes, its {own:,} tokens {_gib(a_token * own)} GiB; "
         f"{_gib(found['total_bytes'] - a_token * own)} GiB do not depend on them",
     ]
@@ -236,7 +236,7 @@ def _answers(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> l
     after = found["after_steps"]
     if found["steps"]:
         enough = "then it fits" if after["total_bytes"] <= machine.memory_bytes else "still does not fit"
-        lines.append(f"  {enough}; {_limits(after, run['ring'])}")
+        lines.append(f"  {enough}; {_limits(after, run['ranks'])}")
     for setting, saved in found["rounding_saves"].items() if not found["fits"] else ():
         lines.append(f"  not taken, for it changes the arithmetic: {setting}, which alone saves {_gib(saved)} GiB")
     return lines

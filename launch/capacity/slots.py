@@ -38,9 +38,9 @@ class AttentionSetup:
 
     def __post_init__(self) -> None:
         """Raises `InputError` for an unknown kind, and where its sizes are missing."""
-        one_of(self.kind, KINDS, "attention")
+        one_of(self.kind, KINDS, "mask")
         if self.kind == "window" and self.window_tokens < 1:
-            raise InputError(f"window_tokens={self.window_tokens}: attention=window needs at least 1")
+            raise InputError(f"window_tokens={self.window_tokens}: mask=window needs at least 1")
         if self.kind == "dilated":
             Dilated(self.segment_lengths, self.dilation_rates)
 

@@ -19,13 +19,13 @@ def matrix_flops(run: TrainingSetup) -> float:
     """
     shape = run.model
     layers = shape.layers * sum(one.parameters for one in shape.layer_matrices)
-    return 2.0 * (layers + shape.vocabulary * shape.width) * run.tokens
+    return 2.0 * (layers + shape.vocabulary * shape.width) * run.rank_tokens
 
 
 def attention_flops(run: TrainingSetup) -> float:
     """Operations of one rank's attention, forward: 4 times head_dim a pair and head (FlashAttention-2, section 4.1)."""
     shape = run.model
-    pairs = run.attention.pairs(run.length_tokens) * run.batch / run.ring
+    pairs = run.attention.pairs(run.tokens) * run.batch / run.ranks
     return FORWARD_FLOPS_PER_DIM * shape.width * pairs * shape.layers
 
 
@@ -36,7 +36,7 @@ def compute_flops(run: TrainingSetup) -> float:
     """
     shape = run.model
     products, attention = matrix_flops(run), attention_flops(run)
-    output = 2.0 * shape.vocabulary * shape.width * run.tokens
+    output = 2.0 * shape.vocabulary * shape.width * run.rank_tokens
     again = {"none": 0.0, "selective": products - output}.get(run.recompute, products - output + attention)
     chunked = output if run.chunked_loss_tokens else 0.0  # each chunk's logits are made again in backward
     return 3 * products + (1 + BACKWARD_OVER_FORWARD) * attention + again + chunked

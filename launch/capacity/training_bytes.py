@@ -42,7 +42,7 @@ GATHERED_LAYERS = 2
 class TrainingSetup:
     """One training run: a model, its sequence, and every switch that saves memory.
 
-    `ring`: ranks that share each sequence. `zero_degree`: ranks that share the state, the ring's if None.
+    `ranks`: that share each sequence. `zero_degree`: ranks that share the state, the ring's if None.
     `chunked_loss_tokens`: tokens whose logits exist at once; 0: all. `data`: what of the tokens every rank holds.
     `gradients_kept`: gradients live through the whole step, as with accumulation; else from backward to update.
     `transients`: count also what lives for a moment; published hand calculations do not. `framework_bytes`: what the
@@ -50,8 +50,8 @@ class TrainingSetup:
     """
 
     model: ModelShape
-    length_tokens: int
-    ring: int = 1
+    tokens: int
+    ranks: int = 1
     batch: int = 1
     attention: AttentionSetup = field(default_factory=AttentionSetup)
     schedule: str = "auto"
@@ -74,11 +74,11 @@ class TrainingSetup:
                  "offload": OFFLOADS, "data": DATA}  # fmt: skip
         for key, names in known.items():
             one_of(getattr(self, key), tuple(names), key)
-        for key in ("length_tokens", "ring", "batch"):
+        for key in ("tokens", "ranks", "batch"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}={getattr(self, key)}: must be at least 1")
-        if self.ring > self.length_tokens:
-            raise InputError(f"ring={self.ring}: more ranks than tokens (length_tokens={self.length_tokens})")
+        if self.ranks > self.tokens:
+            raise InputError(f"ranks={self.ranks}: more ranks than tokens (tokens={self.tokens})")
         if self.zero_stage not in range(4):
             raise InputError(f"zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         if self.offload == "parameters" and self.zero_stage < 3:
@@ -90,14 +90,14 @@ class TrainingSetup:
         return PRECISIONS[self.precision]
 
     @property
-    def tokens(self) -> int:
+    def rank_tokens(self) -> int:
         """Tokens of the rank with most of them, in all sequences of the batch."""
-        return self.batch * -(-self.length_tokens // self.ring)
+        return self.batch * -(-self.tokens // self.ranks)
 
     @property
     def degree(self) -> int:
         """Ranks that share the state."""
-        return self.zero_degree or self.ring
+        return self.zero_degree or self.ranks
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def optimizer_bytes(run: TrainingSetup) -> float:
 
 def data_bytes(run: TrainingSetup) -> int:
     """Tokens, labels and positions of a rank; `whole`: also each sequence twice, read and learned."""
-    own = 3 * run.tokens * TOKEN_BYTES
-    return own + (2 * run.batch * run.length_tokens * TOKEN_BYTES if run.data == "whole" else 0)
+    own = 3 * run.rank_tokens * TOKEN_BYTES
+    return own + (2 * run.batch * run.tokens * TOKEN_BYTES if run.data == "whole" else 0)
 
 
 def cast_bytes(run: TrainingSetup) -> float:
@@ -198,30 +198,30 @@ def activation_bytes(run: TrainingSetup) -> float:
     layer = held_bytes(stored(shape, numbers, run.recompute).device, run.saved_activations)
     # Of inputs that wait in host memory two are here: one in use, one on its way.
     waiting = 2 * stored(shape, numbers, run.recompute).host.total
-    return run.tokens * (shape.layers * layer + waiting) + head_bytes(run) + cast_bytes(run)
+    return run.rank_tokens * (shape.layers * layer + waiting) + head_bytes(run) + cast_bytes(run)
 
 
 def head_bytes(run: TrainingSetup) -> int:
     """What the last norm and the output product keep."""
-    return run.tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
+    return run.rank_tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
 
 
 def live_bytes(run: TrainingSetup) -> tuple[float, float]:
     """The greatest moment of a layer's backward: (layer, attention sums), what was made again included."""
     made_again = stored(run.model, run.numbers, run.recompute).live.total
     if not run.transients:
-        return run.tokens * made_again, 0
+        return run.rank_tokens * made_again, 0
     at_attention, moment = 0.0, backward_bytes(run.model, run.numbers)
     if moment.attention > moment.feed_forward:
         at_attention = moment.attention
-    return run.tokens * (made_again + (0 if at_attention else moment.feed_forward)), run.tokens * at_attention
+    return run.rank_tokens * (made_again + (0 if at_attention else moment.feed_forward)), run.rank_tokens * at_attention
 
 
 def slots_of(run: TrainingSetup) -> StagingBytes:
     """The slots of one layer's attention."""
     shape = run.model
     return staging_bytes(
-        run.attention, run.length_tokens, run.ring, run.batch, shape.heads, shape.kv_heads, shape.head_dim,
+        run.attention, run.tokens, run.ranks, run.batch, shape.heads, shape.kv_heads, shape.head_dim,
         run.numbers.dtype, run.schedule,
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def slots_of(run: TrainingSetup) -> StagingBytes:
 def host_bytes(run: TrainingSetup) -> float:
     """What waits in host memory, for each rank: offloaded state, its gradients, weights, layer inputs."""
     shape, numbers = run.model, run.numbers
-    inputs = run.tokens * shape.layers * stored(shape, numbers, run.recompute).host.total
+    inputs = run.rank_tokens * shape.layers * stored(shape, numbers, run.recompute).host.total
     if run.offload == "none":
         return inputs
     share = shape.parameters / (run.degree if run.zero_stage >= 2 else 1) * numbers.gradient
@@ -251,7 +251,7 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     live, sums = live_bytes(run)
     all_kept = activation_bytes(run)
     one_layer = (all_kept - head_bytes(run)) / shape.layers
-    at_once = min(run.chunked_loss_tokens or run.tokens, run.tokens)
+    at_once = min(run.chunked_loss_tokens or run.rank_tokens, run.rank_tokens)
     common = {
         "parameters": parameter_bytes(run),
         "optimizer": optimizer_bytes(run) if run.offload == "none" else 0.0,
@@ -263,7 +263,7 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     if not run.transients:
         return {"stored": Breakdown(**between, gradients=gradients, activations=all_kept, live_layer=live)}
     logits = float(at_once * logits_bytes(shape, numbers))
-    passing = float(run.tokens * numbers.activation * shape.width) if run.chunked_loss_tokens else 0.0
+    passing = float(run.rank_tokens * numbers.activation * shape.width) if run.chunked_loss_tokens else 0.0
     found = {
         "loss": Breakdown(**between, gradients=early, activations=all_kept, live_layer=passing, logits=logits),
         "last layer": Breakdown(
@@ -275,7 +275,7 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         ),
         "update": Breakdown(**common, gradients=gradients, live_layer=2.0 * _largest(shape) * numbers.state),
     }  # fmt: skip
-    if run.zero_stage == 0 and run.ring > 1:
+    if run.zero_stage == 0 and run.ranks > 1:
         found["reduction"] = Breakdown(**common, gradients=3 * gradients)
     return found
 

@@ -34,7 +34,7 @@ Run it while nothing else runs; it takes about a minute. Then: ringattn explain 
 class CalibrateConfig:
     """What is measured."""
 
-    nproc: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
+    ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
     out: str = option("calibrated.json", "file to write (JSON)", writes="file")
     transport: str = option("auto", "what carries messages", choices=("auto", "gloo", "nccl"))
     dtype: str | None = option(None, "of the inputs; float32 with gloo, bfloat16 with nccl if not set")
@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     config = load(argv, CalibrateConfig)
     gpus = torch.cuda.device_count()
     nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
-    if nccl and config.nproc > gpus:
-        raise InputError(f"nproc={config.nproc}: there are {gpus} GPUs; take fewer ranks, or transport=gloo")
+    if nccl and config.ranks > gpus:
+        raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=gloo")
     dtype = config.dtype or ("bfloat16" if nccl else "float32")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(f"dtype={dtype}: choose one of float32, bfloat16, float16")
     out = Path(config.out)
     spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else "gloo"}
-    by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.nproc, JOB_TIMEOUT_S, 1)
+    by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, JOB_TIMEOUT_S, 1)
     described = description(by_rank, spec)
     with writing("out", out):
         out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")

@@ -48,7 +48,7 @@ class CheckConfig:
     )  # fmt: skip
     engine: str = option("auto", "which kernels attend", choices=ringattn.engine.select.ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
-    length_tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
+    tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
     batch: int = option(2, "sequences", least=1)
     heads: int = option(4, "query heads", least=1)
     kv_heads: int = option(2, "key and value heads", least=1)
@@ -140,7 +140,7 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
 
 def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
     """All cases on one rank; rank 0 compares and prints. Returns the number of cases and of failures."""
-    dtype, length = DTYPES[spec["dtype"]], spec["length_tokens"]
+    dtype, length = DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
     inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
     say: Callable[[str], None] = partial(print, flush=True) if ring.rank == 0 else lambda _: None

@@ -34,7 +34,9 @@ POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
 
 def hash_of(config: RunConfig) -> str:
     """12 hex digits that differ where any option differs that may change the result."""
-    return _digest({key: value for key, value in spec_of(config).items() if key not in BESIDE})
+    options = {key: value for key, value in spec_of(config).items() if key not in BESIDE}
+    options["nproc"] = options.pop("ranks")  # its first name, so that `compare` finds points of earlier versions
+    return _digest(options)
 
 
 def make_record(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import swept
+from ringattn.launch.config import spelled, swept
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of, words_of
 from ringattn.launch.options import help_text
@@ -28,8 +28,8 @@ from ringattn.launch.ranks import (
 PURPOSE = """\
 Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
 Starts the ranks as processes of this machine; under torchrun it takes part in place. --dry-run prints the command.
-Example: ringattn run nproc=4 tokens=16384 schedule=ring mask=window mask.window_tokens=512
-Nodes:   ringattn run nproc=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)"""
+Example: ringattn run ranks=4 tokens=16384 schedule=ring mask=window mask.window_tokens=512
+Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)"""
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
     """The run that `words` describe; under torchrun with the number of ranks that it started."""
+    words = spelled(words, RunConfig)
     if keys := swept(words):
         how = "run `ringattn sweep` instead" + (", without torchrun, for it starts its own ranks" if place else "")
         raise InputError(f"{keys[0]}: one value at a time; {how}")
@@ -69,9 +70,9 @@ def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
         if config.nnodes > 1 and not config.rdzv_endpoint:
             raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
         return config
-    named = any(word.startswith(("nproc=", "nnodes=")) for word in words)
-    ranks = agreed_ranks(config.world_size if named else None, "nproc")
-    return load_run([*words, f"nproc={ranks}", "nnodes=1", "node_rank=0"])
+    named = any(word.startswith(("ranks=", "nnodes=")) for word in words)
+    ranks = agreed_ranks(config.world_size if named else None, "ranks")
+    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=0"])
 
 
 def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
@@ -81,9 +82,9 @@ def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dic
         from ringattn.launch.measure.point import on_rank  # which needs torch's kernels, and a parent does not
 
         return on_rank(spec)
-    assert config.nproc is not None
+    assert config.ranks is not None
     return run_ranks_in_processes(
-        ENTRY, spec, config.nproc, config.timeout_s, config.threads_per_rank, nodes_of(config)
+        ENTRY, spec, config.ranks, config.timeout_s, config.threads_per_rank, nodes_of(config)
     )[0]
 
 
@@ -94,9 +95,9 @@ def nodes_of(config: RunConfig) -> Nodes:
 
 def command_of(config: RunConfig) -> str:
     """The line that starts this run's ranks on this node by torchrun, for a shell."""
-    assert config.nproc is not None
-    words = [*agent_command(config.nproc, nodes_of(config)), "-m", "ringattn.launch.measure.run", *words_of(config)]
-    return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.nproc)} {shlex.join(words)}"
+    assert config.ranks is not None
+    words = [*agent_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.measure.run", *words_of(config)]
+    return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(words)}"
 
 
 def table(config: RunConfig, facts: Mapping[str, Any]) -> str:

@@ -72,8 +72,8 @@ def _named(schema: Any, names: Sequence[str]) -> Any:
 class RunConfig:
     """One attention call, measured. Sizes count the whole sequence, not one rank's share of it."""
 
-    nproc: int | None = option(None, "processes to start on this node; torchrun's, else 1", least=1)
-    nnodes: int = option(1, "nodes, each with nproc processes", least=1)
+    ranks: int | None = option(None, "ranks to start on this node, as many on each; torchrun's, else 1", least=1)
+    nnodes: int = option(1, "nodes, each with as many ranks", least=1)
     node_rank: int = option(0, "which of the nodes this is", least=0)
     rdzv_endpoint: str = option("", "host:port of node 0, where the nodes meet")
     tokens: int | None = option(None, f"of the sequence, over all ranks; {DEFAULT_TOKENS} if not set", least=1)
@@ -85,7 +85,7 @@ class RunConfig:
     warmup: int = option(2, "passes before those that are timed", least=1)
     repeats: int = option(10, "timed passes", least=1)
     seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
-    threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / nproc if not set", least=1)
+    threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
     timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
     cluster: str = option("reference", f"to predict for: a file of ringattn calibrate, or {', '.join(CLUSTERS)}")
     shape: ShapeConfig = group(ShapeConfig, {})
@@ -97,7 +97,7 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         """Ranks of all nodes."""
-        return (self.nproc or 1) * self.nnodes
+        return (self.ranks or 1) * self.nnodes
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ def load_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The same run with `nproc` and `tokens` as numbers. Raises `InputError` where two sizes contradict each other."""
+    """The same run with `ranks` and `tokens` as numbers. Raises `InputError` where two sizes contradict each other."""
     if config.tokens is not None and config.tokens_per_rank is not None:
         raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
     cluster_named(config.cluster)
-    config = replace(config, nproc=config.nproc or 1)
+    config = replace(config, ranks=config.ranks or 1)
     per_rank = config.tokens_per_rank
     tokens = per_rank * config.world_size if per_rank else config.tokens or DEFAULT_TOKENS
     if config.world_size > tokens:
-        raise InputError(f"nproc={config.nproc}: {config.world_size} ranks are more than tokens={tokens}")
+        raise InputError(f"ranks={config.ranks}: {config.world_size} ranks are more than tokens={tokens}")
     if config.shape.heads % config.shape.kv_heads:
         raise InputError(
             f"shape.kv_heads={config.shape.kv_heads}: does not divide shape.heads={config.shape.heads}; use a divisor"

@@ -18,7 +18,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import load, no_such_key, parse, swept
+from ringattn.launch.config import load, no_such_key, parse, spelled, swept
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
@@ -31,9 +31,9 @@ from ringattn.launch.ranks import place_in_torchrun, threads_for
 PURPOSE = """\
 Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again
 with the same options it goes on where it stopped. --dry-run prints what would be run.
-Example: ringattn sweep out=DIR nproc=1,2,4 schedule=ring,all_gather,direct tokens=4096,8192
+Example: ringattn sweep out=DIR ranks=1,2,4 schedule=ring,all_gather,direct tokens=4096,8192
 Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other words change them.
-Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 nproc=8 nnodes=1,2,4 ..."""
+Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 ranks=8 nnodes=1,2,4 ..."""
 
 SCALING = "scaling"
 """Folder of the presets; not `preset`, which Hydra would take for a group and hide that plain key of every command."""
@@ -82,6 +82,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     """The sweep's own options, and its points in order, each once. Raises `InputError`, with the key first."""
     own = [leaf for leaf, _, _ in leaves(SweepConfig())]
     known = [*own, *groups(RunConfig), *(leaf for leaf, _, _ in leaves(RunConfig()))]
+    words = spelled(words, SweepConfig, RunConfig)
     mine: list[str] = []
     theirs: list[str] = []
     for one in parse(words):
@@ -114,7 +115,7 @@ def _equal_threads(points: Sequence[Point]) -> list[Point]:
 
     Else one rank alone would have all cores, and more ranks could not be faster.
     """
-    threads = threads_for(max(point.config.nproc or 1 for point in points))
+    threads = threads_for(max(point.config.ranks or 1 for point in points))
     return [
         point if point.config.threads_per_rank else point._replace(
             config=replace(point.config, threads_per_rank=threads), words=[*point.words, f"threads_per_rank={threads}"]

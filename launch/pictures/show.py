@@ -32,7 +32,7 @@ class ExplainConfig:
     """One attention call. Sizes count the whole sequence."""
 
     ranks: int = option(4, "ranks to plan for", least=1, most=MOST_RANKS)
-    length_tokens: int = option(8192, "tokens of the sequence", least=0)
+    tokens: int = option(8192, "tokens of the sequence", least=0)
     cu_seqlens: list[int] | None = option(None, "document boundaries, as cu_seqlens=[0,100,300]")
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
     schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
@@ -89,7 +89,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
         if ring.rank:
             return None
         seq = ring.sequence(
-            None if config.cu_seqlens else config.length_tokens, cu_seqlens=config.cu_seqlens, layout=config.layout,
+            None if config.cu_seqlens else config.tokens, cu_seqlens=config.cu_seqlens, layout=config.layout,
             for_="dilated" if config.segment_lengths else "causal",
         )  # fmt: skip
         return ring.explain(

@@ -34,7 +34,7 @@ did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a 
 Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
           ringattn timeline recorded=recordings trace= picture=timeline.png"""
 JOB_TIMEOUT_S = 600.0
-CALL = ("ranks", "length_tokens", "layout", "schedule", "causal", "batch", "heads", "kv_heads", "head_dim", "dtype",
+CALL = ("ranks", "tokens", "layout", "schedule", "causal", "batch", "heads", "kv_heads", "head_dim", "dtype",
         "backward")  # fmt: skip
 """The options that describe the call, as `ringattn explain` has them too."""
 
@@ -44,7 +44,7 @@ class TimelineConfig:
     """One recorded call. Sizes count the whole sequence."""
 
     ranks: int = option(4, "processes to start", least=1)
-    length_tokens: int = option(8192, "tokens of the sequence", least=1)
+    tokens: int = option(8192, "tokens of the sequence", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
     schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
     causal: bool = option(True, "keys after the query are hidden")
@@ -114,7 +114,7 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     """This rank's recording of the last call of several; rank 0 prints its progress."""
-    seq = ring.sequence(config.length_tokens, layout=config.layout)
+    seq = ring.sequence(config.tokens, layout=config.layout)
     generator = torch.Generator().manual_seed(ring.rank)
 
     def tensor(heads: int) -> torch.Tensor:

@@ -39,9 +39,9 @@ def load(config: TrainConfig) -> Documents:
             f"text={config.text}: no document has a second token, so there is nothing to learn; documents end with "
             f"{config.separator!r}, choose another separator or another text"
         )
-    if not config.pack_documents and len(text.tokens) < config.length_tokens:
+    if not config.pack_documents and len(text.tokens) < config.tokens:
         raise InputError(
-            f"length_tokens={config.length_tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "
+            f"tokens={config.tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "
             "with text=PATH, or pack_documents=true"
         )
     return text
@@ -49,8 +49,8 @@ def load(config: TrainConfig) -> Documents:
 
 def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:
     """This replica's sequences of a step, in the parts in which they pass; on its device."""
-    shorter = shortened(step, config.curriculum_start_tokens, config.length_tokens, config.curriculum_steps)
-    length, batch = config.length_tokens // shorter, config.batch * shorter
+    shorter = shortened(step, config.curriculum_start_tokens, config.tokens, config.curriculum_steps)
+    length, batch = config.tokens // shorter, config.batch * shorter
     mine = range(batch // config.replicas * replica, batch // config.replicas * (replica + 1))
     if config.pack_documents:
         parts = []

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from ringattn.errors import InputError, NonFiniteError, RingError
+from ringattn.launch.config import ALIASES
 from ringattn.launch.folders import FolderLock, not_written
 from ringattn.launch.options import leaves
 from ringattn.launch.ranks import restarts_of_torchrun, torchrun_job
@@ -266,6 +267,8 @@ class Checkpoints:
         return True, [path, *(beside[beside.index(path) + 1 :] if path in beside else ())]
 
     def _check(self, path: Path, found: dict[str, Any]) -> None:
+        # Checkpoints of earlier versions have the old spellings.
+        found = {key if key in self.facts else ALIASES.get(key, key): value for key, value in found.items()}
         for key in (key for key in sorted({*found, *self.facts}) if found.get(key) != self.facts.get(key)):
             theirs = f"has {found.get(key)}" if key != "text" else "was trained on another text"
             mine = self.config.text if key == "text" else self.facts.get(key)

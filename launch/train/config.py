@@ -27,7 +27,7 @@ class TrainConfig:
 
     ranks: int | None = option(None, "processes that share each sequence; torchrun's / replicas, else 1", least=1)
     replicas: int = option(1, "groups of ranks that train different sequences; divides batch", least=1)
-    length_tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
+    tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
     batch: int = option(1, "sequences of one optimizer step, over all replicas", least=1)
     micro_batch: int | None = option(None, "sequences of a replica that pass at once; all if not set", least=1)
     steps: int = option(60, "optimizer steps", least=1)
@@ -78,8 +78,8 @@ def load_train(overrides: Sequence[str], name: str = "train") -> TrainConfig:
 def check_sizes(config: TrainConfig) -> None:
     """Raise `InputError`, with the key first, if two sizes contradict each other."""
     model = config.model
-    if config.ranks is not None and config.ranks > config.length_tokens:
-        raise InputError(f"ranks={config.ranks}: more ranks than tokens (length_tokens={config.length_tokens})")
+    if config.ranks is not None and config.ranks > config.tokens:
+        raise InputError(f"ranks={config.ranks}: more ranks than tokens (tokens={config.tokens})")
     if model.heads % model.kv_heads:
         raise InputError(f"model.kv_heads={model.kv_heads}: does not divide model.heads={model.heads}")
     if model.dim % (2 * model.heads):
@@ -100,10 +100,10 @@ def _check_data(config: TrainConfig) -> None:
     if (start is None) != (config.curriculum_steps == 0):
         raise InputError("curriculum_steps: goes with curriculum_start_tokens; give both or neither")
     if start is not None:
-        doublings(start, config.length_tokens)
+        doublings(start, config.tokens)
         if config.ranks is not None and config.ranks > start:
             raise InputError(f"ranks={config.ranks}: more ranks than tokens (curriculum_start_tokens={start})")
-    shortest, key = (config.length_tokens, "length_tokens") if start is None else (start, "curriculum_start_tokens")
+    shortest, key = (config.tokens, "tokens") if start is None else (start, "curriculum_start_tokens")
     if config.prompt_tokens >= shortest:
         raise InputError(
             f"prompt_tokens={config.prompt_tokens}: leaves nothing to learn of a sequence of {key}={shortest}; read "
@@ -137,7 +137,7 @@ def unreached(config: TrainConfig) -> list[str]:
     if config.attention == "full":
         return []
     branches = check(config.segment_lengths or (), config.dilation_rates or ())
-    return coverage_warnings(branches, config.model.heads, kv_heads=config.model.kv_heads, length=config.length_tokens)
+    return coverage_warnings(branches, config.model.heads, kv_heads=config.model.kv_heads, length=config.tokens)
 
 
 def from_spec(spec: Mapping[str, Any]) -> TrainConfig:

@@ -152,7 +152,7 @@ def explain(config: TrainConfig, ranks: int) -> Explanation:
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:
             return None
-        seq = ring.sequence(config.length_tokens, layout=config.layout)
+        seq = ring.sequence(config.tokens, layout=config.layout)
         return ring.explain(
             seq,
             batch=config.batch,

@@ -70,17 +70,17 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
     return Documents(tokens, tuple(accumulate(map(len, ids), initial=0)), vocabulary)
 
 
-def packed(documents: Documents, index: int, length_tokens: int, seed: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Sequence number `index`: its tokens, int64 (length_tokens,), and its documents' cuts (0, ..., length_tokens)."""
+def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Sequence number `index`: its tokens, int64 (tokens,), and its documents' cuts (0, ..., tokens)."""
     pieces: list[Tensor] = []
     cuts = [0]
-    at = index * length_tokens  # in the endless string of passes over the text
-    while cuts[-1] < length_tokens:
+    at = index * tokens  # in the endless string of passes over the text
+    while cuts[-1] < tokens:
         round_, place = divmod(at, documents.cuts[-1])
         order, ends = _drawn(documents, round_, seed)
         drawn = int(torch.searchsorted(ends, place, right=True))
         left = int(ends[drawn]) - place  # of this document
-        count = min(left, length_tokens - cuts[-1])
+        count = min(left, tokens - cuts[-1])
         start = documents.cuts[int(order[drawn]) + 1] - left
         pieces.append(documents.tokens[start : start + count])
         cuts.append(cuts[-1] + count)

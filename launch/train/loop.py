@@ -112,7 +112,7 @@ def _trained(
     checkpoints = checkpoints_of(everyone, config, text, lock)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
-    tokens = config.batch * config.length_tokens
+    tokens = config.batch * config.tokens
     title = f"{everyone.world_size} x {config.dtype}"
     with TrainingProgress(title, config.steps if verbose else 0) as progress:
         for step in range(first_step, config.steps):
@@ -178,7 +178,7 @@ def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfi
     """
     tiny = replace(
         config,
-        length_tokens=min(config.length_tokens, 8 * ring.world_size),
+        tokens=min(config.tokens, 8 * ring.world_size),
         batch=config.replicas,
         curriculum_start_tokens=None,
         model=ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, hidden_dim=16),

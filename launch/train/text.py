@@ -36,17 +36,15 @@ def load_text(path: str = "") -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def windows(text: Tensor, step: int, batch: int, length_tokens: int, seed: int) -> Tensor:
-    """The batch of one step: int64, (batch, length_tokens), windows of `text` at random places.
+def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tensor:
+    """The batch of one step: int64, (batch, tokens), windows of `text` at random places.
 
     The places depend on (seed, step) alone, so every rank draws the same ones and a run can start at any step.
     Raises `InputError` if the text is shorter than one window.
     """
-    places = len(text) - length_tokens + 1
+    places = len(text) - tokens + 1
     if places < 1:
-        raise InputError(
-            f"length_tokens={length_tokens}: the text has only {len(text)} bytes; choose a longer file with text=PATH"
-        )
+        raise InputError(f"tokens={tokens}: the text has only {len(text)} bytes; choose a longer file with text=PATH")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(places, (batch, 1), generator=generator)
-    return text[starts + torch.arange(length_tokens)].long()
+    return text[starts + torch.arange(tokens)].long()

@@ -95,7 +95,7 @@ def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] 
 
 def every_schedule_is_exact(world: LoopbackWorld, dtype: str, streams: Any) -> list[int]:
     """All masks, layouts and schedules against float64; the sizes of the groups that were launched."""
-    spec = vars(CheckConfig(transport="nccl", dtype=dtype, engine="plain", length_tokens=101))
+    spec = vars(CheckConfig(transport="nccl", dtype=dtype, engine="plain", tokens=101))
 
     def body(ring: Ring) -> dict[str, int]:
         return check_rank(ring, spec)

@@ -53,7 +53,7 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
 
 
 def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl") -> None:
-    spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", length_tokens=61, timeout_s=20.0))
+    spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0))
     answers = run(folder, "exact", ranks, transport, check=spec)
     assert answers == [{"cases": len(list(cases())), "failed": 0}] * ranks
 

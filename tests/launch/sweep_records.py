@@ -24,7 +24,7 @@ def record(
 ) -> Record:  # fmt: skip
     """One line of `points.jsonl`; exactly the same for the same arguments."""
     config = {
-        "nproc": ranks, "tokens": tokens, "layout": layout, "dtype": dtype, "batch": 1, "repeats": 10,
+        "ranks": ranks, "tokens": tokens, "layout": layout, "dtype": dtype, "batch": 1, "repeats": 10,
         "schedule": {"name": schedule}, "transport": {"name": "gloo"}, "engine": {"name": "aten"},
         "shape": {"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM}, "mask": {"kind": "causal", "window": None},
         "cluster": "cpu-core",
@@ -33,7 +33,7 @@ def record(
         "hash": hashlib.sha256(json.dumps(config).encode()).hexdigest()[:12], "status": status, "message": message,
         "config": config, "started": "2026-11-21T10:00:00+00:00", "wall_s": 12.5, "environment": "e1",
         "commit": "ab12cd34ef56ab12cd34ef56ab12cd34ef56ab12", "world_size": ranks, "tokens": tokens,
-        "command": f"ringattn run nproc={ranks} tokens={tokens} schedule={schedule} layout={layout} dtype={dtype}",
+        "command": f"ringattn run ranks={ranks} tokens={tokens} schedule={schedule} layout={layout} dtype={dtype}",
     }  # fmt: skip
     unknown = ("forward_ms", "backward_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
                "peak_bytes", "pool_bytes", "error", "predicted")  # fmt: skip

@@ -119,10 +119,10 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match="nproc=2: there are 1 GPUs; take fewer ranks, or transport=gloo"):
+    with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; take fewer ranks, or transport=gloo"):
         calibrate.main(["transport=nccl"])
-    with pytest.raises(InputError, match="nproc=1"):
-        calibrate.main(["nproc=1"])
+    with pytest.raises(InputError, match="ranks=1"):
+        calibrate.main(["ranks=1"])
     with pytest.raises(InputError, match="dtype=float8: choose one of"):
         calibrate.main(["transport=gloo", "dtype=float8"])
     with pytest.raises(InputError, match="its folder does not exist"):
@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {key} " in shown for key in ("nproc", "out", "transport", "dtype", "rounds"))
+    assert all(f"  {key} " in shown for key in ("ranks", "out", "transport", "dtype", "rounds"))
 
 
 def test_fits_say_how_far_they_are_off() -> None:

@@ -11,7 +11,7 @@ FEW = [
     Case("causal", "zigzag", "ring"),
     Case("causal", "zigzag", "direct"),
 ]
-SMALL = ["transport=local", "ranks=2", "length_tokens=13", "dtype=fp64", "head_dim=8", "value_dim=8"]
+SMALL = ["transport=local", "ranks=2", "tokens=13", "dtype=fp64", "head_dim=8", "value_dim=8"]
 
 
 @pytest.fixture(autouse=True)

@@ -119,5 +119,5 @@ def test_short_sequences_come_first() -> None:
 
 @pytest.mark.parametrize(("start", "length"), [(100, 1024), (2048, 1024), (3, 1024), (341, 1024)])
 def test_lengths_that_do_not_double_into_the_whole_are_refused(start: int, length: int) -> None:
-    with pytest.raises(InputError, match=f"curriculum_start_tokens={start}: must be length_tokens={length}, its half"):
+    with pytest.raises(InputError, match=f"curriculum_start_tokens={start}: must be tokens={length}, its half"):
         doublings(start, length)

@@ -38,8 +38,8 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 runs = st.builds(
     TrainingSetup,
     model=st.sampled_from([*PRESETS.values(), SMALL]),
-    length_tokens=st.integers(64, 10**7),
-    ring=st.integers(1, 40),
+    tokens=st.integers(64, 10**7),
+    ranks=st.integers(1, 40),
     batch=st.integers(1, 4),
     precision=st.sampled_from(list(PRECISIONS)),
     recompute=st.sampled_from(["none", "selective", "full", "offloaded"]),
@@ -54,10 +54,10 @@ runs = st.builds(
 @given(runs)
 def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup) -> None:
     total = training_bytes(run).peak.total
-    assert training_bytes(replace(run, length_tokens=2 * run.length_tokens)).peak.total >= total
+    assert training_bytes(replace(run, tokens=2 * run.tokens)).peak.total >= total
     assert training_bytes(replace(run, batch=run.batch + 1)).peak.total > total
-    if 4 <= run.ring and 2 * run.ring <= run.length_tokens:  # slots are those of a full ring from then on
-        assert training_bytes(replace(run, ring=2 * run.ring)).peak.total <= total
+    if 4 <= run.ranks and 2 * run.ranks <= run.tokens:  # slots are those of a full ring from then on
+        assert training_bytes(replace(run, ranks=2 * run.ranks)).peak.total <= total
     parts = training_bytes(run).peak.parts()
     assert sum(parts.values()) == total and min(parts.values()) >= 0
 
@@ -66,17 +66,17 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup
 @given(runs, st.sampled_from([24, 80, 141]))
 def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) -> None:
     longest = longest_tokens(run, gib * GIB)
-    assert longest % run.ring == 0
-    assert not longest or fits(replace(run, length_tokens=longest), gib * GIB)
-    assert not fits(replace(run, length_tokens=longest + run.ring), gib * GIB)
+    assert longest % run.ranks == 0
+    assert not longest or fits(replace(run, tokens=longest), gib * GIB)
+    assert not fits(replace(run, tokens=longest + run.ranks), gib * GIB)
 
 
 @pytest.mark.parametrize(("name", "zero", "tokens"), [("1.3B", 0, 10**7), ("7B", 3, 10**6), ("125M", 0, 1000)])
 def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) -> None:
     run = TrainingSetup(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
     ring = smallest_ring(run, 80 * GIB)
-    assert ring is not None and fits(replace(run, ring=ring), 80 * GIB)
-    assert ring == 1 or not fits(replace(run, ring=ring - 1), 80 * GIB)
+    assert ring is not None and fits(replace(run, ranks=ring), 80 * GIB)
+    assert ring == 1 or not fits(replace(run, ranks=ring - 1), 80 * GIB)
     assert smallest_ring(replace(run, model=model_shape("405B"), zero_stage=0), 80 * GIB) is None
 
 
@@ -97,12 +97,12 @@ def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
     eased = with_steps(run, steps)
     assert totals[-1] == pytest.approx(training_bytes(eased).peak.total) and totals[-1] < machine.memory_bytes
     assert steps[-1].time_factor == pytest.approx(step_seconds(eased, machine) / step_seconds(run, machine))
-    assert advice(replace(run, length_tokens=8, model=model_shape("125M")), machine) == []
+    assert advice(replace(run, tokens=8, model=model_shape("125M")), machine) == []
     alone = advice(TrainingSetup(model_shape("70B"), 10**6, 1), machine)
     assert alone and alone[-1].total_bytes > machine.memory_bytes
     assert not any(step.switch.key == "zero_stage" for step in alone)  # nobody to share with
     set_already = replace(
-        run, length_tokens=2 * 10**6, recompute="full", chunked_loss_tokens=512, zero_stage=3, offload="parameters"
+        run, tokens=2 * 10**6, recompute="full", chunked_loss_tokens=512, zero_stage=3, offload="parameters"
     )
     assert [step.switch.value for step in advice(set_already, machine)] == ["offloaded"]
 
@@ -132,7 +132,7 @@ def test_sharing_weights_moves_half_as_much_again() -> None:
     moved = [state_bytes_moved(replace(LONG, zero_stage=stage)) for stage in range(4)]
     assert moved[0] == moved[1] == moved[2] == 4 * LONG.model.parameters * 7 / 8
     assert moved[3] == 1.5 * moved[0]
-    assert state_bytes_moved(replace(LONG, ring=1)) == 0
+    assert state_bytes_moved(replace(LONG, ranks=1)) == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])

@@ -27,7 +27,7 @@ from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.launch.train.saved_activations import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
 from ringattn.testing import run_ranks
 
-TINY = TrainConfig(length_tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
 EXACT: list[dict[str, Any]] = [
     {"recompute": "selective"},
     {"recompute": "full"},
@@ -67,7 +67,7 @@ def test_recomputing_and_chunks_change_nothing(plain: dict[str, Any], world_size
 
 
 def test_exact_switches_with_ranks_that_have_no_tokens() -> None:
-    few = replace(TINY, length_tokens=3, layout="contiguous")
+    few = replace(TINY, tokens=3, layout="contiguous")
     same(trained(replace(few, recompute="full", chunked_loss_tokens=1), 5), trained(few, 1))
     packed = replace(few, saved_activations="int8")
     same(trained(packed, 5), trained(packed, 1))
@@ -188,7 +188,7 @@ def test_packed_gradients_stay_within_the_rounding_along_a_training(learning_rat
 
     def of_rank(ring: Ring) -> list[dict[str, Tensor]]:
         model, optimizer = loop.make_model(ring, config)
-        parts, found = [BatchPart(ring.sequence(config.length_tokens), batch_of(config))], []
+        parts, found = [BatchPart(ring.sequence(config.tokens), batch_of(config))], []
         for _ in range(12):
             found.append({how: flat_gradients(ring, parts, model, config, how) for how in (*EIGHT_BIT, "keep")})
             optimizer.step()  # by the exact gradients, which came last
@@ -219,7 +219,7 @@ def gradients(config: TrainConfig) -> Tensor:
 
     def of_rank(ring: Ring) -> Tensor:
         model, _ = loop.make_model(ring, config)
-        parts = [BatchPart(ring.sequence(config.length_tokens), batch_of(config))]
+        parts = [BatchPart(ring.sequence(config.tokens), batch_of(config))]
         return flat_gradients(ring, parts, model, config, config.saved_activations)
 
     return run_ranks(1, of_rank)[0]
@@ -227,13 +227,13 @@ def gradients(config: TrainConfig) -> Tensor:
 
 def batch_of(config: TrainConfig) -> Tensor:
     """Tokens for one step."""
-    return torch.randint(0, 256, (config.batch, config.length_tokens), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 256, (config.batch, config.tokens), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_only_activations_are_packed(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     # As many tokens as the model is wide, so that a weight has as many rows as there are tokens.
-    config = replace(TINY, batch=1, length_tokens=48, dtype=dtype, saved_activations="int8",
+    config = replace(TINY, batch=1, tokens=48, dtype=dtype, saved_activations="int8",
                      model=ModelConfig(1, 48, 4, 4, 48))  # fmt: skip
     packed: list[Tensor] = []
     pack = SavedActivations._pack
@@ -276,7 +276,7 @@ def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(saved_activations, "save_on_cpu", watched)
     assert torch.equal(gradients(replace(TINY, saved_activations="offload")), gradients(TINY))
-    rows, (blocks, dim, hidden) = TINY.batch * TINY.length_tokens, (TINY.model.layers, 32, 48)
+    rows, (blocks, dim, hidden) = TINY.batch * TINY.tokens, (TINY.model.layers, 32, 48)
     assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)  # as the test above counts them
 
 

@@ -30,11 +30,11 @@ INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127
     [
         ("run shedule=ring", "shedule: no such key; did you mean schedule?"),
         ("run repeats=0", "repeats=0: must be at least 1"),
-        ("run nproc=8 tokens=4", "nproc=8: 8 ranks are more than tokens=4"),
+        ("run ranks=8 tokens=4", "ranks=8: 8 ranks are more than tokens=4"),
         ("run shape.heads=8 shape.kv_heads=3", "shape.kv_heads=3: does not divide shape.heads=8; use a divisor"),
         ("run tokens=64,128", "tokens: one value at a time; run `ringattn sweep` instead"),
         ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
-        ("sweeep nproc=1,2", "'sweeep' is not a command"),
+        ("sweeep ranks=1,2", "'sweeep' is not a command"),
     ],
 )
 def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_the_command_exits_with_the_code() -> None:
 @pytest.mark.parametrize(
     ("main", "words", "told"),
     [
-        (run.main, ["nproc=8", "tokens=64"], "nproc=8: torchrun started 4; leave nproc out"),
+        (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4; leave ranks out"),
         (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
         (cli.main, ["sweep", "tokens=64,128"], "run it without torchrun"),
     ],
@@ -70,15 +70,15 @@ def test_mistakes_under_torchrun(
 
 @pytest.mark.slow
 def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
-    done = ringattn("nproc=8", "tokens=64", env=INSIDE, module=("ringattn.launch.measure.run",))
-    assert done.returncode == 2 and "torchrun started 4; leave nproc out" in done.stderr, done.stderr
+    done = ringattn("ranks=8", "tokens=64", env=INSIDE, module=("ringattn.launch.measure.run",))
+    assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nproc=2", "transport=nccl"], "transport='nccl' needs a CUDA device, and torch finds none; use gloo"),
+        (["ranks=2", "transport=nccl"], "transport='nccl' needs a CUDA device, and torch finds none; use gloo"),
         (["engine=triton"], "engine='triton' "),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed() -> None:
-    words = [sys.executable, "-m", "ringattn", "run", "nproc=2", "tokens=2048", "repeats=100000"]
+    words = [sys.executable, "-m", "ringattn", "run", "ranks=2", "tokens=2048", "repeats=100000"]
     running = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=1)  # fmt: skip
     assert running.stdout is not None

@@ -35,13 +35,13 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("words", "said"),
     [
         *((f"plan {key}={DIGITS}", f"{key}={DIGITS}: must be at most")
-          for key in ("batch", "length_tokens", "ring", "layers", "vocabulary", "chunked_loss_tokens")),
+          for key in ("batch", "tokens", "ranks", "layers", "vocabulary", "chunked_loss_tokens")),
         ("plan memory_gib=inf", "memory_gib=inf: must be a finite number"),
         ("plan framework_gib=1e300", "framework_gib=1e+300: must be at most"),
         ("plan memory_gib=1e300", "memory_gib=1e+300: must be at most"),
         ("plan tflops=inf", "tflops=inf: must be a finite number"),
-        (f"plan attention=dilated segment_lengths=[{DIGITS}] dilation_rates=[1]", "segment_lengths must be at most"),
-        (f"explain length_tokens={DIGITS}", f"{DIGITS} tokens: a sequence has at most"),
+        (f"plan mask=dilated segment_lengths=[{DIGITS}] dilation_rates=[1]", "segment_lengths must be at most"),
+        (f"explain tokens={DIGITS}", f"{DIGITS} tokens: a sequence has at most"),
         (f"explain segment_lengths=[64] dilation_rates=[{DIGITS}]", "dilation_rates must be at most"),
         ("explain heads=1000000000000 segment_lengths=[64] dilation_rates=[2]", "heads=1000000000000: must be at most"),
         (f"run seed={DIGITS}", f"seed={DIGITS}: must be at most {MOST_SEED}"),
@@ -94,7 +94,7 @@ def test_a_disk_that_fills_meanwhile_is_one_line(
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert main(["plan", "ring=8", "recommended=true", f"json={tmp_path / 'a.json'}"]) == 2
+    assert main(["plan", "ranks=8", "recommended=true", f"json={tmp_path / 'a.json'}"]) == 2
     line = f"ringattn plan: json={tmp_path / 'a.json'}: cannot be written (No space left on device)"
     assert line in capsys.readouterr().err
     for name, points in (("a", strong()), ("b", strong())):

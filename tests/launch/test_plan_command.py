@@ -28,15 +28,15 @@ def planned(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(tmp_path, "length_tokens=1000000000", "recompute=full", "chunked_loss_tokens=1024")
+    code, found = planned(tmp_path, "tokens=1000000000", "recompute=full", "chunked_loss_tokens=1024")
     run = TrainingSetup(model_shape("1.3B"), 10**9, found["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
               framework_bytes=GIB)  # fmt: skip
     assert code == 0 and found["fits"]
     assert found["total_bytes"] == training_bytes(run).peak.total <= 80 * GIB
-    assert not fits(replace(run, ring=run.ring - 1), 80 * GIB)
+    assert not fits(replace(run, ranks=run.ranks - 1), 80 * GIB)
     printed = capsys.readouterr().out
-    tokens, a_token = -(-(10**9) // run.ring), found["bytes_per_token"]
-    assert f"a ring of {run.ring:,}: {tokens:,} tokens a rank" in printed
+    tokens, a_token = -(-(10**9) // run.ranks), found["bytes_per_token"]
+    assert f"a ring of {run.ranks:,}: {tokens:,} tokens a rank" in printed
     assert f"why: each token of a rank takes {a_token:,.0f} bytes, its {tokens:,} tokens" in printed
     assert found["longest_tokens"] >= 10**9
 
@@ -50,12 +50,12 @@ def test_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_corrected_capacities_of_80_gib(tmp_path: Path, words: tuple[str, ...], published: int) -> None:
     # Published in whole thousands, or ten thousands; what it leaves out (normalizers, ids) is below the last digit.
     last_digit = 10 if published > 300 else 1
-    _, found = planned(tmp_path, *words, "ring=1", "hardware=a100-80", "transients=false", "framework_gib=0")
+    _, found = planned(tmp_path, *words, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0")
     assert abs(found["longest_tokens"] / 1000 - published) <= last_digit
 
 
 def test_what_does_not_fit_is_said_and_eased(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(tmp_path, "preset=llama3-8b", "ring=8", "length_tokens=1000000")
+    code, found = planned(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000")
     printed = capsys.readouterr().out
     assert code == 1 and not found["fits"] and "does not fit in 80.00" in printed
     assert found["longest_tokens"] == 0 and found["smallest_ring"] is None
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_said_and_eased(tmp_path: Path, capsys: pytest.Capt
     assert sum(found["bytes_by_component"].values()) == found["total_bytes"]
     saved = sum(step["saves_bytes"] for step in found["steps"])
     assert found["after_steps"]["total_bytes"] == pytest.approx(found["total_bytes"] - saved)
-    again, eased = planned(tmp_path, "preset=llama3-8b", "ring=8", "length_tokens=1000000", *_last(settings))
+    again, eased = planned(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000", *_last(settings))
     assert again == 0 and eased["total_bytes"] == pytest.approx(found["after_steps"]["total_bytes"])
 
 
@@ -75,7 +75,7 @@ def _last(settings: list[str]) -> list[str]:
 
 
 def test_every_option_reaches_the_run() -> None:
-    words = ("length_tokens=4096 ring=4 batch=2 attention=window window_tokens=100 schedule=direct precision=fp32 "
+    words = ("tokens=4096 ranks=4 batch=2 mask=window window_tokens=100 schedule=direct precision=fp32 "
              "optimizer=lion recompute=selective saved_activations=int8 zero_stage=3 zero_degree=16 offload=parameters "
              "chunked_loss_tokens=64 data=whole gradients_kept=false transients=false framework_gib=2 layers=3 "
              "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu")  # fmt: skip
@@ -89,7 +89,7 @@ def test_every_option_reaches_the_run() -> None:
 
 
 def test_dilated_branches_travel_in_slots(tmp_path: Path) -> None:
-    _, found = planned(tmp_path, "preset=125M", "ring=2", "length_tokens=4096", "attention=dilated",
+    _, found = planned(tmp_path, "preset=125M", "ranks=2", "tokens=4096", "mask=dilated",
                        "segment_lengths=[1024,4096]", "dilation_rates=[1,4]", "hardware=h200")  # fmt: skip
     assert found["run"]["attention"]["segment_lengths"] == [1024, 4096]
     assert found["route"] == "all_gather" and found["bytes_by_component"]["slots"] > 0
@@ -97,7 +97,7 @@ def test_dilated_branches_travel_in_slots(tmp_path: Path) -> None:
 
 def test_recommended_settings_start_and_given_ones_win(tmp_path: Path) -> None:
     start = dict(hardware("a100-80").start)
-    words = "hardware=a100-80", "recommended=true", "ring=8"
+    words = "hardware=a100-80", "recommended=true", "ranks=8"
     _, found = planned(tmp_path, *words)
     assert {key: found["run"][key] for key in start} == start
     _, other = planned(tmp_path, *words, "recompute=full")
@@ -107,7 +107,7 @@ def test_recommended_settings_start_and_given_ones_win(tmp_path: Path) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
-    assert main(["plan", "preset=7B", "ring=2", f"picture={path}"]) == 1
+    assert main(["plan", "preset=7B", "ranks=2", f"picture={path}"]) == 1
     pixels = matplotlib.image.imread(path)[..., :3]
     red, optimizer = (0.7529, 0.2235, 0.1686), (0.1725, 0.6275, 0.1725)  # the memory's line; the third color of tab10
     for color in (red, optimizer):
@@ -127,7 +127,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         (("hardware=a100",), "hardware=a100: did you mean a100-40"),
         (("hardware=gtx1080",), "precision=bf16_master: gtx1080 has no bf16 arithmetic; use precision=fp32"),
         (("recompute=fully",), "recompute=fully: choose one of none, selective, full, offloaded"),
-        (("lenght_tokens=5",), "lenght_tokens: no such key; did you mean length_tokens?"),
+        (("tokns=5",), "tokns: no such key; did you mean tokens?"),
         (("zero_stage=4",), "zero_stage=4: must be 0, 1, 2 or 3"),
         (("memory_gib=0",), "memory_gib=0.0: must be more than 0"),
         (("width=100",), "heads=16: does not divide width=100"),
@@ -140,13 +140,13 @@ def test_wrong_words_are_refused(words: tuple[str, ...], said: str, capsys: pyte
 
 def test_one_rank_where_no_ring_fits() -> None:
     found = plan(load(["preset=405B"], PlanConfig), hardware("rtx4090"))
-    assert found["run"]["ring"] == 1 and found["smallest_ring"] is None and not found["fits"]
+    assert found["run"]["ranks"] == 1 and found["smallest_ring"] is None and not found["fits"]
 
 
 def test_the_ring_of_the_recommended_settings_where_none_fits_as_it_is(tmp_path: Path) -> None:
-    code, found = planned(tmp_path, "preset=7B", "length_tokens=1000000")
+    code, found = planned(tmp_path, "preset=7B", "tokens=1000000")
     ring, limit = found["hardware"]["smallest_ring"], 80 * GIB
-    assert code == 1 and found["smallest_ring"] is None and found["run"]["ring"] == ring
+    assert code == 1 and found["smallest_ring"] is None and found["run"]["ranks"] == ring
     recommended = TrainingSetup(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
-    assert fits(recommended, limit) and not fits(replace(recommended, ring=ring - 1), limit)
+    assert fits(recommended, limit) and not fits(replace(recommended, ranks=ring - 1), limit)
     assert found["after_steps"]["total_bytes"] <= limit

@@ -260,7 +260,7 @@ def test_what_a_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "timeout" in text and "8 ranks did not end within 60 s" in text
         assert "Predictions are for: cpu-core (calibrated)" in text
     for text in (markdown, page):
-        assert "ringattn run nproc=8 tokens=16384 schedule=ring layout=zigzag dtype=float32" in text
+        assert "ringattn run ranks=8 tokens=16384 schedule=ring layout=zigzag dtype=float32" in text
         assert "OMP_NUM_THREADS" in text
     assert "| ★ | ring | 16,384 | 8 |" in markdown
     assert "1.25 GiB \\| choose schedule=ring" in markdown  # a bar of a message ends no cell

@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_definition(layout: str, head: int) -> None:
             assert np.array_equal(sent > 0, meets[owner != rank].any(0) & (owner == rank))
 
 
-WORDS = ["ranks=4", "length_tokens=1024", "causal=false", "heads=4", "kv_heads=4", "segment_lengths=[128,512,1024]",
+WORDS = ["ranks=4", "tokens=1024", "causal=false", "heads=4", "kv_heads=4", "segment_lengths=[128,512,1024]",
          "dilation_rates=[1,4,8]"]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_without_dilation_there_is_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give segment_lengths= and dilation_rates="):
-        main(["length_tokens=64", f"rows_picture={tmp_path / 'rows.png'}"])
+        main(["tokens=64", f"rows_picture={tmp_path / 'rows.png'}"])
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_the_worked_example() -> None:
     """2^20 tokens on 8 ranks: a full ring sends 299 times, LongNet's all-gather 4.08 times as much."""
     powers = [1 << i for i in range(10)]
     config = ExplainConfig(
-        ranks=8, length_tokens=1 << 20, causal=False, heads=12, kv_heads=12, head_dim=64, backward=False,
+        ranks=8, tokens=1 << 20, causal=False, heads=12, kv_heads=12, head_dim=64, backward=False,
         segment_lengths=[2048 * power for power in powers], dilation_rates=powers,
     )  # fmt: skip
     explanation = explanation_of(config)

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
 
 OPTIONS = """
-nproc nnodes node_rank rdzv_endpoint tokens tokens_per_rank batch layout dtype backward warmup repeats seed
+ranks nnodes node_rank rdzv_endpoint tokens tokens_per_rank batch layout dtype backward warmup repeats seed
 threads_per_rank timeout_s cluster shape.heads shape.kv_heads shape.head_dim mask.kind mask.window_tokens
 mask.documents mask.branches mask.segment_tokens mask.ratio schedule.name transport.name transport.timeout_s engine.name
 """.split()
@@ -104,7 +104,7 @@ def test_a_group_of_one_command_leaves_the_keys_of_another() -> None:
 
 
 def test_words_and_specs_give_the_same_run_again() -> None:
-    words = ["mask=dilated", "mask.branches=2", "shape=llama8b", "tokens_per_rank=40", "nproc=3", "backward=false",
+    words = ["mask=dilated", "mask.branches=2", "shape=llama8b", "tokens_per_rank=40", "ranks=3", "backward=false",
              "engine=plain", "threads_per_rank=2", "rdzv_endpoint=node0:29400"]  # fmt: skip
     config = load_run(words)
     assert config.tokens == 120
@@ -119,8 +119,8 @@ def test_words_and_specs_give_the_same_run_again() -> None:
         ("schedule=rign", "schedule=rign: choose one of auto, ring, all_gather"),
         ("repeats=0", "repeats=0: must be at least 1"),
         ("shape.heads=6 shape.kv_heads=4", "shape.kv_heads=4: does not divide shape.heads=6"),
-        ("nproc=9 tokens=8", "nproc=9: 9 ranks are more than tokens=8"),
-        ("nproc=3 nnodes=3 rdzv_endpoint=a:1 tokens=8", "9 ranks are more than tokens=8"),
+        ("ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8"),
+        ("ranks=3 nnodes=3 rdzv_endpoint=a:1 tokens=8", "9 ranks are more than tokens=8"),
         ("tokens=8 tokens_per_rank=4", "give it or tokens=8, not both"),
         ("layout=per_document", "layout=per_document: needs documents; use mask=documents"),
         ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "nodes are numbered from 0"),
@@ -140,9 +140,9 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     place = point_place()
     assert load_here(["tokens_per_rank=10"], place).tokens == 40
-    assert load_here(["nproc=2", "nnodes=2", "tokens=40"], place).world_size == 4
-    with pytest.raises(InputError, match="nproc=2: torchrun started 4"):
-        load_here(["nproc=2"], place)
+    assert load_here(["ranks=2", "nnodes=2", "tokens=40"], place).world_size == 4
+    with pytest.raises(InputError, match="ranks=2: torchrun started 4"):
+        load_here(["ranks=2"], place)
     with pytest.raises(InputError, match="without torchrun, for it starts its own ranks"):
         load_here(["tokens=8,16"], place)
 
@@ -157,7 +157,7 @@ def point_place() -> Any:
 
 
 def measured(words: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    config = load_run([*TINY, *words, f"nproc={ranks}"])
+    config = load_run([*TINY, *words, f"ranks={ranks}"])
     return run_ranks(ranks, lambda ring: point.measure(ring, config, lambda line: None), engine=config.engine.name)
 
 
@@ -173,7 +173,7 @@ def kept_pairs(mask: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
 def test_facts_of_a_point(mask: str) -> None:
-    config = load_run([*TINY, f"mask={mask}", "mask.window_tokens=50", "schedule=ring", "nproc=2"])
+    config = load_run([*TINY, f"mask={mask}", "mask.window_tokens=50", "schedule=ring", "ranks=2"])
     planned = []
 
     def on_rank(ring: Ring) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def test_what_torchrun_says_is_told_with_what_to_do(tmp_path: Path, log: str, me
 
 @pytest.mark.slow
 def test_the_printed_command_does_what_run_does() -> None:
-    words = ["run", "nproc=2", *TINY, "schedule=ring"]
+    words = ["run", "ranks=2", *TINY, "schedule=ring"]
     done = ringattn(*words, "--dry-run")
     command = done.stdout.strip()
     assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn.launch.measure.run" in command, (
@@ -318,7 +318,7 @@ def test_the_printed_command_does_what_run_does() -> None:
 @pytest.mark.slow
 def test_two_nodes_meet_at_an_endpoint() -> None:
     meeting = f"rdzv_endpoint=127.0.0.2:{free_port()}"
-    words = ["-m", "ringattn", "run", "nproc=1", "nnodes=2", meeting, *TINY]
+    words = ["-m", "ringattn", "run", "ranks=1", "nnodes=2", meeting, *TINY]
     agents = [
         subprocess.Popen([sys.executable, *words, f"node_rank={rank}"], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -67,7 +67,7 @@ def swept(folder: Path, *words: str) -> int:
     return sweep.main([f"out='{folder}'", *words])
 
 
-TWO_BY_TWO = "nproc=1,2", "schedule=ring,all_gather", "tokens=64"
+TWO_BY_TWO = "ranks=1,2", "schedule=ring,all_gather", "tokens=64"
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
         assert environments[one["environment"]] == {"torch": "2", "ranks": config.world_size}
     assert len(environments) == 2
     printed = capsys.readouterr().out
-    assert "4/4  ok      nproc=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
+    assert "4/4  ok      ranks=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
     assert "4 of 4 points are ok" in printed
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
 
@@ -104,8 +104,8 @@ def test_masks_layouts_dtypes_and_branches_are_axes_too(ranks: StandIn, tmp_path
     [
         (["preset=strong"], [(1, 8192), (2, 8192), (4, 8192)]),
         (["preset=weak"], [(1, 4096), (2, 8192), (4, 16384)]),
-        (["preset=weak", "nproc=2,3", "tokens_per_rank=10"], [(2, 20), (3, 30)]),
-        (["preset=weak", "nproc=2,3", "tokens=60"], [(2, 60), (3, 60)]),
+        (["preset=weak", "ranks=2,3", "tokens_per_rank=10"], [(2, 20), (3, 30)]),
+        (["preset=weak", "ranks=2,3", "tokens=60"], [(2, 60), (3, 60)]),
     ],
 )
 def test_presets(words: list[str], sizes: list[tuple[int, int]]) -> None:
@@ -115,12 +115,12 @@ def test_presets(words: list[str], sizes: list[tuple[int, int]]) -> None:
 
 def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    _, points = sweep.described(["nproc=1,2,4"])
+    _, points = sweep.described(["ranks=1,2,4"])
     assert [point.config.threads_per_rank for point in points] == [4, 4, 4]
     assert all("threads_per_rank=4" in point.words for point in points)
-    _, points = sweep.described(["nproc=1,4", "threads_per_rank=2"])
+    _, points = sweep.described(["ranks=1,4", "threads_per_rank=2"])
     assert [point.config.threads_per_rank for point in points] == [2, 2]
-    _, points = sweep.described(["nproc=1,4", "launcher=slurm"])  # the nodes may have other processors
+    _, points = sweep.described(["ranks=1,4", "launcher=slurm"])  # the nodes may have other processors
     assert [point.config.threads_per_rank for point in points] == [None, None]
 
 
@@ -147,7 +147,7 @@ def test_a_point_that_fails_leaves_the_others(
         return facts(config)
 
     ranks.answer = answer
-    assert swept(tmp_path, "nproc=1,2,3,4", "tokens=64") == 1
+    assert swept(tmp_path, "ranks=1,2,3,4", "tokens=64") == 1
     found = lines(tmp_path)
     assert [(one["status"], one["message"]) for one in found] == [
         ("oom", "no memory"), ("timeout", "too slow"), ("error", "odd"), ("ok", "")
@@ -157,7 +157,7 @@ def test_a_point_that_fails_leaves_the_others(
     assert "1 of 4 points are ok" in capsys.readouterr().out
 
     ranks.answer = facts
-    assert swept(tmp_path, "nproc=1,2,3,4", "tokens=64") == 0
+    assert swept(tmp_path, "ranks=1,2,3,4", "tokens=64") == 0
     assert [config.world_size for config in ranks.ran[4:]] == [1, 2, 3]  # the failed ones alone
     assert {one["status"] for one in read_points(tmp_path).values()} == {"ok"}
 
@@ -169,7 +169,7 @@ def test_a_job_that_dies_is_a_point_that_failed(ranks: StandIn, tmp_path: Path) 
         return facts(config)
 
     ranks.answer = answer
-    assert swept(tmp_path, "nproc=1,2", "tokens=64") == 1
+    assert swept(tmp_path, "ranks=1,2", "tokens=64") == 1
     assert [one["status"] for one in lines(tmp_path)] == ["error", "ok"]
     assert "the job ended without an answer: planted" in lines(tmp_path)[0]["message"]
 
@@ -195,11 +195,11 @@ def test_a_stopped_sweep_goes_on_where_it_stopped(ranks: StandIn, tmp_path: Path
 
 
 def test_what_jobs_left_meanwhile_is_taken_in(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
     left = lines(tmp_path)[0]
     (tmp_path / "points.jsonl").unlink()
     jobs.leave(tmp_path, {**left, "environment": {"torch": "2"}})
-    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
     assert len(ranks.ran) == 1 and lines(tmp_path)[0]["hash"] == left["hash"]
 
 
@@ -214,10 +214,10 @@ def test_records_are_taken_in_as_their_points_ended(tmp_path: Path, last: int) -
 
 
 def test_a_kill_before_a_taken_record_is_taken_away(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
     kept = lines(tmp_path)
     jobs.leave(tmp_path, {**kept[0], "environment": facts(ranks.ran[0])["environment"]})
-    assert swept(tmp_path, "nproc=1", "tokens=64") == 0
+    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
     assert lines(tmp_path) == kept and not list((tmp_path / jobs.ARRIVALS).iterdir())
 
 
@@ -230,14 +230,14 @@ def test_a_torn_line_is_passed_over(ranks: StandIn, tmp_path: Path) -> None:
     assert len(ranks.ran) == 5 and len(read_points(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("more", [["tokens=128"], ["repeats=3"], ["nproc=1,2,4"]])
+@pytest.mark.parametrize("more", [["tokens=128"], ["repeats=3"], ["ranks=1,2,4"]])
 def test_another_sweep_is_not_mixed_in(
     ranks: StandIn, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert swept(tmp_path, *TWO_BY_TWO) == 0
     assert swept(tmp_path, *TWO_BY_TWO, *more) == 2
     told = capsys.readouterr().err
-    assert "holds the points of another sweep (" in told and "nproc=1,2 schedule=ring,all_gather" in told
+    assert "holds the points of another sweep (" in told and "ranks=1,2 schedule=ring,all_gather" in told
     assert "give this sweep a folder of its own with out=" in told
     assert len(ranks.ran) == 4 and len(lines(tmp_path)) == 4
 
@@ -280,9 +280,9 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
     [
         ("lancher=slurm", "lancher: no such key; did you mean launcher?"),
         ("shedule=ring,direct", "shedule: no such key; did you mean schedule?"),
-        ("nproc=1,2 launcher=local,slurm", "launcher: one value at a time"),
+        ("ranks=1,2 launcher=local,slurm", "launcher: one value at a time"),
         ("preset=string", "preset=string: choose one of strong, weak"),
-        ("nproc=1,9 tokens=8", "nproc=9: 9 ranks are more than tokens=8 (in the point nproc=9)"),
+        ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
         ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
     ],
@@ -313,7 +313,7 @@ def test_time_left_is_that_of_the_mean_point() -> None:
 
 @pytest.mark.slow
 def test_a_killed_sweep_resumed_gives_the_same_table(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ringattn", "sweep", f"out={tmp_path}", "nproc=1,2", "tokens=96", "shape=small",
+    command = [sys.executable, "-m", "ringattn", "sweep", f"out={tmp_path}", "ranks=1,2", "tokens=96", "shape=small",
                "repeats=1", "warmup=1"]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE)

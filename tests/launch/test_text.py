@@ -28,14 +28,14 @@ def test_a_file_is_read_byte_by_byte(tmp_path: Path) -> None:
 
 def test_windows_are_pieces_of_the_text() -> None:
     text = torch.arange(100, dtype=torch.uint8)
-    batch = windows(text, step=3, batch=5, length_tokens=8, seed=1)
+    batch = windows(text, step=3, batch=5, tokens=8, seed=1)
     assert batch.dtype == torch.int64 and batch.shape == (5, 8)
     assert (batch.diff(dim=1) == 1).all()
 
 
 def test_windows_reach_both_ends_of_the_text() -> None:
     text = torch.arange(5, dtype=torch.uint8)
-    starts = windows(text, step=0, batch=100, length_tokens=4, seed=0)[:, 0]
+    starts = windows(text, step=0, batch=100, tokens=4, seed=0)[:, 0]
     assert set(starts.tolist()) == {0, 1}
 
 
@@ -54,14 +54,14 @@ def test_text_errors_name_their_key(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(InputError, match=r"^text=.*empty.txt: the file is empty"):
         load_text(str(tmp_path / "empty.txt"))
-    with pytest.raises(InputError, match=r"^length_tokens=9: the text has only 8 bytes"):
+    with pytest.raises(InputError, match=r"^tokens=9: the text has only 8 bytes"):
         windows(torch.zeros(8, dtype=torch.uint8), 0, 1, 9, 0)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lenght_tokens=3"], "lenght_tokens: no such key; did you mean length_tokens?"),
+        (["tokns=3"], "tokns: no such key; did you mean tokens?"),
         (["model.layres=3"], "model.layres: no such key; did you mean model.layers?"),
         (["hydra.run.dir=x"], "hydra.run.dir: no such key"),
         (["steps=many"], "steps=many: Value 'many' of type 'str' could not be converted to Integer"),
@@ -76,7 +76,7 @@ def test_text_errors_name_their_key(tmp_path: Path) -> None:
         (["steps=0"], "steps=0: must be at least 1"),
         (["clip_norm=0"], "clip_norm=0.0: must be more than 0.0"),
         (["dtype=fp8"], "dtype=fp8: choose one of fp32, fp64, bf16"),
-        (["ranks=9", "length_tokens=4"], "ranks=9: more ranks than tokens"),
+        (["ranks=9", "tokens=4"], "ranks=9: more ranks than tokens"),
         (["model.kv_heads=3"], "model.kv_heads=3: does not divide model.heads=4"),
         (["model.dim=20"], "model.dim=20: must be an even multiple of model.heads=4"),
     ],
@@ -97,5 +97,5 @@ def test_overrides_win_over_presets_and_presets_over_defaults() -> None:
 def test_help_lists_every_key_with_default_and_meaning() -> None:
     text = help_text("train", "Trains.", TrainConfig)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "length_tokens 2048 tokens of one sequence, over all ranks" in lines
+    assert "tokens 2048 tokens of one sequence, over all ranks" in lines
     assert "model.kv_heads" in text and "presets, one of each list:\n  model=medium,tiny" in text

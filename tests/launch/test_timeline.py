@@ -71,7 +71,7 @@ def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
 
 def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
-    assert main(["timeline", "ranks=2", "length_tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
+    assert main(["timeline", "ranks=2", "tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
     printed = capfd.readouterr().out
     for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev"):
         assert words in printed
@@ -91,7 +91,7 @@ def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.Captu
 
 
 def test_forward_alone_has_one_pass() -> None:
-    config = TimelineConfig(length_tokens=40, head_dim=8, backward=False, warm_ups=0)
+    config = TimelineConfig(tokens=40, head_dim=8, backward=False, warm_ups=0)
     for track in run_ranks(2, lambda ring: record_rank(ring, config)):
         assert [one.name for one in track.passes] == ["forward"]
 
@@ -147,12 +147,12 @@ def test_help(capsys: Any) -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A folder with the recording of a call of two ranks."""
-    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring", warm_ups=0)
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring", warm_ups=0)
     write_tracks(tmp_path / "kept", run_ranks(2, lambda ring: record_rank(ring, config)))
     return tmp_path / "kept"
 
 
-CALL = ["ranks=2", "length_tokens=64", "head_dim=8", "schedule=ring", "cluster=a100"]
+CALL = ["ranks=2", "tokens=64", "head_dim=8", "schedule=ring", "cluster=a100"]
 
 
 def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -> None:
@@ -160,7 +160,7 @@ def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -
     assert main(["timeline", f"recorded={kept}", *CALL, f"trace={trace}", f"picture={picture}"]) == 0
     printed = capsys.readouterr().out
     told = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith(("forward", "backward"))]
-    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring")
     foretold = predicted_spans(config, CLUSTERS["a100"], read_tracks(kept))
     ends_ms = [max(span.end_us for span in spans) / 1e3 for by_rank in foretold for spans in by_rank]
     assert "predicted ms" in printed and told == pytest.approx(ends_ms, abs=0.006)
@@ -172,7 +172,7 @@ def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -
 
 
 def test_predicted_and_measured_steps_have_the_same_names(kept: Path) -> None:
-    config = TimelineConfig(ranks=2, length_tokens=64, head_dim=8, schedule="ring")
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring")
     tracks = read_tracks(kept)
     for number, by_rank in enumerate(predicted_spans(config, CLUSTERS["a100"], tracks)):
         for track, foretold in zip(tracks, by_rank, strict=True):

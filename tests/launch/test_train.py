@@ -32,7 +32,7 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.testing import run_ranks
 
-TINY = TrainConfig(length_tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -74,7 +74,7 @@ def test_labels_that_fall_on_few_ranks_count_right() -> None:
 
 
 def test_ranks_without_tokens_take_part() -> None:
-    config = replace(TINY, length_tokens=3, layout="contiguous")
+    config = replace(TINY, tokens=3, layout="contiguous")
     assert losses(config, 5) == pytest.approx(losses(config, 1), rel=1e-10)
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
 
 
 def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=3", "timeout_s=0.001", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "timeout_s=0.001", f"out_dir={tmp_path}"]
     assert train.main(words) == 1
     assert capsys.readouterr().err.startswith("ringattn train: timeout_s=0.001: ")
     assert not (tmp_path / "result.json").exists()
@@ -173,7 +173,7 @@ def ringattn(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) -> None:
-    sizes = ["length_tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
+    sizes = ["tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
     shape = ["model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48"]
     done = ringattn("ranks=2", *sizes, *shape, "layout=striped", "out_dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -301,7 +301,7 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.slow
 def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
-    words = ["length_tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
+    words = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     agent = subprocess.Popen(
         [*torchrun, "-m", "ringattn", "train", *words, f"out_dir={tmp_path}"],

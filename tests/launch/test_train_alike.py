@@ -24,7 +24,7 @@ from ringattn.launch.train.model import ModelConfig
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 
-TINY = TrainConfig(length_tokens=41, batch=2, steps=2, dtype="fp64", model=ModelConfig(1, 16, 2, 1, 24))
+TINY = TrainConfig(tokens=41, batch=2, steps=2, dtype="fp64", model=ModelConfig(1, 16, 2, 1, 24))
 
 
 def refusals(config: TrainConfig, odd: TrainConfig) -> list[InputError]:
@@ -71,7 +71,7 @@ def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest
         assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
 
 
-@pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"length_tokens": 10**9}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"tokens": 10**9}, {"replicas": 2}], ids=str)
 def test_what_one_rank_cannot_load_is_refused_on_all(change: dict[str, Any]) -> None:
     first, second = refusals(TINY, replace(TINY, **change))
     key, value = next(iter(change.items()))

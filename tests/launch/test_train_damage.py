@@ -24,7 +24,7 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.model import ModelConfig
 from ringattn.testing import run_ranks
 
-TINY = TrainConfig(length_tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
+TINY = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
     """A real write that fails half way, by the limit on a file's size: the error comes out of torch's own writer."""
     words = [
         "model=tiny",
-        "length_tokens=32",
+        "tokens=32",
         "transport=gloo",
         "steps=6",
         "checkpoint_every_steps=2",
@@ -235,7 +235,7 @@ def test_a_second_run_in_a_folder_is_refused(saved: TrainConfig) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_the_command_is_refused_before_its_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with alike.locked_folder(str(tmp_path)):
-        assert train.main(["ranks=2", "length_tokens=64", f"out_dir={tmp_path}"]) == 2
+        assert train.main(["ranks=2", "tokens=64", f"out_dir={tmp_path}"]) == 2
     assert "another run is writing there" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from ringattn.testing import run_ranks
 from tests.launch.test_train_mesh import TINY, alone, on_threads, same
 
 PACKED: dict[str, Any] = {"pack_documents": True, "separator": "\n"}
-GROWING: dict[str, Any] = {"length_tokens": 64, "curriculum_start_tokens": 16, "curriculum_steps": 3}
+GROWING: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curriculum_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
             document = part.tokens[:, start:stop]
             mean = loop.backward(ring, ring, [BatchPart(ring.sequence(stop - start), document)], model, config)
             summed += mean * (stop - start - 1)
-        labels = config.length_tokens - (len(part.seq.documents) - 1)
+        labels = config.tokens - (len(part.seq.documents) - 1)
         return whole, summed / labels
 
     for whole, expected in run_ranks(2, of_rank):
@@ -127,11 +127,11 @@ def test_what_a_tokenizer_carries_for_batches_leaves_no_token_out(tmp_path: Path
         (["curriculum_steps=5"], "curriculum_steps: goes with curriculum_start_tokens"),
         (
             ["curriculum_start_tokens=500", "curriculum_steps=5"],
-            "curriculum_start_tokens=500: must be length_tokens=2048",
+            "curriculum_start_tokens=500: must be tokens=2048",
         ),
         (["curriculum_start_tokens=2", "curriculum_steps=5", "ranks=4"], "ranks=4: more ranks than tokens"),
         (["pack_documents=true", "micro_batch=2"], "micro_batch=2: sequences of packed documents pass one by one"),
-        (["prompt_tokens=2048"], "prompt_tokens=2048: leaves nothing to learn of a sequence of length_tokens=2048"),
+        (["prompt_tokens=2048"], "prompt_tokens=2048: leaves nothing to learn of a sequence of tokens=2048"),
         (
             ["prompt_tokens=256", "curriculum_start_tokens=256", "curriculum_steps=5"],
             "prompt_tokens=256: leaves nothing to learn of a sequence of curriculum_start_tokens=256",
@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused_by_key(words: list[str], message: 
 def test_a_short_text_is_refused_unless_it_is_packed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("short")
     config = TrainConfig(text=str(tmp_path / "text"))
-    with pytest.raises(InputError, match=r"^length_tokens=2048: the text has only 5 tokens"):
+    with pytest.raises(InputError, match=r"^tokens=2048: the text has only 5 tokens"):
         load(config)
     assert load(replace(config, pack_documents=True)).cuts == (0, 5)
 

@@ -21,9 +21,9 @@ from ringattn.launch.train.model import ModelConfig
 from ringattn.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = TrainConfig(length_tokens=41, batch=2, steps=8, dtype="fp64", model=ModelConfig(1, 16, 2, 1, 24))
+CONFIG = TrainConfig(tokens=41, batch=2, steps=8, dtype="fp64", model=ModelConfig(1, 16, 2, 1, 24))
 WORDS = [
-    "length_tokens=41", "batch=2", "steps=8", "dtype=fp64", "transport=gloo", "model.layers=1", "model.dim=16",
+    "tokens=41", "batch=2", "steps=8", "dtype=fp64", "transport=gloo", "model.layers=1", "model.dim=16",
     "model.heads=2", "model.kv_heads=1", "model.hidden_dim=24", "checkpoint_every_steps=2", "timeout_s=100",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.model import ModelConfig
 from ringattn.testing import run_ranks
 
-TINY = TrainConfig(length_tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
+TINY = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
 
 OVERSHOOTS = replace(TINY, dtype="fp32", optimizer="sgd", warmup_steps=0, learning_rate=1e38, weight_decay=1e6)
 """Its first step is finite and leaves weights that are not."""
@@ -45,7 +45,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
         now: dict[int, int] = {}
 
         def drawn_now(ring: Ring, replica: int, text: Any, at: int, config: TrainConfig) -> Any:
-            now[ring.rank] = at if config.model.layers == TINY.model.layers and config.length_tokens > 20 else -1
+            now[ring.rank] = at if config.model.layers == TINY.model.layers and config.tokens > 20 else -1
             return drawn(ring, replica, text, at, config)
 
         def spoiled(seq: Any, *more: Any) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_run_without_one_finite_step_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_result_is_strict_json(tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
     plant(1)
-    words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=3", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", f"out_dir={tmp_path}"]
     words += ["model.layers=1"]
     assert train.main(words) == 1
     assert "step 2 of 3: its loss is nan" in capsys.readouterr().err and not (tmp_path / "result.json").exists()
@@ -178,7 +178,7 @@ def test_a_text_without_a_second_token_in_any_document_is_refused(tmp_path: Path
 def test_a_step_without_a_label_is_refused_by_its_number(tmp_path: Path) -> None:
     # Of sequences of 8 tokens one in 50 has the document with a second token.
     (tmp_path / "text").write_text("a" * 400 + "bc")
-    config = replace(TINY, length_tokens=8, text=str(tmp_path / "text"), pack_documents=True, separator="a", batch=1)
+    config = replace(TINY, tokens=8, text=str(tmp_path / "text"), pack_documents=True, separator="a", batch=1)
     with pytest.raises(InputError, match=r"^step \d of 6: no label is counted"):
         run(config, 2)
 

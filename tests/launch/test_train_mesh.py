@@ -26,7 +26,7 @@ from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 
 # 61 is a prime number, so that the ranks of a ring have different counts.
-TINY = TrainConfig(length_tokens=61, batch=4, steps=6, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+TINY = TrainConfig(tokens=61, batch=4, steps=6, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
 CLIPPED: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.5, "clip_norm": 0.1, "weight_decay": 0.0}
 """Plain SGD, because AdamW hardly minds a gradient of the wrong length."""
 FEW_LABELS: dict[str, Any] = {"prompt_tokens": 40, "layout": "contiguous"}
@@ -96,7 +96,7 @@ def test_attention_is_what_the_configuration_says() -> None:
 
 @pytest.mark.slow
 def test_accumulating_holds_the_activations_of_a_part() -> None:
-    big = replace(TINY, batch=8, length_tokens=512, dtype="fp32")
+    big = replace(TINY, batch=8, tokens=512, dtype="fp32")
     batch = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(1))
 
     def peak_bytes(config: TrainConfig) -> int:

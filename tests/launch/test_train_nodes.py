@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
-WORDS = ["model=tiny", "length_tokens=64", "steps=2", "batch=2", "transport=gloo", f"timeout_s={DEADLINE_S:g}"]
+WORDS = ["model=tiny", "tokens=64", "steps=2", "batch=2", "transport=gloo", f"timeout_s={DEADLINE_S:g}"]
 
 
 def train_on_nodes(folder: Path, words: list[list[str]]) -> list[tuple[int, str]]:

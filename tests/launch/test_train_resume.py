@@ -25,7 +25,7 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.model import ModelConfig
 from ringattn.testing import run_ranks
 
-TINY = TrainConfig(length_tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
+TINY = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
         ({"weight_decay": 0.5}, "weight_decay=0.5: .* has 0.01"),
         ({"attention": "dilated", "segment_lengths": [8], "dilation_rates": [1]}, "attention=dilated: .* has full"),
         ({"batch": 4}, "batch=4: .* has 2"),
-        ({"length_tokens": 42}, "length_tokens=42: .* has 41"),
+        ({"tokens": 42}, "tokens=42: .* has 41"),
         ({"seed": 1}, "seed=1: .* has 0"),
         ({"prompt_tokens": 1}, "prompt_tokens=1: .* has 0"),
         ({"pack_documents": True}, "pack_documents=True: .* has False"),
@@ -190,7 +190,7 @@ def test_every_key_is_of_the_run_or_may_change() -> None:
     assert known > MAY_CHANGE
     # Whoever adds a key decides: these are the model and the data.
     assert {key for key in known - MAY_CHANGE if not key.startswith("model.")} == {
-        "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "length_tokens", "optimizer",
+        "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "tokens", "optimizer",
         "prompt_tokens", "seed", "text", "weight_decay", "pack_documents", "separator", "curriculum_start_tokens",
         "curriculum_steps",
     }  # fmt: skip
@@ -327,7 +327,7 @@ def test_threads_keep_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "length_tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out_dir={tmp_path}"]
     assert train.main([*words, "steps=2"]) == 0
     assert "in 2 steps\n" in capsys.readouterr().out
     assert train.main([*words, "steps=5"]) == 0
@@ -345,7 +345,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc"), Path("/proc/nope")):
         for more in ([], ["checkpoint_every_steps=1"]):
-            words = ["model=tiny", "length_tokens=32", "transport=gloo", "steps=1", *more, f"out_dir={folder}"]
+            words = ["model=tiny", "tokens=32", "transport=gloo", "steps=1", *more, f"out_dir={folder}"]
             assert train.main(words) == 2
             shown = capsys.readouterr()
             assert shown.err.startswith(f"ringattn train: out_dir={folder}: ") and not shown.out, shown

@@ -161,7 +161,7 @@ def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
     [("fp32", 2, 1024, "loss"), ("bf16", 3, 1024, "loss"), ("fp64", 2, 512, "loss"), ("fp32", 4, 64, "first layer")],
 )
 def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: int, moment: str) -> None:
-    config = TrainConfig(length_tokens=length, dtype=dtype, model=ModelConfig(layers, 128, 4, 2, 384))
+    config = TrainConfig(tokens=length, dtype=dtype, model=ModelConfig(layers, 128, 4, 2, 384))
     text = torch.randint(VOCABULARY, (2 * length,), dtype=torch.uint8)
 
     def steps(ring: Ring) -> int:
@@ -224,7 +224,7 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 
 def test_each_switch_saves_what_it_says() -> None:
-    shape, tokens = LONG.model, LONG.tokens
+    shape, tokens = LONG.model, LONG.rank_tokens
     width, layers = shape.width, shape.layers
     whole = moments(LONG)["loss"]
 
@@ -242,7 +242,7 @@ def test_each_switch_saves_what_it_says() -> None:
     assert saved("logits", chunked_loss_tokens=1024) == (tokens - 1024) * 12 * shape.vocabulary
     assert saved("optimizer", offload="optimizer") == 12 * shape.parameters
     assert saved("gradients", gradients_kept=False) == 2 * shape.parameters
-    assert saved("data", data="whole") == -2 * 8 * LONG.length_tokens
+    assert saved("data", data="whole") == -2 * 8 * LONG.tokens
     assert saved("framework", framework_bytes=7) == -7
 
 
@@ -256,12 +256,12 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 
 def test_recomputed_layers_live_while_their_backward_runs() -> None:
     full = moments(replace(LONG, recompute="full", transients=False))["stored"]
-    assert full.live_layer == LONG.tokens * layer_parts(LONG.model, LONG.numbers).all.total
+    assert full.live_layer == LONG.rank_tokens * layer_parts(LONG.model, LONG.numbers).all.total
     assert training_bytes(replace(LONG, recompute="full")).peak.total > full.total
 
 
 def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> None:
-    short = replace(LONG, length_tokens=64)
+    short = replace(LONG, tokens=64)
     assert training_bytes(short).moment == "reduction"
     assert moments(short)["reduction"].gradients == 3 * 2 * LONG.model.parameters
     assert "reduction" not in moments(replace(short, zero_stage=1))
@@ -280,7 +280,7 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
         (lambda: TrainingSetup(TRAINED, 8, data="shards"), "data=shards: did you mean shard"),
         (lambda: TrainingSetup(TRAINED, 8, zero_stage=4), "zero_stage=4"),
         (lambda: TrainingSetup(TRAINED, 8, offload="parameters"), "zero_stage=3"),
-        (lambda: TrainingSetup(TRAINED, 8, 9), "ring=9: more ranks than tokens"),
+        (lambda: TrainingSetup(TRAINED, 8, 9), "ranks=9: more ranks than tokens"),
         (lambda: TrainingSetup(TRAINED, 8, batch=0), "batch=0"),
         (lambda: AttentionSetup("causual"), "attention=causual: did you mean causal"),
         (lambda: AttentionSetup("window"), "window_tokens=0"),

@@ -24,17 +24,17 @@ from ringattn.launch.train.model import ModelConfig
 from ringattn.observe.storages import StorageMeter
 from ringattn.testing import run_ranks
 
-BIG = TrainConfig(length_tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))
+BIG = TrainConfig(tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))
 ROWS, DIM, HIDDEN, FLOAT_BYTES = 512, 64, 192, 4
 
 
 def peak_bytes(config: TrainConfig) -> int:
     """The most that the storages of one step take at once, weights aside."""
-    batch = torch.randint(0, 256, (config.batch, config.length_tokens), generator=torch.Generator().manual_seed(1))
+    batch = torch.randint(0, 256, (config.batch, config.tokens), generator=torch.Generator().manual_seed(1))
 
     def of_rank(ring: Ring) -> int:
         model, optimizer = loop.make_model(ring, config)
-        seq = ring.sequence(config.length_tokens)
+        seq = ring.sequence(config.tokens)
         loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)  # the ring's pool is made here
         optimizer.zero_grad()
         with StorageMeter() as storages:
@@ -81,7 +81,7 @@ def predicted_bytes(config: TrainConfig) -> float:
     """What the capacity planner says of one step, weights and optimizer aside."""
     shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
     peak = training_bytes(TrainingSetup(
-        shape, config.length_tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
+        shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
         saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
     )).peak  # fmt: skip
     return peak.total - peak.parameters - peak.optimizer

@@ -108,7 +108,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
 
 
 def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["ranks=2", "length_tokens=4096"]
+    sizes = ["ranks=2", "tokens=4096"]
     shown = {}
     for name in ("h100", "a100", written(tmp_path, {**GOOD, "source": "a stopwatch"})):
         assert main(["explain", *sizes, f"cluster='{name}'"]) == 0

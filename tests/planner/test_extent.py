@@ -78,7 +78,7 @@ WORDS = {
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_trillion_tokens_are_explained(name: str) -> None:
-    length = [] if "documents" in name else [f"length_tokens={TRILLION}"]
+    length = [] if "documents" in name else [f"tokens={TRILLION}"]
     told = explanation_of(load(["ranks=8", *length, *WORDS[name]], ExplainConfig))
     assert sum(told.problem.q_layout.counts) == TRILLION and len(told.plans) == 2
     assert f"{TRILLION} tokens on 8 ranks" in str(told)
@@ -89,8 +89,8 @@ def test_a_trillion_tokens_are_explained(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ROUTES)
 def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
-    told = explanation_of(load(["ranks=4", f"length_tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
-    small = explanation_of(load(["ranks=4", "length_tokens=4000", f"schedule={schedule}"], ExplainConfig))
+    told = explanation_of(load(["ranks=4", f"tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
+    small = explanation_of(load(["ranks=4", "tokens=4000", f"schedule={schedule}"], ExplainConfig))
     assert told.messages == small.messages and len(told.forward.steps) == len(small.forward.steps)
     pairs = zip(told.bytes_sent, small.bytes_sent, strict=True)
     # Rows that travel follow the length; half a row more or less at the ends of chunks does not.
@@ -100,14 +100,14 @@ def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([f"length_tokens={TRILLION}", "segment_lengths=[2048,8192]", "dilation_rates=[1,4]"],
+        ([f"tokens={TRILLION}", "segment_lengths=[2048,8192]", "dilation_rates=[1,4]"],
          r"9 branches cut the contiguous layout of 1000000000000 tokens on 8 ranks into 1464843816 pieces, and 262144 "
          "can be planned"),
-        (["length_tokens=8000000000", "segment_lengths=[2048]", "dilation_rates=[1000000]"], "31250048 pieces"),
-        (["length_tokens=1000000", "segment_lengths=[100]", "dilation_rates=[1]", "layout=striped"],
+        (["tokens=8000000000", "segment_lengths=[2048]", "dilation_rates=[1000000]"], "31250048 pieces"),
+        (["tokens=1000000", "segment_lengths=[100]", "dilation_rates=[1]", "layout=striped"],
          r"meet in 640000 tiles and 262144 can be planned; plan a sequence whose length"),
         (["schedule=all_to_all", "heads=4096", "kv_heads=4096"], "meet in 1048576 tiles, one for each head,"),
-        ([f"length_tokens={MOST_TOKENS + 1}"], r"a sequence has at most 1125899906842624 \(2\^50\)"),
+        ([f"tokens={MOST_TOKENS + 1}"], r"a sequence has at most 1125899906842624 \(2\^50\)"),
         (["ranks=1025"], "ranks=1025: must be at most 1024"),
     ],
 )  # fmt: skip
@@ -123,7 +123,7 @@ def test_what_is_too_large_is_refused_with_the_count(
 
 
 def test_plan_of_a_trillion_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"length_tokens={TRILLION}", "ring=64", "batch=1000000000000"]) == 1
+    assert main(["plan", f"tokens={TRILLION}", "ranks=64", "batch=1000000000000"]) == 1
     assert "15,625,000,000 tokens a rank" in capsys.readouterr().out
 
 

@@ -99,7 +99,7 @@ def _run(dice: random.Random, kind: str) -> TrainConfig:
         ["adamw", "sgd"] if kind in (*OF_PROCESSES, "undisturbed", "nan") else ["adamw", "sgd", "lion", "adafactor"]
     )
     return TrainConfig(
-        length_tokens=length, batch=dice.choice([1, 2, 4]), steps=dice.randint(4, 8), dtype="fp64",
+        tokens=length, batch=dice.choice([1, 2, 4]), steps=dice.randint(4, 8), dtype="fp64",
         optimizer=dice.choice(optimizers), learning_rate=dice.choice([1e-3, 1e-2]), warmup_steps=dice.randint(0, 4),
         clip_norm=dice.choice([0.1, 1.0, 10.0]), seed=dice.randrange(1000), layout="auto", timeout_s=60.0,
         prompt_tokens=dice.choice([0, 0, 1, 3]), checkpoint_every_steps=dice.randint(1, 3),
