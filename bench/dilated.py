@@ -131,18 +131,18 @@ def _rows_received(plan: Plan) -> float:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the gate, then each contender forward and backward in turns. Laps, pairs and memory."""
+    """One rank's part: the gate, then each baseline forward and backward in turns. Laps, pairs and memory."""
     options, tokens = DilatedOptions(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     branches = geometric(options.base_length, length=options.length_tokens)
     _gate(ring, options)
     say("gate: green")
     found: dict[str, Any] = {"laps": {}, "pairs": {}}
-    contenders = ["dilated", "full"] if tokens == options.length_tokens else ["dilated"]
+    baselines = ["dilated", "full"] if tokens == options.length_tokens else ["dilated"]
     if tokens != options.length_tokens:
         branches = geometric(options.base_length, length=tokens)
     for turn in range(options.repeats):
-        for name in contenders if turn % 2 == 0 else reversed(contenders):
+        for name in baselines if turn % 2 == 0 else reversed(baselines):
             call = _Call(ring, options, tokens, branches if name == "dilated" else None)
             found["pairs"][name] = call.pairs()
             for part in ("forward", "backward"):

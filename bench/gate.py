@@ -1,6 +1,6 @@
 """The correctness gate: before a case is timed or weighed, it answers right at a small size on the same ranks.
 
-A contender is anything that attends; the gate gives it small random inputs and compares what it returns, and its
+A baseline is anything that attends; the gate gives it small random inputs and compares what it returns, and its
 gradients where it has them, with a dense float64 softmax.
 Guarantees: a wrong answer, a NaN or a missing row raises `GateError`, and then no number is printed.
 """
@@ -20,7 +20,7 @@ BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 class GateError(RingError):
-    """A contender's answer is not exact, so it must not be measured."""
+    """A baseline's answer is not exact, so it must not be measured."""
 
 
 class Inputs(NamedTuple):
@@ -39,12 +39,12 @@ class Answer(NamedTuple):
     grads: tuple[Tensor, Tensor, Tensor] | None
 
 
-class Contender(Protocol):
+class Baseline(Protocol):
     """One way to attend causally, on this rank.
 
     `load` takes a whole problem and keeps this rank's part; `forward` and `backward` work on it, and nothing else is
     timed. `positions`: which tokens the answer holds, in its order; `heads`: which query heads, `kv_heads`: which K/V
-    heads. A contender without `backward` returns None from it.
+    heads. A baseline without `backward` returns None from it.
     """
 
     name: str
@@ -80,12 +80,12 @@ def reference(inputs: Inputs) -> Answer:
     return Answer(out.detach(), (dq, dk, dv))
 
 
-def open_gate(contenders: Iterable[Contender], inputs: Inputs) -> dict[str, float]:
-    """The greatest absolute error of each contender on this rank. Raises `GateError` at the first wrong one."""
+def open_gate(baselines: Iterable[Baseline], inputs: Inputs) -> dict[str, float]:
+    """The greatest absolute error of each baseline on this rank. Raises `GateError` at the first wrong one."""
     want = reference(inputs)
     assert want.grads is not None
     errors = {}
-    for one in contenders:
+    for one in baselines:
         one.load(inputs)
         got = Answer(one.forward(), one.backward())
         pairs = [("out", got.out, want.out[:, one.positions, one.heads])]

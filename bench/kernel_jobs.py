@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringattn.bench.contestants import Inputs, implementation, made_inputs, passes
 from ringattn.bench.device_clock import device_us, host_us
+from ringattn.bench.kernel_baselines import Inputs, implementation, made_inputs, passes
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.triton import TritonEngine

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ringattn.bench.contestants import Contestant, contestants
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts
+from ringattn.bench.kernel_baselines import KernelBaseline, kernel_baselines
 from ringattn.bench.kernel_jobs import KernelJobsOptions, gate, launch_costs, ring_steps, speed
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
@@ -46,7 +46,7 @@ class Found:
         how("kernels", self.options, shown, data, self.options.results, self.options.file)
 
 
-def measure(one: Contestant, found: Found, budget: Budget, say: Callable[[str], None]) -> None:
+def measure(one: KernelBaseline, found: Found, budget: Budget, say: Callable[[str], None]) -> None:
     """Gate and time an implementation in a process of its own; what has no result says why."""
     options, failures = found.options, 0
 
@@ -123,10 +123,10 @@ def main(words: list[str]) -> None:
     budget, found = Budget(options.budget_s), Found(options)
     with progress("kernels") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
-        entrants, found.refused = contestants(
+        baselines, found.refused = kernel_baselines(
             options.head_dim, options.dtype, tuple(name for name in options.only if name)
         )
-        for one in entrants:
+        for one in baselines:
             measure(one, found, budget, say)
         say("launch cost")
         with Worker() as worker:

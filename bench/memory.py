@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ringattn.bench.attention_scratch import attention_scratch_bytes
-from ringattn.bench.contenders import OurRing
-from ringattn.bench.gate import Contender, Inputs, open_gate, random_inputs
+from ringattn.bench.baselines import OurRing
+from ringattn.bench.gate import Baseline, Inputs, open_gate, random_inputs
 from ringattn.bench.memory_curve import draw_curve
 from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
@@ -59,7 +59,7 @@ class MemoryOptions:
     results: str = RESULTS
 
 
-def contender(ring: Ring, method: str) -> Contender:
+def baseline(ring: Ring, method: str) -> Baseline:
     """The method called `method`, on this rank."""
     if method == GatheredScores.name:
         return GatheredScores(ring)
@@ -72,7 +72,7 @@ def contender(ring: Ring, method: str) -> Contender:
 
 def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
     """One rank's growth in bytes, by three meters, of one method at one length; the gate first."""
-    one = contender(ring, method)
+    one = baseline(ring, method)
     heads, kv_heads, head_dim = shape
     open_gate([one], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32))
     small = random_inputs(1, heads, kv_heads, head_dim, torch.float32)
@@ -92,7 +92,7 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
     # Once more under the meter of storages, which itself takes resident memory; with a pool that is made anew.
     del kept, one
     ring.pool.release_arena()
-    one = contender(ring, method)
+    one = baseline(ring, method)
     with StorageMeter(attention_scratch_bytes) as storages:
         one.load(inputs)
         kept = one.forward(), one.backward()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.bench.contenders import ALL, flash
+from ringattn.bench.baselines import ALL, flash
 from ringattn.bench.gate import Inputs
 from ringattn.engine.softmax_state import merge_
 from ringattn.ring import Ring

@@ -1,6 +1,6 @@
 """The projection to queries, keys and values on one GPU: ours beside what a model in plain torch does.
 
-`python -m ringattn.bench.qkv [key=value ...]`. Contestants: "fused", one kernel for product and finish; "epilogue", a
+`python -m ringattn.bench.qkv [key=value ...]`. Baselines: "fused", one kernel for product and finish; "epilogue", a
 product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
 and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
 Guarantees: one is timed only after its q, message and every gradient have passed a float64 reference at 1.25 times
@@ -141,7 +141,7 @@ def eager(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-CONTESTANTS: dict[str, Forward] = {"eager": eager, "epilogue": ours("epilogue"), "fused": ours("fused")}
+BASELINES: dict[str, Forward] = {"eager": eager, "epilogue": ours("epilogue"), "fused": ours("fused")}
 
 
 def gradients(given: Inputs, made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -160,7 +160,7 @@ def fault(options: QkvOptions, model: int, name: str) -> str | None:
     )
     reference, bound = _results(ours("plain"), wide), _results(eager, given)
     given.message.fill_(float("nan"))
-    for part, mine, theirs, exact in zip(PARTS, _results(CONTESTANTS[name], given), bound, reference, strict=True):
+    for part, mine, theirs, exact in zip(PARTS, _results(BASELINES[name], given), bound, reference, strict=True):
         error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
         if not error <= most:
             return f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
@@ -183,7 +183,7 @@ def _error(x: Tensor, reference: Tensor) -> float:
 
 def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
     """Microseconds of one implementation."""
-    given, forward = made_inputs(options, model, options.tokens), CONTESTANTS[name]
+    given, forward = made_inputs(options, model, options.tokens), BASELINES[name]
     made = forward(given)
     return {
         "model": model,
@@ -224,7 +224,7 @@ def main(words: list[str]) -> None:
 
     with progress("qkv") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
-        for name in CONTESTANTS:
+        for name in BASELINES:
             with Worker() as worker:
                 for model in options.models:
                     say(f"model {model}: {name}")

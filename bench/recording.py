@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ringattn.bench.baselines import OurRing
 from ringattn.bench.clock import Lap, Sample, cpu, kept, lap, samples, wall
-from ringattn.bench.contenders import OurRing
 from ringattn.bench.gate import open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes

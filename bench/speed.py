@@ -1,6 +1,6 @@
 """How fast two ranks are: against one process on the same whole problem, and against torch's own internal ring.
 
-`python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All contenders run in the same processes, one thread
+`python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All baselines run in the same processes, one thread
 each, in turns whose order rotates; a time is from barrier to barrier, so the slowest rank's. Ratios are of medians of
 the rounds that other programs disturbed least, with the spread of all rounds' own ratios beside them.
 """
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from ringattn.bench.baselines import OurRing, independent, one_process
 from ringattn.bench.clock import Lap, Sample, cpu, kept, lap, samples, wall
-from ringattn.bench.contenders import OurRing, independent, one_process
-from ringattn.bench.gate import Contender, open_gate, random_inputs
+from ringattn.bench.gate import Baseline, open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
-from ringattn.bench.rival import TorchRing
 from ringattn.bench.stages import stages
+from ringattn.bench.torch_ring import TorchRing
 from ringattn.ring import Ring
 
 PROGRAM = "ringattn.bench.speed:on_rank"
@@ -50,7 +50,7 @@ class SpeedOptions:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the gate, the rounds, the stages. Laps of each contender by pass and round."""
+    """One rank's part: the gate, the rounds, the stages. Laps of each baseline by pass and round."""
     options = SpeedOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
@@ -61,21 +61,21 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
         TorchRing(ring, options.rotate),
         independent(ring.rank, ring.world_size, options.heads, options.kv_heads),
     )
-    contenders: list[Contender] = [one for one in found if one is not None]
+    baselines: list[Baseline] = [one for one in found if one is not None]
 
     say("gate: small problems against a dense float64 softmax")
-    errors = open_gate(contenders, random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, *shape))
+    errors = open_gate(baselines, random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, *shape))
     open_gate([ours], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size + 5, *shape))
     ring.barrier()
     say("gate: green")
 
     inputs = random_inputs(options.length_tokens, *shape)
-    for one in contenders:
+    for one in baselines:
         one.load(inputs)
-    laps: dict[str, dict[str, list[Lap]]] = {one.name: {name: [] for name in PASSES} for one in contenders}
+    laps: dict[str, dict[str, list[Lap]]] = {one.name: {name: [] for name in PASSES} for one in baselines}
     for turn in range(options.repeats):
-        at = turn % len(contenders)
-        for one in contenders[at:] + contenders[:at]:
+        at = turn % len(baselines)
+        for one in baselines[at:] + baselines[:at]:
             say(f"round {turn + 1} of {options.repeats}: {one.name}")
             for name in PASSES:
                 laps[one.name][name].append(lap(ring.barrier, getattr(one, name)))
@@ -97,7 +97,7 @@ def _staged(ring: Ring, ours: OurRing) -> dict[str, dict[str, float]]:
 
 
 Samples = dict[str, dict[str, list[Sample]]]
-"""By contender and pass."""
+"""By baseline and pass."""
 
 
 def speed_table(options: SpeedOptions, found: Samples) -> Table:
@@ -106,7 +106,7 @@ def speed_table(options: SpeedOptions, found: Samples) -> Table:
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
         f"causal, {options.ranks} ranks of one thread, {options.repeats} rounds",
-        ("pass", "contender", "seconds, all rounds", "kept", "foreign", "seconds, kept", f"over {ours}",
+        ("pass", "attention", "seconds, all rounds", "kept", "foreign", "seconds, kept", f"over {ours}",
          "by round", "by processor time"),
         notes=[
             "- a / b / c is least / median / greatest; ratios above 1 mean that ours is faster.",
@@ -116,12 +116,12 @@ def speed_table(options: SpeedOptions, found: Samples) -> Table:
     )  # fmt: skip
     for name in PASSES:
         mine = found[ours][name]
-        for contender, by_pass in found.items():
+        for baseline, by_pass in found.items():
             theirs = by_pass[name]
             few = kept(theirs)
             ratios = [a.wall_s / b.wall_s for a, b in zip(theirs, mine, strict=True)]
             table.rows.append((
-                name, contender, spread([s.wall_s for s in theirs]), str(len(few)),
+                name, baseline, spread([s.wall_s for s in theirs]), str(len(few)),
                 f"{median(s.foreign for s in few):.2f}", spread([s.wall_s for s in few]),
                 f"{wall(theirs) / wall(mine):.3f}", spread(ratios), f"{cpu(theirs) / cpu(mine):.3f}",
             ))  # fmt: skip
@@ -153,8 +153,8 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     with progress("speed") as say:
         by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
     found: Samples = {
-        contender: {name: samples([rank["laps"][contender][name] for rank in by_rank]) for name in PASSES}
-        for contender in by_rank[0]["laps"]
+        baseline: {name: samples([rank["laps"][baseline][name] for rank in by_rank]) for name in PASSES}
+        for baseline in by_rank[0]["laps"]
     }
     data: dict[str, Any] = {
         "samples": found,

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ringattn.bench.contestants import DEVICE, made_inputs, ours, passes
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker, run_all, told
 from ringattn.bench.device_clock import device_us
+from ringattn.bench.kernel_baselines import DEVICE, made_inputs, ours, passes
 from ringattn.bench.options import parse
 from ringattn.bench.report import finish, progress
 from ringattn.bench.tune_kept import Case, Found, Timed, TuneKeptOptions, sized

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.bench.contestants import DEVICE
 from ringattn.bench.device_clock import device_facts
+from ringattn.bench.kernel_baselines import DEVICE
 from ringattn.bench.report import Table, keep
 from ringattn.bench.tune_order import promising
 from ringattn.engine.triton import architecture

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringattn.bench import clock, dilated, memory, planning, speed
-from ringattn.bench.contenders import Flash, OurRing, independent, one_process
-from ringattn.bench.gate import Answer, Contender, GateError, Inputs, open_gate, random_inputs, reference
+from ringattn.bench.baselines import Flash, OurRing, independent, one_process
+from ringattn.bench.gate import Answer, Baseline, GateError, Inputs, open_gate, random_inputs, reference
 from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
@@ -94,7 +94,7 @@ def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "ms" not in capsys.readouterr().out
 
 
-# --- contenders ------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: 
         lambda ring: FullQueryRing(ring, fused=False),
     ],
 )
-def test_contenders_are_exact(make: Callable[[Ring], Contender]) -> None:
+def test_contenders_are_exact(make: Callable[[Ring], Baseline]) -> None:
     errors = run_ranks(2, lambda ring: open_gate([make(ring)], SMALL))
     assert all(error < 1e-5 for by_name in errors for error in by_name.values())
 
 
 @pytest.mark.parametrize("method", memory.METHODS)
 def test_memory_methods_are_exact_on_more_ranks(method: str) -> None:
-    run_ranks(3, lambda ring: open_gate([memory.contender(ring, method)], SMALL))
+    run_ranks(3, lambda ring: open_gate([memory.baseline(ring, method)], SMALL))
 
 
 def test_independent_needs_heads_that_divide() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("triton")
 from ringattn.bench import kernel_jobs, kernels
-from ringattn.bench.contestants import Contestant
 from ringattn.bench.crash_proof import JobFailed
+from ringattn.bench.kernel_baselines import KernelBaseline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,8 +48,8 @@ def test_kernels(tmp_path: Path) -> None:
 
 FAULTY = """
 import os, sys, time
-from ringattn.bench import contestants, kernels
-right = contestants.ours
+from ringattn.bench import kernel_baselines, kernels
+right = kernel_baselines.ours
 def faulty(name, engine):
     one = right(name, engine)
     def passes(inputs, causal):
@@ -61,7 +61,7 @@ def faulty(name, engine):
             return forward, (lambda: os._exit(9)) if timed else backward
         return (lambda: time.sleep(1000)) if timed and causal else forward, backward
     return one._replace(passes=passes)
-contestants.ours = faulty
+kernel_baselines.ours = faulty
 if __name__ == "__main__":
     kernels.main(sys.argv[1:])
 """
@@ -109,8 +109,8 @@ class Answers:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Answers]:
-    made = [Contestant(name, lambda inputs, causal: (None, None)) for name in ("cudnn", "hangs", "not here")]  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(kernels, "contestants", lambda dim, dtype, only: (made, {"flash4": "is not installed"}))
+    made = [KernelBaseline(name, lambda inputs, causal: (None, None)) for name in ("cudnn", "hangs", "not here")]  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(kernels, "kernel_baselines", lambda dim, dtype, only: (made, {"flash4": "is not installed"}))
     monkeypatch.setattr(kernels, "Worker", Answers)
     monkeypatch.setattr(Answers, "kept", [])
     monkeypatch.setattr(Answers, "says", {})

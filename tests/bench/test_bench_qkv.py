@@ -25,7 +25,7 @@ SMALL = ["tokens=40", "models=64", "head_dim=16", "dtype=float16"]  # bfloat16 i
 
 @pytest.mark.slow
 def test_a_rehearsal_in_the_interpreter(tmp_path: Path) -> None:
-    """Every contestant passes the gate and is timed, in the order of the table."""
+    """Every baseline passes the gate and is timed, in the order of the table."""
     command = [sys.executable, "-m", "ringattn.bench.qkv", *SMALL, f"results={tmp_path}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -44,11 +44,11 @@ def test_the_gate_sees(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
             given.message[3, 0, 0, 20] += 0.5
         return (q * (1.02 if part == "q" else 1.0), k, v.detach() * v if part == "dweight" else v)
 
-    monkeypatch.setattr(qkv, "CONTESTANTS", {"eager": eager, "spoiled": spoiled})
+    monkeypatch.setattr(qkv, "BASELINES", {"eager": eager, "spoiled": spoiled})
     small = QkvOptions(tokens=40, head_dim=16, dtype="float16")
     assert fault(small, 64, "eager") is None and str(fault(small, 64, "spoiled")).startswith("model 64: ")
     monkeypatch.setattr(
-        qkv, "CONTESTANTS", {"unwritten": lambda given: eager(given._replace(message=given.message.clone()))}
+        qkv, "BASELINES", {"unwritten": lambda given: eager(given._replace(message=given.message.clone()))}
     )
     assert "the message is off by nan" in str(fault(small, 64, "unwritten"))
 

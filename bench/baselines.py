@@ -1,4 +1,4 @@
-"""What the speed benchmark lets run against each other, all on torch's own CPU flash block.
+"""What the speed benchmark measures side by side, all on torch's own CPU flash block.
 
 `OurRing` is this package. `OneProcess` is the whole problem in one call on rank 0, while the others sleep.
 `Independent` is the ceiling: every rank attends to its share of the heads of the whole problem and never

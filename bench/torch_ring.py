@@ -1,4 +1,4 @@
-"""The rival: torch's own internal ring attention, given the same CPU flash block that this package uses.
+"""A baseline: torch's own internal ring attention, given the same CPU flash block that this package uses.
 
 The public `context_parallel` has no rule for that block on CPU, so its two inner functions are called directly, through
 adapters. They are private to torch: this file is the only one that names them, and it is tried against torch 2.13.
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
-from ringattn.bench.contenders import ALL, flash, flash_backward
+from ringattn.bench.baselines import ALL, flash, flash_backward
 from ringattn.bench.gate import Inputs
 from ringattn.ring import Ring
 

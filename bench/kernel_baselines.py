@@ -1,7 +1,7 @@
-"""What the kernel benchmark lets run against each other, behind one call each for forward and backward.
+"""What the kernel benchmark measures side by side, behind one call each for forward and backward.
 
 Guarantees inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of
-each contestant against a dense float64 reference, at most 1.25 times the error of torch's own attention.
+each baseline against a dense float64 reference, at most 1.25 times the error of torch's own attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringattn.errors import UnsupportedError
 GATE_TOKENS, GATE_HEADS, MARGIN = 1000, 2, 1.25
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-RIVALS = ("aten", "triton", *NEEDS)
+AUTO_ENGINES = ("aten", "triton", *NEEDS)
 """Engines between which engine="auto" chooses."""
 
 Work = Callable[[], Any]
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     dout: Tensor
 
 
-class Contestant(NamedTuple):
+class KernelBaseline(NamedTuple):
     """`passes(inputs, causal)` gives (forward, backward) to call again and again.
 
     forward() returns out, backward() (dq, dk, dv); both in the layout of the inputs. `engine`: ours, or None.
@@ -58,10 +58,10 @@ def made_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tok
     return Inputs(*(torch.randn(shape, device=DEVICE, dtype=getattr(torch, dtype)) for shape in shapes))
 
 
-def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
+def kernel_baselines(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[KernelBaseline], dict[str, str]]:
     """All that can run here (or those named in `only`), what matters most first, and why the others cannot."""
     found, refused = [], {}
-    made: dict[str, Callable[[], Contestant]] = {
+    made: dict[str, Callable[[], KernelBaseline]] = {
         "cudnn": lambda: _of_op("cudnn", aten.CUDNN),
         "descriptors": lambda: ours("descriptors", TritonEngine(form="descriptors")),
         "gluon": lambda: ours("gluon", TritonEngine(form="gluon")),
@@ -70,7 +70,7 @@ def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Conte
         "pointers": lambda: ours("pointers", TritonEngine(form="pointers")),
         "specialized": lambda: ours("specialized", TritonEngine(form="specialized")),
         "fused": lambda: ours("fused", TritonEngine(deterministic=False)),
-        **{f"engine {name}": (lambda name=name: _engine(name, dim, dtype)) for name in RIVALS},  # type: ignore[misc]
+        **{f"engine {name}": (lambda name=name: _engine(name, dim, dtype)) for name in AUTO_ENGINES},  # type: ignore[misc]
     }
     for name, make in made.items():
         if only and name not in only:
@@ -85,16 +85,16 @@ def contestants(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[Conte
     return found, refused
 
 
-def implementation(name: str, dim: int, dtype: str) -> Contestant:
+def implementation(name: str, dim: int, dtype: str) -> KernelBaseline:
     """By its name. Raises UnsupportedError where it cannot run here."""
-    found, refused = contestants(dim, dtype, (name,))
+    found, refused = kernel_baselines(dim, dtype, (name,))
     if not found:
         raise UnsupportedError(refused[name])
     return found[0]
 
 
-def passes(one: Contestant, dim: int, dtype: str) -> str | None:
-    """Why a contestant's results are wrong, or None: both masks, a length that is no multiple of any block."""
+def passes(one: KernelBaseline, dim: int, dtype: str) -> str | None:
+    """Why a baseline's results are wrong, or None: both masks, a length that is no multiple of any block."""
     inputs = made_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
     for causal in (False, True):
         reference = _by_torch(Inputs(*(x.double() for x in inputs)), causal)
@@ -123,7 +123,7 @@ def _by_torch(inputs: Inputs, causal: bool) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
 
 
-def _of_op(name: str, op: BlockOp) -> Contestant:
+def _of_op(name: str, op: BlockOp) -> KernelBaseline:
     """A block op of torch or of FlashAttention, on (batch, heads, tokens, dim) views."""
 
     def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
@@ -135,18 +135,18 @@ def _of_op(name: str, op: BlockOp) -> Contestant:
             lambda: [x.transpose(1, 2) for x in op.backward(dout, q, k, v, out, lse, causal, scale)],
         )
 
-    return Contestant(name, made)
+    return KernelBaseline(name, made)
 
 
-def _of_flash(name: str, dim: int, dtype: str) -> Contestant:
+def _of_flash(name: str, dim: int, dtype: str) -> KernelBaseline:
     return _of_op(name, flash_engine(name, torch.device(DEVICE), getattr(torch, dtype), dim).op)
 
 
-def _engine(name: str, dim: int, dtype: str) -> Contestant:
+def _engine(name: str, dim: int, dtype: str) -> KernelBaseline:
     return ours(f"engine {name}", choose(name, torch.device(DEVICE), getattr(torch, dtype), dim, dim, None).engine)
 
 
-def ours(name: str, engine: Engine) -> Contestant:
+def ours(name: str, engine: Engine) -> KernelBaseline:
     """An engine as a ring of one rank uses it, without the ring."""
     if DEVICE == "cuda" and name in ("descriptors", "specialized", "gluon") and architecture(torch.device("cuda")) < 90:
         raise UnsupportedError(f"{name}: needs a GPU from sm_90 on")
@@ -177,4 +177,4 @@ def ours(name: str, engine: Engine) -> Contestant:
         forward()
         return forward, backward
 
-    return Contestant(name, made, engine if isinstance(engine, TritonEngine) else None)
+    return KernelBaseline(name, made, engine if isinstance(engine, TritonEngine) else None)
