@@ -33,7 +33,7 @@ class TuneKeptOptions:
     """
 
     dims: tuple[int, ...] = (128, 64)
-    forms: tuple[str, ...] = ("descriptors", "pointers", "specialized")
+    forms: tuple[str, ...] = ("descriptors", "pointers")
     kernels: tuple[str, ...] = ("forward", "grad_kv", "grad_q", "grad_fused")
     tokens: int = 8192
     heads: int = 16
@@ -87,8 +87,7 @@ def cases(options: TuneKeptOptions) -> Iterator[Case]:
                 configs_for(architecture(torch.device(DEVICE)), torch.bfloat16, dim, form)
             except LookupError:
                 continue
-            kernels = ("forward",) if form == "specialized" else options.kernels
-            yield from (Case(kernel, dim, form) for kernel in options.kernels if kernel in kernels)
+            yield from (Case(kernel, dim, form) for kernel in options.kernels)
 
 
 def candidates(case: Case, limit: int) -> list[Config]:

@@ -14,17 +14,14 @@ REGISTERS, SHARED_BYTES = 208, 232_448
 
 def promising(kernel: str, dim: int, form: str) -> list[Config]:
     """All candidates, the most promising first."""
-    if form == "specialized":  # the compiler splits four warps and 128 rows into two groups, and nothing else
-        found = [Config(128, n, 4, stages, form) for n in (64, 128) for stages in (2, 3)]
-    else:
-        found = [
-            Config(m, n, warps, stages, form)
-            for m in (32, 64, 128)
-            for n in (32, 64, 128)
-            for warps in (4, 8)
-            for stages in (1, 2, 3, 4)
-            if m * n >= 32 * 64
-        ]
+    found = [
+        Config(m, n, warps, stages, form)
+        for m in (32, 64, 128)
+        for n in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (1, 2, 3, 4)
+        if m * n >= 32 * 64
+    ]
     return sorted(found, key=lambda config: cost(kernel, dim, config))
 
 

@@ -33,7 +33,6 @@ from ringattn.kernels.attention_tiles import (
     rows_and_band,
     rows_in,
     rows_of,
-    run_of,
     state_beside,
     store_rows,
     strides_of,
@@ -43,7 +42,7 @@ from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
 
 
 @triton.jit
-def _update(
+def update(
     acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -69,17 +68,16 @@ def _update(
 def _update_entry(
     acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALIZED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """The state (acc, peak, weight) after the entry at `at_entry`."""
     entry, band = rows_and_band(at_entry)
     start, full, full_end, end = visits(at_entry)
     k_source = rows_of(k, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
     v_source = rows_of(v, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
-    for at in tl.range(start, end, warp_specialize=SPECIALIZED):
-        # The compiler does not split a loop that holds a branch.
-        edge = SPECIALIZED or ((at < full) | (at >= full_end))
-        acc, peak, weight = _update(
+    for at in tl.range(start, end):
+        edge = (at < full) | (at >= full_end)
+        acc, peak, weight = update(
             acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap,
             D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
         )  # fmt: skip
@@ -87,7 +85,7 @@ def _update_entry(
 
 
 @triton.jit
-def _opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr):
+def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr):
     """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
     known = live & (begins == 0)
     acc = load_rows(out, out_rows, known, D_V, PAD_V)
@@ -105,6 +103,32 @@ def _opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D
 
 
 @triton.jit
+def closing(
+    acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
+    result_row, result_batch, result_head, lse_batch, lse_head, lse_row,
+    D_V: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Store the state of a block's rows or, where the pass `ends`, its result and lse."""
+    rows, live = rows_in(block, idle, BLOCK_M)
+    lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
+    blind = weight == 0.0
+    whole = tl.where(blind, 1.0, weight)
+    natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
+    mean = acc / whole[:, None]
+    if result is not None:
+        result_base = result + batch * result_batch + head * result_head
+        store_rows(result_base, rows * result_row, live & ends, mean, D_V, PAD_V)
+    goes_on = live & (ends == 0)
+    if weights is None:
+        store_rows(out_base, rows * out_row, goes_on, mean, D_V, PAD_V)
+        tl.store(lse + lse_rows, natural, mask=live)
+    else:
+        store_rows(out_base, rows * out_row, goes_on, acc, D_V, PAD_V)
+        tl.store(weights + lse_rows, weight, mask=goes_on)
+        tl.store(lse + lse_rows, tl.where(ends, natural, peak), mask=live)
+
+
+@triton.jit
 def _forward(
     q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
     scale, softcap,
@@ -113,7 +137,7 @@ def _forward(
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, SPECIALIZED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots)
@@ -121,54 +145,25 @@ def _forward(
         begins, ends = ends_of(block)
         kv_head = head // group - first_kv_head
         q_base = q + batch * q_batch + head * q_head
-        if SPECIALIZED:
-            q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
-            q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
-        else:
-            q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
+        q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
-        acc, peak, weight = _opening(
+        acc, peak, weight = opening(
             out_base, lse, weights, sinks, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
         )
 
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
-        if SPECIALIZED:
-            # The compiler does not split a loop whose state comes from another around it.
+        for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             acc, peak, weight = _update_entry(
-                acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + first * ENTRY_COLUMNS, scale,
-                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, True,
+                acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
+                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
             )  # fmt: skip
-        else:
-            for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
-                acc, peak, weight = _update_entry(
-                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                    softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, False,
-                )  # fmt: skip
-        rows, live = rows_in(block, idle, BLOCK_M)
-        lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
-        blind = weight == 0.0
-        whole = tl.where(blind, 1.0, weight)
-        natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
-        mean = acc / whole[:, None]
-        if result is not None:
-            result_base = result + batch * result_batch + head * result_head
-            store_rows(result_base, rows * result_row, live & ends, mean, D_V, PAD_V)
-        goes_on = live & (ends == 0)
-        if weights is None:
-            store_rows(out_base, rows * out_row, goes_on, mean, D_V, PAD_V)
-            tl.store(lse + lse_rows, natural, mask=live)
-        else:
-            store_rows(out_base, rows * out_row, goes_on, acc, D_V, PAD_V)
-            tl.store(weights + lse_rows, weight, mask=goes_on)
-            tl.store(lse + lse_rows, tl.where(ends, natural, peak), mask=live)
-
-
-def one_entry_each(blocks: Tensor) -> bool:
-    """Whether every block of a table's `blocks` meets one entry, as the form "specialized" needs it."""
-    return bool((blocks[:, 6] - blocks[:, 5] == 1).all())
+        closing(
+            acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
+            result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
+        )  # fmt: skip
 
 
 def forward(
@@ -200,7 +195,7 @@ def forward(
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
     logits and `weights` the sum of 2 ** (logit - peak). `programs`: the size of the grid, by default a program a block.
-    The form "descriptors" needs `describable` k and v; "specialized" q, k and v, and blocks of `one_entry_each`.
+    The form "descriptors" needs `describable` k and v.
     Raises ValueError without `out` and `result`.
     """
     state, strides = state_beside(out, result, lse)
@@ -214,6 +209,6 @@ def forward(
     meta = {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        "SPECIALIZED": config.form == "specialized", **compiled_with(config),
+        **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(_forward, grid_of(table, batches, programs), args, meta)

@@ -41,8 +41,7 @@ def configs_for(arch: int, dtype: torch.dtype, dim: int, form: str | None = None
     """The entry for `arch` (90 for sm_90), inputs of `dtype` and the greater of the two head dimensions.
 
     `form`: one of `launch_call.FORMS`; by default "descriptors" for half precision where there is an entry, and else
-    "pointers", which serves every tensor. "specialized" is a form of the forward kernel; its entry has descriptors for
-    the others.
+    "pointers", which serves every tensor. Other forms keep their block sizes beside their kernels.
     Raises LookupError, naming what there is, for anything else.
     """
     if arch not in ARCHITECTURES:
@@ -75,11 +74,11 @@ def put_config(arch: int, dim: int, form: str, kernel: str, config: Config) -> N
 def _entries(arch: int, single: bool, width: int) -> dict[str, Configs]:
     """Those of one architecture, precision and dimension, by form."""
     found: dict[str, Configs] = {}
-    for form in ("pointers", "descriptors", "specialized"):
+    for form in ("pointers", "descriptors"):
         place = f"single/{form}/any/{width}" if single else f"half/{form}/sm_{arch}/{width}"
         own = {kernel: Config(m, n, w, s, form) for kernel, (m, n, w, s) in _table().get(place, {}).items()}
         if own:
-            found[form] = found["descriptors"]._replace(**own) if form == "specialized" else Configs(**own)
+            found[form] = Configs(**own)
     return found
 
 

@@ -16,7 +16,7 @@ from ringattn.core.geometry import Tile
 from ringattn.engine.base import Softmax
 from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
 from ringattn.engine.history import FLAGS, flagged
-from ringattn.kernels.attention_forward import one_entry_each
+from ringattn.kernels.experimental.attention_specialized import one_entry_each
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 
 

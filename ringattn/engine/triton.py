@@ -28,6 +28,7 @@ from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
 from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
 from ringattn.kernels.delta import delta_call
+from ringattn.kernels.experimental.attention_specialized import specialized, specialized_configs
 from ringattn.kernels.launch import Kept, Operands, Repeat, layouts
 from ringattn.kernels.launch_call import Config, LaunchCall
 
@@ -100,7 +101,8 @@ class TritonEngine(Accumulating):
                         first_kv_head=facts["first_kv_head"], result=result, sinks=sinks,
                     )
                 ]  # fmt: skip
-            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))]
+            call = forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))
+            return [specialized(call) if config.form == "specialized" else call]
 
         self._launch(work, kv, (q, kv.k, kv.v, state.lse, *state.out, state.sinks), describe)
 
@@ -182,6 +184,8 @@ class TritonEngine(Accumulating):
         if self._form == "gluon":
             return configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
         try:
+            if self._form == "specialized":
+                return specialized_configs(arch, q.dtype, dim)
             return configs_for(arch, q.dtype, dim, self._form)
         except LookupError as error:
             raise UnsupportedError(f"engine 'triton': {error}; leave the form to the table") from error

@@ -150,10 +150,6 @@ def test_what_promises_most_is_tried_first(kernel: str, blocks: tuple[int, int],
     assert [cost(kernel, dim, config) for config in order] == sorted(cost(kernel, dim, config) for config in order)
 
 
-def test_only_what_the_compiler_splits_is_tried_as_specialized() -> None:
-    assert {config[:3] for config in promising("forward", 128, "specialized")} == {(128, 64, 4), (128, 128, 4)}
-
-
 @pytest.mark.slow
 def test_tune(tmp_path: Path) -> None:
     words = ("tokens=64", "batch=1", "heads=1", "dims=64", "forms=pointers,gluon", "kernels=forward,grad_q", "limit=2")

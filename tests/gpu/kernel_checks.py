@@ -11,7 +11,8 @@ from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_forward import forward, one_entry_each
+from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized
 from ringattn.kernels.launch_call import Config, Table
 
 HEADS, SCALE = 4, 0.1
@@ -58,7 +59,8 @@ def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, di
         lse, weights = (torch.full((2, HEADS, n), float("nan"), device=device) for _ in range(2))
         for table in tables_of(launches, config, n, device):
             assert config.form != "specialized" or one_entry_each(table.blocks)
-            forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights).run()
+            call = forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights)
+            (specialized(call) if config.form == "specialized" else call).run()
         found += [result, lse]
     return found
 

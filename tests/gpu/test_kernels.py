@@ -61,9 +61,11 @@ class TestScenarios(EngineContract):
 def test_carried_steps_equal_one_launch_bitwise(dtype: str, form: str, steps: int) -> None:
     from ringattn.engine.triton import architecture
     from ringattn.kernels.configs import configs_for
+    from ringattn.kernels.experimental.attention_specialized import specialized_configs
     from tests.gpu.kernel_checks import carried_steps
 
-    config = configs_for(architecture(torch.device("cuda")), HALVES[dtype], 128, form).forward
+    facts = architecture(torch.device("cuda")), HALVES[dtype], 128
+    config = (specialized_configs(*facts) if form == "specialized" else configs_for(*facts, form)).forward
     result, lse, whole, whole_lse = carried_steps(config, HALVES[dtype], "cuda", 4096, 128, steps)
     assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ringattn.kernels.configs import configs_for
+from ringattn.kernels.experimental.attention_specialized import specialized_configs
 from tests.kernels.interpreted import outcomes_of
 
 pytestmark = pytest.mark.alone
@@ -44,14 +45,13 @@ def test_descriptors_are_the_default_where_there_are_some() -> None:
 
 
 def test_only_the_forward_kernel_is_specialized() -> None:
-    found = configs_for(90, torch.float16, 128, "specialized")
+    found = specialized_configs(90, torch.float16, 128)
     assert [config.form for config in found] == ["specialized", *3 * ["descriptors"]]
 
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "dim", "form", "there"),
     [
-        (90, torch.float16, 256, "specialized", "pointers, descriptors"),
         (80, torch.float16, 64, "descriptors", "pointers"),
         (90, torch.float32, 64, "descriptors", "pointers"),
     ],
@@ -59,3 +59,12 @@ def test_only_the_forward_kernel_is_specialized() -> None:
 def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: int, form: str, there: str) -> None:
     with pytest.raises(LookupError, match=f"form '{form}' for sm_{arch}, {dtype}.*; there are some of {there}$"):
         configs_for(arch, dtype, dim, form)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim"), [(80, torch.float16, 64), (90, torch.float32, 64), (90, torch.float16, 129)]
+)
+def test_a_specialized_launch_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int) -> None:
+    told = f"sm_90, half precision and head dimensions to 128, not sm_{arch}, {dtype} and {dim}"
+    with pytest.raises(LookupError, match=told):
+        specialized_configs(arch, dtype, dim)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
+from ringattn.kernels.experimental.attention_specialized import BLOCKS, specialized, specialized_configs
 from ringattn.kernels.launch_call import FORMS, LaunchCall, Table
 from tests.kernels.compile_gate import purpose
 
@@ -56,10 +57,9 @@ def _variants() -> list[str]:
 
 
 ATTENTION = (*_entries(), *_variants())
-ROOMS = {"attention": ATTENTION}
-"""The cases of each room of kernels."""
+EXPERIMENTAL = tuple(f"sm_90/half/{width}/specialized/forward" for width in BLOCKS)
 
-ENTRIES = tuple(name for cases in ROOMS.values() for name in cases)
+ENTRIES = (*ATTENTION, *EXPERIMENTAL)
 
 
 def _tested(name: str) -> bool:
@@ -79,7 +79,10 @@ def call_of(name: str) -> LaunchCall:
     variant, dtype = (*variants, "")[0], DTYPES[precision]
     d_k = WIDE_KEYS.get(variant, int(width))
     d_v = 128 if variant in WIDE_KEYS else d_k
-    config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
+    if name in EXPERIMENTAL:
+        config = specialized_configs(arch_of(name), dtype, d_k).forward
+    else:
+        config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
     rows = _rows(d_k, dtype), _rows(d_k, dtype), _rows(d_v, dtype)
     lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 16)
@@ -87,10 +90,11 @@ def call_of(name: str) -> LaunchCall:
     if kernel == "forward":
         weights = torch.zeros(1, 16, 64) if variant == "raw" else None
         sinks = torch.zeros(16) if variant == "sinks" else None
-        return forward(
+        call = forward(
             *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
             result=_rows(d_v, dtype), sinks=sinks, weights=weights,
         )  # fmt: skip
+        return specialized(call) if name in EXPERIMENTAL else call
     seed = *rows, _rows(d_v, dtype), lse, delta
     if kernel == "grad_q":
         result = _rows(d_k, dtype)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
-from ringattn.kernels.attention_forward import forward, one_entry_each
+from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_tiles import describable, grid_of
+from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized
 from ringattn.kernels.launch_call import FIRST, LAST, Config
 from tests.kernels.interpreter.bf16_shim import bf16
 from tests.kernels.interpreter.kernel_inputs import (
@@ -90,10 +91,11 @@ def attended(inputs: Inputs, state: State, form: str, flags: int, **options: Any
     table = options.pop("table", None) or by_query(pairs, config, flags)
     given = {"out": state.out, "result": state.result} | options
     out = given.pop("out")
-    forward(
+    call = forward(
         inputs.q, inputs.k, inputs.v, out, state.lse, table, config, scale=SCALE, group=GROUP, weights=state.weights,
         **given,
-    ).run()  # fmt: skip
+    )  # fmt: skip
+    (specialized(call) if form == "specialized" else call).run()
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
