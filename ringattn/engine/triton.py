@@ -217,8 +217,8 @@ class _Facts(TypedDict):
 
 
 def _facts(kv: KV, work: TritonWork) -> _Facts:
-    scale, group, softcap = work.whole.softmax
-    return _Facts(scale=scale, softcap=softcap, group=group, first_kv_head=kv.first_head)
+    softmax = work.whole.softmax
+    return _Facts(scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head)
 
 
 @cache

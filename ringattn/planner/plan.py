@@ -125,7 +125,7 @@ class PlanStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does in one pass. `backward` tells what Folds mean.
+    """What one rank does in one pass. `backward` tells what an `AttendOp` means.
 
     `kept`: buffers that a forward pass hands on to its backward, and that a backward pass begins with; in equal order.
     """

@@ -280,7 +280,7 @@ class Executor:
     def _buffers(self, transport: Transport, pool: Pool) -> list[PackedBuffer]:
         """The plan's buffers, bound to the pool's memory."""
         if self._bound is None or self._bound.pool_bytes != pool.nbytes:
-            with torch.inference_mode(False):  # these views attend_received training steps too
+            with torch.inference_mode(False):  # training steps use these views, too
                 self._bound = self._bind(transport, pool)
         return self._bound.buffers
 

@@ -51,12 +51,13 @@ class AttentionCall:
         bounds = p.mask.branches[0].bounds
         documents = f"{len(bounds) - 1} documents ending {bounds[-4:]}"
         branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
+        softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name != "group")
         kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
         facts = (
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
             f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
             f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
-            f"scale {s.scale!r}, softcap {s.softcap!r}, K/V travel as {p.kv_dtype}, "
+            f"{softmax}, K/V travel as {p.kv_dtype}, "
             f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
         )
         return f"{facts} {extra} [{p.digest.hex()[:16]}]"
