@@ -1,4 +1,4 @@
-"""The truth: dense attention in float64 on one process, and masks from the plainest definitions.
+"""The reference: dense attention in float64 on one process, and masks from the plainest definitions.
 
 Guarantees nothing about speed or memory. Everything is differentiable by autograd.
 """

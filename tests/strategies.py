@@ -1,6 +1,6 @@
-"""Attention problems to test with, each beside its truth from the plainest definition.
+"""Attention problems to test with, each beside its reference from the plainest definition.
 
-A truth is an array (query heads, q tokens, k tokens) that counts how often each pair must be computed; everything that
+A reference is an array (query heads, q tokens, k tokens) of how often each pair must be computed; everything that
 travels or is read follows from it by brute force, without the code under test except for which positions a rank owns
 (`test_layout.py` holds that against its own definitions).
 """
@@ -30,10 +30,10 @@ Spots = frozenset[tuple[int, int]]
 
 
 class Case(NamedTuple):
-    """A problem and its truth."""
+    """A problem and its reference."""
 
     problem: Problem
-    truth: np.ndarray
+    reference: np.ndarray
 
     @property
     def ranks(self) -> int:
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         """What `reader` needs of `owner`'s shard."""
         problem = self.problem
         q, k = problem.q_layout.positions(reader), problem.kv_layout.positions(owner)
-        needed = self.truth[:, q][:, :, k].any(1).reshape(problem.kv_heads, problem.group, len(k)).any(1)
+        needed = self.reference[:, q][:, :, k].any(1).reshape(problem.kv_heads, problem.group, len(k)).any(1)
         return frozenset((int(head), int(row)) for head, row in zip(*np.nonzero(needed), strict=True))
 
     def reads_beyond(self, owner: int, distance: int) -> Spots:
@@ -80,7 +80,7 @@ def _places(bounds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(segment, np.int64), np.array(place, np.int64)
 
 
-def truth_of(mask: Mask, q_heads: int) -> np.ndarray:
+def reference_of(mask: Mask, q_heads: int) -> np.ndarray:
     """How often each pair is allowed: (query heads, q tokens, k tokens)."""
     shape = q_heads, mask.branches[0].bounds[-1], mask.branches[0].kv_bounds[-1]
     counts = np.zeros(shape, np.int64)
@@ -178,7 +178,7 @@ def _case(draw: st.DrawFn, layout: Layout, kv_layout: Layout, mask: Mask) -> Cas
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     dtype, wire = draw(st.sampled_from(["bfloat16", "float32"])), draw(st.sampled_from([None, "bfloat16"]))
     problem = Problem(layout, kv_layout, mask, draw(st.integers(1, 2)), 4, kv_heads, 8, 4, dtype, wire)
-    return Case(problem, truth_of(mask, 4))
+    return Case(problem, reference_of(mask, 4))
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -192,7 +192,7 @@ def simple(
     """A case from a layout's name and the options of `make_mask`."""
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
-    return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), truth_of(mask, heads))
+    return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads))
 
 
 def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int) -> Case:
@@ -200,14 +200,14 @@ def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tupl
     mask = make_mask(documents[-1], kv_documents[-1], causal=True, documents=documents, kv_documents=kv_documents)
     sides = zip(names, (documents, kv_documents), strict=True)
     q_layout, kv_layout = (make_layout(name, cuts[-1], ranks, cuts) for name, cuts in sides)
-    return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), truth_of(mask, 4))
+    return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
 
 
 def branched(name: str, length: int, ranks: int, *branches: tuple[Band, StridedRange | None]) -> Case:
     """Branches on the whole sequence, two query heads to a K/V head."""
     layout, bounds = make_layout(name, length, ranks), (0, length)
     mask = Mask(tuple(Branch(bounds, bounds, band, heads) for band, heads in branches))
-    return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), truth_of(mask, 4))
+    return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
 
 
 NOTABLE = (

@@ -1,4 +1,4 @@
-"""Dilated attention over rings: exact against the dense truth, forward and all gradients, whatever the branches."""
+"""Dilated attention over rings: exact against the dense reference, forward and all gradients, whatever the branches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn import InputError, Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
-from tests.core.dilated_truth import coverage, dilated_truth
+from tests.core.dilated_reference import coverage, dilated_reference
 from tests.covering import thinned
 from tests.torchscale_algorithm import CASES, GOLDENS, inputs
 
@@ -56,10 +56,10 @@ def on_a_ring(
     return run_ranks(ranks, body, engine=engine)[0]
 
 
-def of_the_truth(given_: Sequence[Tensor], documents: list[int] | None, **options: Any) -> list[Tensor]:
-    """The same of the dense truth."""
+def of_the_reference(given_: Sequence[Tensor], documents: list[int] | None, **options: Any) -> list[Tensor]:
+    """The same of the dense reference."""
     leaves = [x.clone().requires_grad_() for x in given_[:3]]
-    out, lse = dilated_truth(*leaves, documents=documents, **options)
+    out, lse = dilated_reference(*leaves, documents=documents, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, given_[3]), lse.detach()]
 
 
@@ -68,9 +68,9 @@ def check(ranks: int, layout: str, schedule: str = "auto", documents: list[int] 
     engine, options = options.pop("engine", "auto"), MIXED | options
     made = random_inputs(**sizes)
     found = on_a_ring(ranks, made, layout, documents, engine=engine, schedule=schedule, **options)
-    for name, ours, truth in zip(("out", "dq", "dk", "dv", "lse"), found, of_the_truth(made, documents, **options),
-                                 strict=True):  # fmt: skip
-        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-10, msg=lambda why, name=name: f"{name}: {why}")
+    expected = of_the_reference(made, documents, **options)
+    for name, ours, reference in zip(("out", "dq", "dk", "dv", "lse"), found, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10, msg=lambda why, name=name: f"{name}: {why}")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_like_torchscale(name: str, ranks: int) -> None:
         dilation_rates=case.dilation_rates, causal=case.causal, offset="block", grad="detached", tail="zero_pad",
     )  # fmt: skip
     for part, ours in zip(("out", "dq", "dk", "dv"), found, strict=False):
-        truth = torch.tensor(golden[part], dtype=torch.float64).view_as(ours)
-        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-10)
+        reference = torch.tensor(golden[part], dtype=torch.float64).view_as(ours)
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

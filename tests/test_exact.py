@@ -18,7 +18,7 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.covering import thinned
-from tests.trial import Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
+from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
 MASKS = {
@@ -76,7 +76,7 @@ def check_schedules(
         engine=engine, timeout_s=30.0, poison=True,
     )  # fmt: skip
     for schedule, parts in zip(schedules, zip(*results, strict=True), strict=True):
-        assert greatest_error(joined(list(parts)), truth(trial, dtype)) <= bound, schedule
+        assert greatest_error(joined(list(parts)), reference(trial, dtype)) <= bound, schedule
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def check_schedules(
 )  # fmt: skip
 def test_halves_lose_nothing_by_the_ring(mask: str, layout: str, ranks: int, engine: str, dtype: torch.dtype) -> None:
     trial = MASKS[mask]._replace(heads=(4, 2), dims=(16, 16))
-    wanted = truth(trial, dtype)
+    wanted = reference(trial, dtype)
     alone = run(trial, 1, layout, "ring", dtype, engine=engine)
     for schedule in ("ring", "direct", "all_to_all"):
         found = run(trial, ranks, layout, schedule, dtype, engine=engine)
@@ -198,7 +198,7 @@ def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
         ring.engine_for = lambda *_: Strict()  # type: ignore[method-assign]
         return on_rank(ring, VARIANTS["strided"], "zigzag", "ring", torch.float64)
 
-    assert greatest_error(joined(run_ranks(2, body)), truth(VARIANTS["strided"], torch.float64)) <= EXACT
+    assert greatest_error(joined(run_ranks(2, body)), reference(VARIANTS["strided"], torch.float64)) <= EXACT
     assert Strict.seen >= 4
 
 
@@ -221,7 +221,7 @@ def test_same_plan_same_bits(schedule: str, dtype: torch.dtype, engine: str) -> 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
-    wanted, ranks = truth(trial, torch.float32), 4
+    wanted, ranks = reference(trial, torch.float32), 4
     found = run(trial, ranks, layout, schedule, torch.float32, dkv_wire_dtype=torch.bfloat16)
     assert greatest_error({n: found[n] for n in ("out", "lse", "dq")}, wanted) <= SINGLE
     for name in ("dk", "dv"):

@@ -13,7 +13,7 @@ from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
 from tests.transport.nccl_rings import EVERYTHING, on_rings, results
 from tests.transport.simulated.world import SimWorld
-from tests.trial import Trial, greatest_error, joined, on_rank, truth
+from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
 EXACT = 1e-10
 TRIALS = {
@@ -36,7 +36,7 @@ def test_exact(name: str, ranks: int, lazy: bool) -> None:
     ))  # fmt: skip
     assert world.violations == []
     for schedule, parts in zip(ROUTES, zip(*found, strict=True), strict=True):
-        assert greatest_error(joined(list(parts)), truth(trial, torch.float64)) <= EXACT, schedule
+        assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_exact_with_less(options: NcclOptions, capabilities: frozenset[Capabilit
         capabilities=capabilities,
     ))  # fmt: skip
     assert world.violations == []
-    assert greatest_error(joined(found), truth(trial, torch.float64)) <= EXACT
+    assert greatest_error(joined(found), reference(trial, torch.float64)) <= EXACT

@@ -68,7 +68,7 @@ def test_counters_and_explanations_are_what_happened(schedule: str, layout: str,
         assert after["passes"] == 2 and forward["messages"] == ahead.messages[rank]
         assert told.peak_bytes == max(high) and ahead.peak_bytes <= told.peak_bytes
         positions = [case.problem.q_layout.positions(r) for r in range(ranks)]
-        assert told.pairs == tuple(3 * int(case.truth[0][p].sum()) for p in positions)
+        assert told.pairs == tuple(3 * int(case.reference[0][p].sum()) for p in positions)
         assert told.balance == pytest.approx(max(told.pairs) / (sum(told.pairs) / ranks))
         assert told.predicted_us > ahead.predicted_us > 0
         assert f"{told.balance:.3f}" in str(told) and schedule in str(told) and "backward" not in str(ahead)

@@ -66,12 +66,12 @@ BAD: dict[str, tuple[Change, str]] = {
     "softcap": (setting(softcap=0.0), r"softcap must be positive and finite, or None, got 0\.0"),
     "softcap of infinity": (setting(softcap=math.inf), r"softcap must be positive and finite, or None, got inf"),
     "softcap of nan": (setting(softcap=math.nan), r"softcap must be positive and finite, or None, got nan"),
-    "softcap of truth": (setting(softcap=True), r"softcap must be positive and finite, or None, got True"),
+    "softcap of reference": (setting(softcap=True), r"softcap must be positive and finite, or None, got True"),
     "softcap in words": (setting(softcap="30"), r"softcap must be positive and finite, or None, got '30'"),
     "scale of nan": (setting(scale=math.nan), r"scale must be a finite number or None, got nan"),
     "scale of infinity": (setting(scale=-math.inf), r"scale must be a finite number or None, got -inf"),
     "scale beyond floats": (setting(scale=10**400), r"scale must be a finite number or None, got 10"),
-    "scale of truth": (setting(scale=True), r"scale must be a finite number or None, got True"),
+    "scale of reference": (setting(scale=True), r"scale must be a finite number or None, got True"),
     "scale in words": (setting(scale="0.5"), r"scale must be a finite number or None, got '0\.5'"),
     "scale in a tensor": (setting(scale=torch.tensor(0.5)), r"scale must be a finite number or None, got tensor"),
     "causal in words": (setting(causal="no"), r"causal must be True or False, got 'no' \(str\)"),
@@ -239,7 +239,7 @@ def test_documents_are_counted_in_whole_tokens(cu_seqlens: Any) -> None:
 
 
 def test_only_some_ranks_may_use_lse() -> None:
-    # Nothing on the wire depends on it. The truth: all use it, and it counts on rank 1 only.
+    # Nothing on the wire depends on it. The reference: all use it, and it counts on rank 1 only.
     def grad(ring: Ring, everywhere: bool) -> Tensor:
         seq = ring.sequence(TOKENS)
         x = seq.shard(X).double().requires_grad_()
@@ -251,8 +251,8 @@ def test_only_some_ranks_may_use_lse() -> None:
         return x.grad
 
     some = run_ranks(RANKS, lambda ring: grad(ring, False), engine="plain", timeout_s=DEADLINE_S)
-    truth = run_ranks(RANKS, lambda ring: grad(ring, True), engine="plain", timeout_s=DEADLINE_S)
-    assert all(torch.equal(a, b) for a, b in zip(some, truth, strict=True))
+    reference = run_ranks(RANKS, lambda ring: grad(ring, True), engine="plain", timeout_s=DEADLINE_S)
+    assert all(torch.equal(a, b) for a, b in zip(some, reference, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

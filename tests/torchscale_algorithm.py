@@ -6,7 +6,7 @@ projections; the steps are its own, the words are ours. Dense float64 attention 
 Guarantees: the four traps are kept. Zero rows that fill a segment are attended where no causal mask hides them; rows
 that fill the last stride of a segment stay in it, which moves every later segment; a row whose lse is exactly 0 counts
 as not attended; the weights that mix the branches carry no gradient.
-Not covered: documents, GQA, padding masks, ranks; the truth (`tests/core/dilated_truth.py`), which is judged by this.
+Not covered: documents, GQA, padding masks, ranks; `tests/core/dilated_reference.py`, which is judged by this.
 """
 
 from __future__ import annotations

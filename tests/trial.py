@@ -83,7 +83,7 @@ def inputs(trial: Trial, dtype: torch.dtype) -> Inputs:
 
 
 @lru_cache
-def truth(trial: Trial, dtype: torch.dtype) -> Results:
+def reference(trial: Trial, dtype: torch.dtype) -> Results:
     """By the oracle, in float64, from inputs rounded to `dtype`."""
     given = inputs(trial, dtype)
     leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
@@ -177,5 +177,5 @@ def greatest_error(found: Results, wanted: Results) -> float:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Frobenius norm of the error over that of the truth."""
+    """Frobenius norm of the error over that of the reference."""
     return float((found.double() - wanted).norm() / wanted.norm())

@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / (ROWS * (TOKENS - 1))
 
 
-def truth() -> dict[str, Tensor]:
+def reference() -> dict[str, Tensor]:
     """Gradients of one process, whose attention is torch's: no ring is open yet."""
     model, tokens = model_and_tokens()
     labels = tokens.roll(-1, 1)
@@ -211,7 +211,7 @@ def everything(_: dict[str, Any]) -> dict[str, Any]:
     Runs the code of the documentation too, which raises where it is wrong.
     """
     dist.init_process_group("gloo")
-    expected, errors = truth(), {}
+    expected, errors = reference(), {}
     cases = (with_fsdp, with_ddp, with_tensor_parallel, with_context_parallel)
     for case in cases:
         for again in (False, True):

@@ -1,6 +1,6 @@
 """Language models of transformers over ranks that are processes, against eager attention in one process.
 
-`python -m tests.adapters.ranks FOLDER` imports transformers once and forks: one process for the truth, 2 ranks, then 4.
+`python -m tests.adapters.ranks FOLDER` imports transformers once and forks: a reference process, 2 ranks, then 4.
 Everything is computed in float64, also where a model rounds to float32 on the way (norms, rotary positions, eager's
 softmax, routers, the loss), on both sides alike: rounding would hide errors below 1e-7.
 """
@@ -122,7 +122,7 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def truth(folder: Path) -> None:
+def reference(folder: Path) -> None:
     """Save what one process with eager attention computes."""
     found = {}
     with InDouble():
@@ -131,13 +131,13 @@ def truth(folder: Path) -> None:
             for kind, batch in batches().items():
                 logits, loss = one_process(model, batch)
                 found[name, kind] = logits.detach(), loss.detach(), gradients(model, loss)
-    torch.save(found, folder / "truth.pt")
+    torch.save(found, folder / "reference.pt")
 
 
 def errors(ring: Ring, folder: Path) -> Iterator[tuple[str, float]]:
     """For each model, batch and layout the greatest relative error of logits, loss and gradients, and whose it is."""
     register()
-    true = torch.load(folder / "truth.pt")
+    true = torch.load(folder / "reference.pt")
     for name in MODELS:
         model = prepare(tiny_model(name, "ringattn"))
         for number, (kind, batch) in enumerate(batches().items()):
@@ -185,11 +185,11 @@ def forked(*lives: Callable[[], None]) -> None:
 
 
 def main(folder: Path) -> None:
-    """The truth, then all ranks of each world size."""
+    """The reference, then all ranks of each world size."""
     torch.set_num_threads(1)
     for name in MODELS:
         tiny_model(name, "eager")  # imported here, so that no process that is forked has to
-    forked(partial(truth, folder))
+    forked(partial(reference, folder))
     for world_size in WORLDS:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}

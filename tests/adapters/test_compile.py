@@ -92,7 +92,7 @@ def step(ring: Ring, seq: Sequence, model: nn.Module, run: Callable[..., Tensor]
     return [seq.gather(out.detach()), *grads]
 
 
-def truth(x: Tensor, documents: list[int] | None = None, **options: Any) -> list[Tensor]:
+def reference(x: Tensor, documents: list[int] | None = None, **options: Any) -> list[Tensor]:
     """The same by one process."""
     model = Layers()
     out = model(x, lambda q, k, v: dense_attention(q, k, v, causal=True, cu_seqlens=documents, **options)[0])
@@ -122,9 +122,9 @@ def test_layers_compile_into_one_graph() -> None:
 
     for (first, second, third, eager), graphs in run_ranks(2, body):
         assert graphs == 1
-        assert_same(first, truth(inputs()))
-        assert_same(second, truth(inputs(seed=1), DOCUMENTS))
-        assert_same(third, truth(inputs(seed=2)))
+        assert_same(first, reference(inputs()))
+        assert_same(second, reference(inputs(seed=1), DOCUMENTS))
+        assert_same(third, reference(inputs(seed=2)))
         assert_same(eager, second)
 
 
@@ -167,9 +167,9 @@ def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
     assert all(1 <= count <= 2 for _, counts in results for count in counts)
     for found, _ in results:
         for one, documents in zip(found[:4], cuts, strict=True):
-            assert_same(one, truth(inputs(2), documents))
+            assert_same(one, reference(inputs(2), documents))
         for one, batch in zip(found[4:], (2, 3, 5), strict=True):
-            assert_same(one, truth(inputs(batch), DOCUMENTS))
+            assert_same(one, reference(inputs(batch), DOCUMENTS))
 
 
 def test_a_compiled_region_that_is_computed_again_finds_its_sequence() -> None:
@@ -189,7 +189,7 @@ def test_a_compiled_region_that_is_computed_again_finds_its_sequence() -> None:
 
     for found, passes, given in run_ranks(2, body):
         assert passes == 2 + 1 + 2  # the last block's attention ran twice
-        assert_same(found, truth(inputs(), DOCUMENTS))
+        assert_same(found, reference(inputs(), DOCUMENTS))
         assert_same(given, found)
 
 
@@ -283,7 +283,7 @@ def test_a_policy_that_saves_the_operator_sends_nothing_again() -> None:
 
     for found, passes in run_ranks(2, body):
         assert passes == 2 + 2
-        assert_same(found, truth(inputs()))
+        assert_same(found, reference(inputs()))
 
 
 def test_what_cannot_be_known_is_refused() -> None:

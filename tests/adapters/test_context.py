@@ -40,7 +40,7 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randn(1, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def truth(x: Tensor, documents: list[int] | None = None) -> Tensor:
+def reference(x: Tensor, documents: list[int] | None = None) -> Tensor:
     """The gradient of the weight, by one process."""
     module = Attending()
     h = (x * module.weight)[:, :, None]
@@ -145,7 +145,7 @@ def test_recomputation_finds_its_sequence_outside_of_the_with(kind: str) -> None
 
     for grad, runs in run_ranks(2, body):
         assert runs == 2
-        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
@@ -168,7 +168,7 @@ def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
             run_ranks(2, body)
         return
     for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS) + truth(tokens(1)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS) + reference(tokens(1)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
@@ -213,7 +213,7 @@ def test_the_graph_keeps_a_sequence_that_nobody_else_does(kind: str) -> None:
             run_ranks(2, body)
         return
     for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, truth(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -291,7 +291,7 @@ def test_steps_with_other_documents_follow_each_other() -> None:
         return summed(ring, module)
 
     for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, truth(tokens(2), [0, 8, 16]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, reference(tokens(2), [0, 8, 16]), rtol=1e-12, atol=1e-12)
 
 
 def test_local_attention_is_found_again_too() -> None:
@@ -305,7 +305,7 @@ def test_local_attention_is_found_again_too() -> None:
 
     for grad, seen in run_ranks(2, body):
         assert seen == [None, None]
-        torch.testing.assert_close(grad, truth(tokens()), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, reference(tokens()), rtol=1e-12, atol=1e-12)
 
 
 def test_notes_end_with_the_graph_and_the_module() -> None:

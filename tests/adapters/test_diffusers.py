@@ -86,8 +86,8 @@ def flux_inputs(of_text: Callable[..., Tensor], of_image: Callable[..., Tensor])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_flux_transformer_equals_one_process(ranks: int) -> None:
     alone = flux()
-    (truth,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
-    expected = gradients(alone, truth)
+    (reference,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
+    expected = gradients(alone, reference)
 
     def body(ring: Ring) -> None:
         model = flux()
@@ -95,7 +95,7 @@ def test_a_flux_transformer_equals_one_process(ranks: int) -> None:
         joint = JointSequence(ring, TEXT, IMAGE)
         with ring.activate(joint):
             (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
-        torch.testing.assert_close(joint.gather_image(out), truth, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(joint.gather_image(out), reference, rtol=1e-10, atol=1e-10)
         check(ring, model, out, expected)
 
     run_ranks(ranks, body)
@@ -127,8 +127,8 @@ def test_a_joint_sequence_deals_out_both_streams() -> None:
 def test_a_block_with_cross_attention_equals_one_process(text: str) -> None:
     image, words = randn(2, 11, DIM), randn(2, 6, 12, seed=1)
     alone = block()
-    truth = alone(image, encoder_hidden_states=words)
-    expected = gradients(alone, truth)
+    reference = alone(image, encoder_hidden_states=words)
+    expected = gradients(alone, reference)
 
     def body(ring: Ring) -> None:
         model, seq, text_seq = block(), ring.sequence(11, layout="contiguous"), ring.sequence(6)
@@ -137,7 +137,7 @@ def test_a_block_with_cross_attention_equals_one_process(text: str) -> None:
         mine, kv_seq = (text_seq.shard(words), text_seq) if text == "sharded" else (words, "whole")
         with ring.activate(seq):
             out = model(seq.shard(image), encoder_hidden_states=mine, cross_attention_kwargs={"kv_seq": kv_seq})
-        torch.testing.assert_close(seq.gather(out), truth, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(seq.gather(out), reference, rtol=1e-10, atol=1e-10)
         check(ring, model, out, expected)
 
     run_ranks(2, body)
@@ -147,11 +147,11 @@ def test_without_a_ring_a_block_is_that_of_diffusers() -> None:
     image, words, mask = randn(2, 11, DIM), randn(2, 6, 12, seed=1), torch.zeros(2, 1, 6, dtype=torch.float64)
     mask[0, :, 4:] = -1e9
     model = block()
-    truth = model(image, encoder_hidden_states=words, encoder_attention_mask=mask)
-    assert not torch.allclose(truth, model(image, encoder_hidden_states=words), atol=1e-3)
+    reference = model(image, encoder_hidden_states=words, encoder_attention_mask=mask)
+    assert not torch.allclose(reference, model(image, encoder_hidden_states=words), atol=1e-3)
     for attention in (model.attn1, model.attn2):
         attention.set_processor(RingAttnProcessor())
-    assert torch.equal(model(image, encoder_hidden_states=words, encoder_attention_mask=mask), truth)
+    assert torch.equal(model(image, encoder_hidden_states=words, encoder_attention_mask=mask), reference)
 
 
 def test_what_is_refused() -> None:

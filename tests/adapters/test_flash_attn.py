@@ -1,4 +1,4 @@
-"""The functions of ring-flash-attention: their arguments, their layouts, and the truth in float64."""
+"""The functions of ring-flash-attention: their arguments, their layouts, and the reference in float64."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def told(name: str) -> Callable[..., Any]:
 
 
 def check_on_ranks(
-    call: Callable[..., Any], part: Callable[[Tensor, int], Tensor], dim: int, truth: dict[str, Any], **options: Any
+    call: Callable[..., Any], part: Callable[[Tensor, int], Tensor], dim: int, reference: dict[str, Any], **options: Any
 ) -> None:
-    """Out, lse and gradients of `call(rank, q, k, v, ...)` on every rank against dense attention with `truth`."""
+    """Out, lse and gradients of `call(rank, q, k, v, ...)` on every rank against dense attention with `reference`."""
     whole = [x.requires_grad_() for x in (inputs(2, 36) if dim else inputs(36))]
     q, k, v, dout = whole
     batched = [x if dim else x[None] for x in whole]
-    out, lse = dense_attention(*batched[:3], **truth)
+    out, lse = dense_attention(*batched[:3], **reference)
     wanted = torch.autograd.grad(out, (q, k, v), batched[3])
 
     def cut(x: Tensor, rank: int) -> Tensor:
@@ -108,7 +108,7 @@ def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
 
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize(
-    ("options", "truth"),
+    ("options", "reference"),
     [
         ({"causal": True}, {"causal": True}),
         ({"softmax_scale": 0.3}, {"scale": 0.3}),
@@ -116,11 +116,11 @@ def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
         ({"window_size": (4, 2)}, {"window": (4, 2)}),
     ],
 )
-def test_batches(family: str, options: dict[str, Any], truth: dict[str, Any]) -> None:
+def test_batches(family: str, options: dict[str, Any], reference: dict[str, Any]) -> None:
     def call(rank: int, *args: Any, **kwargs: Any) -> Any:
         return told(family)(*args, **kwargs)
 
-    check_on_ranks(call, LAYOUTS[family], 1, truth, **options)
+    check_on_ranks(call, LAYOUTS[family], 1, reference, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])

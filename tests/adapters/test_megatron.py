@@ -41,7 +41,7 @@ REAL = [0, 3, 12]
 
 
 class DenseCore(nn.Module):
-    """The truth as a core attention: causal, (tokens, batch, heads, dim)."""
+    """The reference as a core attention: causal, (tokens, batch, heads, dim)."""
 
     def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -153,14 +153,14 @@ def qkv(*shape: int) -> list[Tensor]:
 def test_windows_of_the_layers_that_have_one(kind: AttnMaskType) -> None:
     tensors = qkv(2, 12)
     window = (3, 0 if kind is AttnMaskType.causal else 2)
-    truth = dense_attention(*tensors, causal=kind is AttnMaskType.causal, window=window)[0]
+    reference = dense_attention(*tensors, causal=kind is AttnMaskType.causal, window=window)[0]
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(12, layout="zigzag")
         mine = [seq.shard(x).transpose(0, 1) for x in tensors]
         out = core(ring, window_size=(3, 2))(*mine, None, attn_mask_type=kind)
         assert out.shape == (6, 2, 32)
-        torch.testing.assert_close(out, seq.shard(truth).transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out, seq.shard(reference).transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
 
     run_ranks(2, body)
     with Ring() as ring:
@@ -198,14 +198,14 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
     tensors = [x[0] for x in qkv(1, 16)]
     real, padded = torch.tensor(REAL), torch.tensor(CUTS)
     params = PackedSeqParams("thd", real, real, padded, padded, 12, 12)
-    truth = dense_attention(*(x[None] for x in tensors), cu_seqlens=[0, 3, 4, 13, 16])[0][0]
+    reference = dense_attention(*(x[None] for x in tensors), cu_seqlens=[0, 3, 4, 13, 16])[0][0]
 
     def body(ring: Ring) -> None:
         rows = ring.sequence(cu_seqlens=CUTS, layout="per_document").positions()
         mine = [x[rows] for x in tensors]
         module = core(ring)
         out = module(*mine, None, attn_mask_type=AttnMaskType.padding, packed_seq_params=params)
-        torch.testing.assert_close(out, truth[rows].flatten(1), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out, reference[rows].flatten(1), rtol=1e-10, atol=1e-10)
         uneven = PackedSeqParams("thd", real, real)
         with pytest.raises(InputError, match=r"\(0, 3, 12\) must each be padded to a multiple of 2 \* cp = 4"):
             module(*mine, None, packed_seq_params=uneven)
@@ -223,14 +223,14 @@ def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bo
 
     def body(ring: Ring) -> None:
         tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
-        truth = dense_attention(*tensors, causal=True)[0][0].flatten(1)
+        reference = dense_attention(*tensors, causal=True)[0][0].flatten(1)
         with Ring(transport="local") as other:
             mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
             params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=other if brings else None)
             out = core(ring)(*mine, None, packed_seq_params=params)
             assert other.counters()["passes"] == brings
         assert ring.counters()["passes"] == 0
-        torch.testing.assert_close(out if kind == "thd" else out[:, 0], truth, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out if kind == "thd" else out[:, 0], reference, rtol=1e-10, atol=1e-10)
 
     run_ranks(2, body, timeout_s=10.0)
 

@@ -30,7 +30,7 @@ def whole(seed: int, heads: int = 4, tokens: int = TOKENS) -> Tensor:
     return torch.randn(2, heads, tokens, 8, dtype=torch.float64, generator=generator)
 
 
-def truth(*qkv: Tensor, **options: Any) -> Tensor:
+def reference(*qkv: Tensor, **options: Any) -> Tensor:
     return dense_attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
 
 
@@ -58,7 +58,7 @@ def test_sdpa_over_a_ring(is_causal: bool, scale: float | None, kv_heads: int) -
         return [seq.gather(out.detach(), 2), *grads]
 
     given = [whole(0).requires_grad_(), *(whole(seed, kv_heads).requires_grad_() for seed in (1, 2))]
-    expected = truth(*given, causal=is_causal, scale=scale, cu_seqlens=DOCUMENTS)
+    expected = reference(*given, causal=is_causal, scale=scale, cu_seqlens=DOCUMENTS)
     expected.sin().sum().backward()
     for out, *grads in run_ranks(3, body):
         close(out, expected.detach())
@@ -125,11 +125,11 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
         assert torch.equal(other, torch.arange(TOKENS)) and len(left) == seq.counts[ring.rank]
         (after,) = context_parallel_unshard(ring, [out], [2], seq)
         local = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # torch's again
-        close(local, truth(x, x, x, causal=True))
+        close(local, reference(x, x, x, causal=True))
         return found[0], found[1], after
 
     x = whole(0).requires_grad_()
-    expected = truth(x, x, x, causal=True, cu_seqlens=DOCUMENTS)
+    expected = reference(x, x, x, causal=True, cu_seqlens=DOCUMENTS)
     expected.sin().sum().backward()
     assert x.grad is not None
     for out, grad, after in run_ranks(2, body):
@@ -155,7 +155,7 @@ def test_unshard_outside_takes_the_last_sequence() -> None:
         return context_parallel_unshard(ring, [out], [2])[0]
 
     for out in run_ranks(3, body):
-        close(out, truth(*[whole(0)] * 3, cu_seqlens=DOCUMENTS))
+        close(out, reference(*[whole(0)] * 3, cu_seqlens=DOCUMENTS))
 
 
 def test_other_threads_attend_as_before() -> None:
@@ -209,7 +209,7 @@ def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
         return found, passes
 
     x = whole(0).requires_grad_()
-    truth(x.sin(), x, x, causal=True).sin().sum().backward()
+    reference(x.sin(), x, x, causal=True).sin().sum().backward()
     assert x.grad is not None
     for grads, passes in run_ranks(2, body):
         for grad in grads:
@@ -239,14 +239,14 @@ def test_flex_attention_is_refused() -> None:
 def test_compiled_code_inside_is_one_graph() -> None:
     def body(ring: Ring) -> Tensor:
         x, run = whole(0), torch.compile(attend, backend="aot_eager", fullgraph=True)
-        close(run(x), truth(x.sin(), x, x, causal=True))  # outside it is torch's own
+        close(run(x), reference(x.sin(), x, x, causal=True))  # outside it is torch's own
         with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
             return context_parallel_unshard(ring, [run(x)], [2])[0]
 
     torch._dynamo.reset()
     x = whole(0)
     for out in run_ranks(2, body):
-        close(out, truth(x.sin(), x, x, causal=True))
+        close(out, reference(x.sin(), x, x, causal=True))
 
 
 def refusals() -> list[tuple[Callable[[], dict[str, Any]], str]]:

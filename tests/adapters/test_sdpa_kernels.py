@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn import Ring, UnsupportedError
 from ringattn.adapters.context_parallel import context_parallel, context_parallel_unshard
 from ringattn.testing import run_ranks
-from tests.adapters.test_sdpa import close, truth, whole
+from tests.adapters.test_sdpa import close, reference, whole
 
 
 class Attends(torch.nn.Module):
@@ -49,7 +49,7 @@ def test_the_operator_by_its_name_attends_over_the_ring(run: Callable[[Tensor], 
 
     x = whole(0)
     for out in run_ranks(2, body):
-        close(out, truth(x, x, x, causal=True))
+        close(out, reference(x, x, x, causal=True))
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -83,7 +83,7 @@ def test_kernels_and_scripts_are_refused_inside(run: Callable[[Tensor], Tensor],
     x = whole(0)
     for words, out in run_ranks(2, body, engine="aten", timeout_s=20.0):
         assert name in words and "under an active sequence attends to this rank's tokens alone" in words
-        close(out, truth(x, x, x, causal=True))
+        close(out, reference(x, x, x, causal=True))
 
 
 def test_an_exported_module_attends_over_the_ring() -> None:
@@ -95,4 +95,4 @@ def test_an_exported_module_attends_over_the_ring() -> None:
     programs = [torch.export.export(Attends(), (whole(0, tokens=6),)).module() for _ in range(2)]
     x = whole(0, tokens=12)
     for out in run_ranks(2, body):
-        close(out, truth(x, x, x, causal=True))
+        close(out, reference(x, x, x, causal=True))

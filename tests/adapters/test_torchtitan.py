@@ -79,7 +79,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS)
 
 
-def truth() -> tuple[Tensor, list[Tensor]]:
+def reference() -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of one process that sees every document alone, through torchtitan's own attention."""
     alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config()), batch()
     total = torch.zeros((), dtype=torch.float64)
@@ -98,7 +98,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
     device = torch.device("cpu")
     errors: dict[str, float] = {}
-    expected_loss, expected = truth()
+    expected_loss, expected = reference()
     for balancer in ("headtail", None):
         extra = {"positions": positions}
         mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
@@ -186,7 +186,7 @@ def test_a_refused_batch_is_heard_of_before_weights_are_gathered() -> None:
 
 def test_recomputation_has_its_sequence_as_an_argument() -> None:
     tokens, labels, positions = batch()
-    expected_loss, expected = truth()
+    expected_loss, expected = reference()
 
     def body(ring: Ring) -> None:
         sharded = model(adapter.RingAttention.Config())
@@ -292,8 +292,8 @@ def test_heads_over_ranks_of_tensor_parallelism() -> None:
         heads = [DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v)]
         out = module(*heads, out_transform=lambda out, lse: out * lse[..., None])
         assert isinstance(out, DTensor) and out.placements == (Shard(2),)
-        truth, lse = dense_attention(q, k, v, causal=True)
-        expected = truth * lse.transpose(1, 2)[..., None]
+        reference, lse = dense_attention(q, k, v, causal=True)
+        expected = reference * lse.transpose(1, 2)[..., None]
         torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
         with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over the ranks"):
             module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))

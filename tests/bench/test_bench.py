@@ -78,7 +78,7 @@ def test_gate_bites(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
         open_gate([Spoiled(spoil)], SMALL)
 
 
-def test_truth_is_what_torch_computes() -> None:
+def test_reference_is_what_torch_computes() -> None:
     q, k, v = (x.double().transpose(1, 2) for x in SMALL[:3])
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(reference(SMALL).out, out.transpose(1, 2))

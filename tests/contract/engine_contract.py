@@ -1,6 +1,6 @@
 """What every engine promises, as tests: subclass `EngineContract` and return the engine from `engine`.
 
-Forward, lse, dq, dk and dv against the dense float64 truth for scenarios of several attend calls; nothing outside the
+Forward, lse, dq, dk and dv against the dense float64 reference in scenarios of many attend calls; nothing outside the
 tiles read (it is filled with NaN) or written (compared bit for bit); the same call twice gives the same bits.
 """
 
@@ -64,9 +64,9 @@ class EngineContract(NotFinite):
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         heads, seen = trial.scenario.heads, trial.q_touched.permute(1, 2, 0, 3)
         trial.sinks = torch.linspace(-1.0, 2.0, heads, device=trial.device)
-        truth, sinks = trial.truth(), trial.sinks.double()[None, :, None]
-        lse = torch.logaddexp(truth["lse"], sinks)
-        out = truth["out"].permute(1, 2, 0, 3) * torch.exp(truth["lse"] - lse)[..., None]
+        reference, sinks = trial.reference(), trial.sinks.double()[None, :, None]
+        lse = torch.logaddexp(reference["lse"], sinks)
+        out = reference["out"].permute(1, 2, 0, 3) * torch.exp(reference["lse"] - lse)[..., None]
         found = trial.run(self.engine())
         assert ((found["lse"] - lse).abs()[seen[..., 0].expand(lse.shape)] <= 1e-5).all()
         assert ((found["out"].permute(1, 2, 0, 3) - out).abs()[seen.expand(out.shape)] <= 1e-5).all()
@@ -146,17 +146,17 @@ class EngineContract(NotFinite):
         trial = Trial(
             simple(tuple(halves), StridedRange(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False, 0, self.device
         )
-        results, truth = trial.run(self.engine()), trial.truth()
+        results, reference = trial.run(self.engine()), trial.reference()
         inputs = [trial.q.nan_to_num(0.0)[:96], *self._joined(trial)]
         ours = {"out": results["out"][:96], "dq": results["dq"][:96]}
         theirs = dict(zip(("out", "dq", "dk", "dv"), _torchs_own(inputs, trial.dout[:96]), strict=True))
         n = 96 // len(halves)
         for name in ("dk", "dv"):
-            for side in (ours, truth):
-                parts = results if side is ours else truth
+            for side in (ours, reference):
+                parts = results if side is ours else reference
                 side[name] = torch.cat([parts[f"{name}{i}"][48 * i : 48 * i + n] for i in range(len(halves))])
         for name, value in ours.items():
-            expected = truth[name][:96]
+            expected = reference[name][:96]
             error, bound = ((x.to(dtype).double() - expected).square().mean().sqrt() for x in (value, theirs[name]))
             assert error <= 1.25 * bound, f"{name}: {error:.2e}, torch {bound:.2e}"
 

@@ -123,7 +123,7 @@ class Trial:
             results |= {f"dk{i}": dkv.k - 1, f"dv{i}": dkv.v - 1}
         return results | {"dq": dq.finalized(self.dtype)}
 
-    def truth(self) -> dict[str, Tensor]:
+    def reference(self) -> dict[str, Tensor]:
         """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""
         s = self.scenario
         q = self.q.double().nan_to_num(0.0).requires_grad_()
@@ -141,10 +141,10 @@ class Trial:
         if self.dlse is not None:
             wanted = wanted + (lse[:, seen] * self.dlse.double()[:, seen]).sum()
         wanted.backward()
-        truth = {"out": out.detach().transpose(0, 1), "lse": lse.detach(), "dq": q.grad}
+        reference = {"out": out.detach().transpose(0, 1), "lse": lse.detach(), "dq": q.grad}
         for i, leaf in enumerate(leaves):
-            truth |= {f"dk{i}": leaf[0].grad, f"dv{i}": leaf[1].grad}
-        return {name: x for name, x in truth.items() if x is not None}
+            reference |= {f"dk{i}": leaf[0].grad, f"dv{i}": leaf[1].grad}
+        return {name: x for name, x in reference.items() if x is not None}
 
     def _allowed(self, tile: Tile, k_rows: int) -> Tensor:
         mask = torch.zeros(self.scenario.heads, self.scenario.q_rows, k_rows, dtype=torch.bool)
@@ -156,20 +156,20 @@ class Trial:
         return mask.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
-        """Compare with the truth where tiles are, and with what was there before elsewhere."""
-        truth, rows_touched = self.truth(), self.q_touched.expand(self.dout.shape)
+        """Compare with the reference where tiles are, and with what was there before elsewhere."""
+        reference, rows_touched = self.reference(), self.q_touched.expand(self.dout.shape)
         assert results["out"][~rows_touched].isnan().all()
         per_row = self.q_touched[:, :, :, 0].permute(1, 2, 0).expand(results["lse"].shape)
         assert results["lse"][~per_row].isnan().all()
-        blind = truth["lse"].isneginf()
+        blind = reference["lse"].isneginf()
         assert torch.equal(results["lse"].isneginf() & per_row, blind & per_row)
         assert not results["out"].permute(1, 2, 0, 3)[blind & per_row].any()
         results = results | {
             "out": results["out"].masked_fill(~rows_touched, 0.0),
             "lse": results["lse"].masked_fill(blind, 0.0),
         }
-        truth["lse"] = truth["lse"].masked_fill(blind, 0.0)
-        for name, expected in truth.items():
+        reference["lse"] = reference["lse"].masked_fill(blind, 0.0)
+        for name, expected in reference.items():
             error = (results[name].double() - expected).abs().max().item()
             assert error <= tolerance, f"{name}: {error:.2e}"
 

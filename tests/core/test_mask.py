@@ -16,7 +16,7 @@ from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
 from tests.oracle import allowed_mask
-from tests.strategies import Case, branched_cases, cases, cuts, truth_of, windows
+from tests.strategies import Case, branched_cases, cases, cuts, reference_of, windows
 
 
 @given(st.data(), st.integers(0, 12), st.booleans())
@@ -25,7 +25,7 @@ def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int, cau
     mask = make_mask(length, length, causal=causal, window=window, documents=documents, kv_documents=documents)
     cu_seqlens = None if documents is None else list(documents)
     wanted = allowed_mask(length, length, causal=causal, window=window, cu_seqlens=cu_seqlens)
-    assert np.array_equal(truth_of(mask, 1)[0], wanted.numpy())
+    assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
 
 
 @given(st.data(), st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 3))
@@ -35,7 +35,7 @@ def test_cross_documents_pair_by_index(
     cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
     mask = make_mask(length, kv_length, causal=causal, documents=cu, kv_documents=kv_cu)
     wanted = allowed_mask(length, kv_length, causal=causal, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu))
-    assert np.array_equal(truth_of(mask, 1)[0], wanted.numpy())
+    assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ringattn.core.presets import (
     warnings_for,
 )
 from ringattn.errors import InputError
-from tests.core.dilated_truth import coverage
+from tests.core.dilated_reference import coverage
 
 
 def test_published_branches() -> None:

@@ -18,14 +18,14 @@ def inside(tile: Tile) -> np.ndarray:
 
 @covering
 def test_every_allowed_pair_is_computed_exactly_once(case: Case) -> None:
-    done = np.zeros_like(case.truth)
+    done = np.zeros_like(case.reference)
     for rank in range(case.ranks):
         for table in tiles_of(case.problem, rank).values():
             for tile in table:
                 q, k = list(tile.q.positions.members()), list(tile.k.positions.members())
                 heads = list(tile.heads.members())
                 done[np.ix_(heads, q, k)] += inside(tile)
-    assert np.array_equal(done, case.truth)
+    assert np.array_equal(done, case.reference)
 
 
 @covering

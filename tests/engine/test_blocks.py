@@ -80,7 +80,7 @@ def check(tiles: Sequence[Tile], group: int, sizes: tuple[int, int]) -> None:
 def test_every_pair_of_a_plan_once(case: Case) -> None:
     """All tiles of a rank in one table: halves of a zigzag, documents, windows, branches that overlap."""
     problem = case.problem
-    rank = case.truth.size % problem.world_size
+    rank = case.reference.size % problem.world_size
     for key, found in tiles_of(problem, rank).items():
         check(tuple(found), problem.group, (3, 4) if key[0] % 2 else (16, 2))
 

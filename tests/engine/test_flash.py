@@ -38,7 +38,7 @@ def standin(op: BlockOp) -> AbstractContextManager[Calls]:
 
 @pytest.fixture
 def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take half inputs only; their stand-ins take what the suite compares with the truth."""
+    """The kernels take half inputs only; their stand-ins take what the suite compares with the reference."""
     monkeypatch.setattr(flash, "HALF_DTYPES", (*HALF_DTYPES, torch.float32, torch.float64))
 
 

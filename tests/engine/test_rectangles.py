@@ -47,7 +47,7 @@ def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
     return [(q, k) for i, q in enumerate(q_rows) for j, k in enumerate(k_rows) if not rectangle.causal or j <= i]
 
 
-def truth(tile: Tile) -> set[tuple[int, int]]:
+def reference(tile: Tile) -> set[tuple[int, int]]:
     q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
     k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
     return {(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi}
@@ -58,7 +58,7 @@ def truth(tile: Tile) -> set[tuple[int, int]]:
 def test_every_allowed_pair_exactly_once_and_no_other(tile: Tile, square_causal_only: bool) -> None:
     made = list(rectangles(tile, square_causal_only))
     counted = Counter(pair for rectangle in made for pair in pairs_of(rectangle))
-    assert set(counted) == truth(tile)
+    assert set(counted) == reference(tile)
     assert all(times == 1 for times in counted.values())
 
 

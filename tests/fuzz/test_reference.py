@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import oracle
-from tests.core.dilated_truth import dilated_truth
+from tests.core.dilated_reference import dilated_reference
 from tests.fuzz import reference
 from tests.kernels.eight_bits import rounded
 
@@ -52,7 +52,7 @@ def test_plain_masks_are_the_oracles(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_dilated_masks_are_the_truths(seed: int) -> None:
+def test_dilated_masks_are_the_references(seed: int) -> None:
     r = Random(seed)
     tokens, count = r.randint(1, 24), r.choice([1, 2, 3])
     offset = ("mod", "block", "kv_head", "layer_rotated")[seed % 4]
@@ -65,7 +65,7 @@ def test_dilated_masks_are_the_truths(seed: int) -> None:
     }  # fmt: skip
     grad, leaves = r.choice(["exact", "detached"]), _qkv(tokens, tokens, (6, 3))
     counts = reference.dilated_counts(tokens, cuts, (6, 3), **options)
-    wanted = dilated_truth(*leaves, **options, documents=cuts, grad=grad)
+    wanted = dilated_reference(*leaves, **options, documents=cuts, grad=grad)
     _same(reference.attention(*leaves, counts, detached=grad == "detached"), wanted, leaves)
 
 

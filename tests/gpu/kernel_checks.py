@@ -70,10 +70,10 @@ def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles = q[-n:], ring_tiles(rows, steps)
-    truth = _attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
+    reference = _attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
     one = [tuple(tile for step in tiles for tile in step)]
     found = [_attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
-    return [float((x - truth).norm() / truth.norm()) for x in found]
+    return [float((x - reference).norm() / reference.norm()) for x in found]
 
 
 def _attended(

@@ -63,8 +63,8 @@ def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.T
     generator = torch.Generator().manual_seed(seed)
     full = [torch.randn(1, TOKENS, 4, 32, generator=generator, dtype=torch.float64).to(ring.device) for _ in range(3)]
     seq = ring.sequence(TOKENS, layout="zigzag")
-    truth = seq.shard(dense_attention(*full, causal=True)[0])
-    return seq, [seq.shard(x) for x in full], truth
+    reference = seq.shard(dense_attention(*full, causal=True)[0])
+    return seq, [seq.shard(x) for x in full], reference
 
 
 def exact(spec: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def graph(spec: dict[str, Any]) -> Any:
             out = ring.attention(*held, seq, causal=True)
         errors, took_ms = [], []
         for seed in range(1, 6):
-            _, fresh, truth = tensors(ring, seed)
+            _, fresh, reference = tensors(ring, seed)
             for into, x in zip(held, fresh, strict=True):
                 into.copy_(x)
             torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def graph(spec: dict[str, Any]) -> Any:
             ring.replay(captured)
             ring.synchronize()
             took_ms.append((time.perf_counter() - start) * 1e3)
-            errors.append(float((out - truth).abs().max()))
+            errors.append(float((out - reference).abs().max()))
         captured.reset()
         return {"errors": errors, "replay_ms": took_ms}
 
@@ -154,10 +154,10 @@ def fault(spec: dict[str, Any]) -> Any:
     with open_ring(spec) as meeting:  # the deadline is no measure for processes that still load libraries
         meeting.barrier()
     ring = open_ring(spec, timeout_s=spec["timeout_s"])
-    seq, (q, k, v), truth = tensors(ring)
+    seq, (q, k, v), reference = tensors(ring)
     out = ring.attention(q, k, v, seq, causal=True)
     ring.synchronize()
-    assert float((out - truth).abs().max()) < 1e-10  # type: ignore[operator]
+    assert float((out - reference).abs().max()) < 1e-10  # type: ignore[operator]
     ring.barrier()
     if ring.rank == culprit:
         write(note, {"at_s": time.monotonic(), "pid": os.getpid()})

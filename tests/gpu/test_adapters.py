@@ -43,7 +43,7 @@ def tokens() -> Tensor:
     return x.cuda().requires_grad_()
 
 
-def truth() -> Tensor:
+def reference() -> Tensor:
     module = Attending()
     h = (tokens() * module.weight)[:, :, None]
     dense_attention(h, h, h, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin().sum().backward()
@@ -64,7 +64,7 @@ def test_recomputation_in_autograds_own_thread(options: dict[str, Any]) -> None:
         loss.backward()
     first, again = module.threads
     assert first == threading.get_ident() != again  # else this shows nothing
-    torch.testing.assert_close(module.weight.grad, truth(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(module.weight.grad, reference(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -1,4 +1,4 @@
-"""One GPU, one rank: the fused CUDA kernels and the executor against a dense float64 truth. `make gpu-check` runs it.
+"""One GPU, one rank: the fused CUDA kernels and the executor against dense float64 attention. `make gpu-check` runs it.
 
 Measured errors are kept in bench/results/gpu/exactness.json, beside the error of torch's own attention in one call.
 Engines are named as `Ring` knows them, or by the form of the Triton engine's kernels.
@@ -52,9 +52,9 @@ def inputs(dtype: torch.dtype, dim: int = 64) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes)
 
 
-def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
+def errors(got: list[Tensor], reference: list[Tensor]) -> list[float]:
     """Relative Frobenius errors."""
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)]
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, reference, strict=True)]
 
 
 def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
@@ -70,7 +70,7 @@ def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def truth_of(dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
+def reference_of(dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.double().requires_grad_() for x in leaves)
     dense = dense_dilated_attention if "dilation_rates" in mask else dense_attention
@@ -94,7 +94,7 @@ def one_call(dtype: torch.dtype, causal: bool, dim: int = 64) -> list[Tensor]:
     + [("triton", torch.float32)],
 )
 def test_full_precision_is_exact_on_cuda(engine: str, dtype: torch.dtype, mask: str) -> None:
-    found = errors(ours(engine, dtype, MASKS[mask]), truth_of(dtype, MASKS[mask]))
+    found = errors(ours(engine, dtype, MASKS[mask]), reference_of(dtype, MASKS[mask]))
     keep(f"{engine} {dtype} {mask}", {"out dQ dK dV": found})
     assert max(found) < (1e-10 if dtype == torch.float64 else 1e-5), found
 
@@ -104,9 +104,9 @@ def test_full_precision_is_exact_on_cuda(engine: str, dtype: torch.dtype, mask: 
 @pytest.mark.parametrize("engine", HALF_ENGINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, dim: int, mask: str) -> None:
-    truth = truth_of(dtype, MASKS[mask], dim)
-    found = errors(ours(engine, dtype, MASKS[mask], dim), truth)
-    alone = errors(one_call(dtype, mask == "causal", dim), truth)
+    reference = reference_of(dtype, MASKS[mask], dim)
+    found = errors(ours(engine, dtype, MASKS[mask], dim), reference)
+    alone = errors(one_call(dtype, mask == "causal", dim), reference)
     keep(f"{engine} {dtype} {mask} head_dim {dim}", {"out dQ dK dV": found, "one call of torch": alone})
     assert all(a <= 1.25 * b for a, b in zip(found, alone, strict=True)), (found, alone)
 
@@ -115,8 +115,8 @@ def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
     """`aten` returns rounded partials here: its figure is kept, and the others must not be worse than it."""
-    truth = truth_of(dtype, MASKS[mask])
-    found = {engine: errors(ours(engine, dtype, MASKS[mask]), truth) for engine in ("plain", "triton", "aten")}
+    reference = reference_of(dtype, MASKS[mask])
+    found = {engine: errors(ours(engine, dtype, MASKS[mask]), reference) for engine in ("plain", "triton", "aten")}
     for engine, of_engine in found.items():
         keep(f"{engine} {dtype} {mask}", {"out dQ dK dV": of_engine})
     for engine in ("plain", "triton"):

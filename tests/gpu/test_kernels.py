@@ -90,10 +90,10 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
 
     scenario = SCENARIOS[name]._replace(d_k=64, d_v=64)
     trial = Trial(scenario, HALVES[dtype], True, 0, "cuda")
-    truth = trial.truth()
+    reference = trial.reference()
     made = engine(deterministic=False) if form == "fused" else engine(form)
     found, bound = ({k: v.nan_to_num(0.0) for k, v in trial.run(one).items()} for one in (made, engine("pointers")))
-    for part, expected in truth.items():
+    for part, expected in reference.items():
         seen = expected.isfinite()
         mine, theirs = ((x[part].double() - expected)[seen].norm() for x in (found, bound))
         assert mine <= 1.25 * theirs + 1e-12, f"{part}: {mine:.2e}, by plain loads {theirs:.2e}"

@@ -41,7 +41,7 @@ PLAIN = {name: scenario for name, scenario in SCENARIOS.items() if scenario.soft
 
 
 class Pass:
-    """The attend calls of a scenario in float16, and their truth; rows of K/V that no tile holds are NaN."""
+    """The attend calls of a scenario in float16, and their reference; rows of K/V that no tile holds are NaN."""
 
     def __init__(self, scenario: Scenario, seed: int, sinks: bool = False) -> None:
         make, self.scenario = torch.Generator().manual_seed(seed), scenario
@@ -81,7 +81,7 @@ class Pass:
             )  # fmt: skip
             simulate(call, rng.randrange(1 << 20), **how)
 
-    def truth(self) -> tuple[Tensor, Tensor]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         """(out, lse) by a softmax over all that the tiles hold, in float64; a pair of two tiles counts twice."""
         heads, rows = self.scenario.heads, self.scenario.q_rows
         logits, values = [], []
@@ -103,7 +103,7 @@ class Pass:
 
     def check(self) -> None:
         """Probabilities in float16 have an error of 2 ** -11 each; their weights are summed in float32."""
-        out, lse = self.truth()
+        out, lse = self.reference()
         largest = max(float(v.nan_to_num(0).abs().max()) for _, v in self.kv)
         found = self.out if self.result is None else self.result
         torch.testing.assert_close(self.lse.double(), lse, rtol=0, atol=4e-6)
@@ -212,7 +212,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_simulation_sees(name: str) -> None:
-    """What is wrong is found in a few of the contract's steps: as a fault, or by the truth."""
+    """What is wrong is found in a few of the contract's steps: as a fault, or by the reference."""
     old, new = WRONG[name]
     assert old in own_source()
     for seed, scenario in enumerate(SEEING * 3):

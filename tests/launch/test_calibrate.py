@@ -23,7 +23,7 @@ from ringattn.planner.work import COPIED, call_work, computed_pairs, work_s
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 
-TRUTH = Cluster(
+REFERENCE = Cluster(
     "made up", 6e10, 8e8, 3e-4, backward_flops=5e10, call_s=1e-4, copy_bytes_s=1.5e10, cores=2, tile_s=3e-4,
     block_keys=512, softmax_dims=16.0, pass_s=1e-3, wire_cores=0.5,
 )  # fmt: skip
@@ -43,24 +43,24 @@ def made_up(cluster: Cluster) -> dict[str, float]:
     return seconds
 
 
-@pytest.mark.parametrize("truth", [TRUTH, replace(TRUTH, block_keys=0, softmax_dims=0.0, tile_s=0.0)])
-def test_constants_are_found_again(truth: Cluster) -> None:
-    found, kernel, link = constants_of(made_up(truth), "float32", 1, 4)
+@pytest.mark.parametrize("reference", [REFERENCE, replace(REFERENCE, block_keys=0, softmax_dims=0.0, tile_s=0.0)])
+def test_constants_are_found_again(reference: Cluster) -> None:
+    found, kernel, link = constants_of(made_up(reference), "float32", 1, 4)
     for key, value in found.items():
-        assert value == pytest.approx(getattr(truth, key), rel=1e-6, abs=1e-9), key
+        assert value == pytest.approx(getattr(reference, key), rel=1e-6, abs=1e-9), key
     assert max(map(abs, (*kernel.errors, *link.errors))) < 1e-6
     assert set(found) == set(UNITS) - {"ranks_per_node", "node_bandwidth", "node_latency_s"}
 
 
 def test_noise_moves_rates_little() -> None:
     rng = np.random.default_rng(0)
-    noisy = {name: value * (1 + 0.05 * rng.standard_normal()) for name, value in made_up(TRUTH).items()}
+    noisy = {name: value * (1 + 0.05 * rng.standard_normal()) for name, value in made_up(REFERENCE).items()}
     found, kernel, _ = constants_of(noisy, "float32", 1, 4)
     assert found["block_keys"] == 512
     # 28 samples with an error of 5 %, four costs: a rate is off by some 5 % / sqrt(7), dims and rate trade off.
     for sizes in (64, 128):
         rate = found["flops"] / (sizes + found["softmax_dims"])
-        assert rate == pytest.approx(TRUTH.flops / (sizes + TRUTH.softmax_dims), rel=0.1)
+        assert rate == pytest.approx(REFERENCE.flops / (sizes + REFERENCE.softmax_dims), rel=0.1)
     assert 0.01 < kernel.median_error < 0.1
 
 
@@ -102,7 +102,7 @@ def test_everything_that_is_fitted_is_measured() -> None:
         assert ring.counters()["messages"] == 0  # an empty pass sends nothing
         return set(works)
 
-    assert run_ranks(2, on_rank) == [{name for name in made_up(TRUTH) if not name.startswith("processor")}] * 2
+    assert run_ranks(2, on_rank) == [{name for name in made_up(REFERENCE) if not name.startswith("processor")}] * 2
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fits_say_how_far_they_are_off() -> None:
-    seconds = made_up(TRUTH)
+    seconds = made_up(REFERENCE)
     seconds["forward 3"] *= 2
     _, kernel, _ = constants_of(seconds, "float32", 1, 4)
     assert max(kernel.errors) == kernel.errors[6] > 0.5  # forward and backward alternate
@@ -149,8 +149,8 @@ def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) 
         for backward in (False, True):
             plans = prediction.plans_of(shape, 2, backward)
             assert all(plan.backward == backward for plan in plans)
-            alone = simulate(plans, TRUTH)
-            assert alone.total_us / 1e6 >= prediction.processor_s(plans, replace(TRUTH, wire_cores=0.0)) - 1e-9
+            alone = simulate(plans, REFERENCE)
+            assert alone.total_us / 1e6 >= prediction.processor_s(plans, replace(REFERENCE, wire_cores=0.0)) - 1e-9
     error = run_ranks(2, lambda ring: prediction.PredictedCall(ring, prediction.SHAPES[6].small(2)).gate())
     assert max(error) < 1e-5
     monkeypatch.setitem(prediction.BOUND, torch.float32, min(error) / 2)
@@ -161,7 +161,7 @@ def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_the_bench_runs(tmp_path: Path) -> None:
     constants = tmp_path / "constants.json"
-    constants.write_text(json.dumps({"constants": asdict(TRUTH)}))
+    constants.write_text(json.dumps({"constants": asdict(REFERENCE)}))
     data = prediction.main([f"cluster={constants}", "ranks=2", "shapes=1", "repeats=1", f"results={tmp_path}"])
     page = (tmp_path / "prediction.md").read_text()
     assert "the bar is 15%" in page and "made up" in page and len(data["samples"][2]) == 1

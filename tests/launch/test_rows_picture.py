@@ -14,7 +14,7 @@ from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.launch.pictures.rows import branches_of, rows_of
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of, main
-from tests.core.dilated_truth import coverage
+from tests.core.dilated_reference import coverage
 
 TOKENS, RANKS, HEADS = 61, 3, 4
 BRANCHES = ((8, 30, 61), (1, 3, 4))

@@ -172,8 +172,8 @@ def test_the_true_offset_lies_within_the_uncertainty(seed: int) -> None:
     found = offsets(skews, ["a", "b", "c", "d"], lambda rank: draw.uniform(1e-6, 1e-3 * (1 + rank)))
     assert found[0] == Offset(0.0, 0.0)
     for skew, offset in zip(skews[1:], found[1:], strict=True):
-        truth_us = (skews[0] - skew) * 1e6
-        assert abs(offset.offset_us - truth_us) <= offset.uncertainty_us + 1e-3
+        reference_us = (skews[0] - skew) * 1e6
+        assert abs(offset.offset_us - reference_us) <= offset.uncertainty_us + 1e-3
         assert 0 < offset.uncertainty_us <= 10_000
 
 

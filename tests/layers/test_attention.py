@@ -52,10 +52,10 @@ def trained(ring: Ring, options: dict[str, Any], layout: str) -> dict[str, Tenso
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_many_ranks_are_one(name: str, world_size: int, layout: str) -> None:
-    (truth,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous"))
+    (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous"))
     for mine in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout)):
-        assert mine.keys() == truth.keys()
-        for key, value in truth.items():
+        assert mine.keys() == reference.keys()
+        for key, value in reference.items():
             torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-10)
 
 
@@ -107,9 +107,9 @@ def test_attention_alone_keeps_its_options() -> None:
         seq = ring.sequence(TOKENS)
         return seq.gather(attend(seq.shard(q), seq.shard(k), seq.shard(v), seq))
 
-    truth, _ = dense_attention(q, k, v, causal=True, window=(4, 0), scale=0.7)
+    reference, _ = dense_attention(q, k, v, causal=True, window=(4, 0), scale=0.7)
     for out in run_ranks(2, attended):
-        torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out, reference, rtol=1e-10, atol=1e-10)
     assert "window=(4, 0)" in repr(attend)
 
 

@@ -25,7 +25,7 @@ from ringattn.layers.dilated import (
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
 from ringattn.testing import run_ranks
-from tests.core.dilated_truth import dilated_truth
+from tests.core.dilated_reference import dilated_reference
 from tests.face import errors
 
 TOKENS, EMBED, HEADS = 23, 24, 4
@@ -73,8 +73,8 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
-def close(mine: Any, truth: Any) -> None:
-    torch.testing.assert_close(mine, truth, rtol=1e-10, atol=1e-10)
+def close(mine: Any, reference: Any) -> None:
+    torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
 
 
 # --- the attention alone ---------------------------------------------------------------------------------------------
@@ -84,11 +84,11 @@ def close(mine: Any, truth: Any) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_arrive(name: str) -> None:
     q, k, v = random(2, TOKENS, 4, 6, seed=3), random(2, TOKENS, 2, 6, seed=4), random(2, TOKENS, 2, 6, seed=5)
-    dout, mine, truth = random(2, TOKENS, 4, 6, seed=6), leaves(q, k, v), leaves(q, k, v)
+    dout, mine, reference = random(2, TOKENS, 4, 6, seed=6), leaves(q, k, v), leaves(q, k, v)
     out = DilatedAttention(LENGTHS, RATES, **OPTIONS[name])(*mine)
-    expected, _ = dilated_truth(*truth, segment_lengths=LENGTHS, dilation_rates=RATES, **OPTIONS[name])
+    expected, _ = dilated_reference(*reference, segment_lengths=LENGTHS, dilation_rates=RATES, **OPTIONS[name])
     close(out, expected)
-    close(torch.autograd.grad(out, mine, dout), torch.autograd.grad(expected, truth, dout))
+    close(torch.autograd.grad(out, mine, dout), torch.autograd.grad(expected, reference, dout))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -108,9 +108,9 @@ def test_attention_over_ranks(world_size: int) -> None:
         ring.dilated_attention = noted  # type: ignore[method-assign]
         return seq.gather(attend(*[seq.shard(q)] * 3, seq))
 
-    truth = DilatedAttention(LENGTHS, RATES, causal=True)(q, q, q)
+    reference = DilatedAttention(LENGTHS, RATES, causal=True)(q, q, q)
     for out in run_ranks(world_size, body):
-        close(out, truth)
+        close(out, reference)
     assert asked == ["all_gather"] * world_size
     assert "segment_lengths=(4, 12)" in repr(attend) and "schedule='all_gather'" in repr(attend)
 
@@ -140,8 +140,8 @@ def test_a_layer_is_the_call_between_its_projections(name: str) -> None:
             heads = F.layer_norm(heads, heads.shape[2:], layer.layer_norm.weight, layer.layer_norm.bias)
         return F.linear(heads, layer.out_proj.weight, layer.out_proj.bias).detach()
 
-    (truth,) = run_ranks(1, by_hand)
-    close(layer(X).detach(), truth)
+    (reference,) = run_ranks(1, by_hand)
+    close(layer(X).detach(), reference)
 
 
 @pytest.mark.filterwarnings("ignore:branch")
@@ -166,10 +166,10 @@ def test_the_layer_over_ranks_is_the_layer_alone(name: str, world_size: int, lay
         ring.all_reduce(list(found.values()))
         return {**found, "out": seq.gather(attended.detach())}
 
-    truth = {key: weight.grad for key, weight in alone.named_parameters()} | {"x": x.grad, "out": out.detach()}
+    reference = {key: weight.grad for key, weight in alone.named_parameters()} | {"x": x.grad, "out": out.detach()}
     for found in run_ranks(world_size, body):
-        assert found.keys() == truth.keys()
-        for key, value in truth.items():
+        assert found.keys() == reference.keys()
+        for key, value in reference.items():
             close(found[key], value)
 
 

@@ -72,12 +72,12 @@ def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
     given = weights(bias, norm)
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
     mine = project_qkv(**given, **sizes, rope=rope, **({} if rope is None else PLACED))
-    truth = by_definition(**given, rope=rope)
+    reference = by_definition(**given, rope=rope)
     leaves = [one for one in given.values() if one is not None]
-    seeds = [leaf(*one.shape, seed=7).detach() for one in truth]
+    seeds = [leaf(*one.shape, seed=7).detach() for one in reference]
     mine += torch.autograd.grad(mine, leaves, seeds)
-    truth += torch.autograd.grad(truth, leaves, seeds)
-    for one, other in zip(mine, truth, strict=True):
+    reference += torch.autograd.grad(reference, leaves, seeds)
+    for one, other in zip(mine, reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
@@ -104,8 +104,8 @@ def test_a_message_is_written_and_later_used_again() -> None:
     assert torch.equal(record.transpose(0, 1), torch.cat(fresh, -1))
     record.zero_()  # the next layer's message
     mine = torch.autograd.grad((k, v), (x, weight), [torch.ones_like(k)] * 2)
-    truth = torch.autograd.grad(fresh, (x, weight), [torch.ones_like(k)] * 2)
-    assert all(torch.equal(one, other) for one, other in zip(mine, truth, strict=True))
+    reference = torch.autograd.grad(fresh, (x, weight), [torch.ones_like(k)] * 2)
+    assert all(torch.equal(one, other) for one, other in zip(mine, reference, strict=True))
 
 
 def test_kept_rows_only() -> None:

@@ -1,6 +1,6 @@
 """What an attention pass takes, predicted from plans before it runs and measured while it runs.
 
-The truth about a kernel's own buffers is torch's profiler, which hears of every allocation.
+The reference about a kernel's own buffers is torch's profiler, which hears of every allocation.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
 from tests.strategies import Case, covering, simple
-from tests.test_dilated import MIXED, of_the_truth, random_inputs
-from tests.trial import Trial, greatest_error, run, truth
+from tests.test_dilated import MIXED, of_the_reference, random_inputs
+from tests.trial import Trial, greatest_error, reference, run
 
 KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ALL_TO_ALL)]
 each_route = pytest.mark.parametrize("route", KEEPING, ids=[route.name for route in KEEPING])
@@ -65,7 +65,7 @@ def test_the_same_bits(schedule: str, wire: str | None) -> None:
     fetched = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
     assert all(torch.equal(kept[name], fetched[name]) for name in fetched)
     if wire is None:
-        assert greatest_error(kept, truth(trial, torch.float32)) <= 1e-5
+        assert greatest_error(kept, reference(trial, torch.float32)) <= 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
@@ -87,7 +87,7 @@ def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
         return found
 
     for found in run_ranks(3, body, engine="plain", poison=True)[0]:
-        for ours, wanted in zip(found, of_the_truth([q, k, v, dout], None, **MIXED), strict=False):
+        for ours, wanted in zip(found, of_the_reference([q, k, v, dout], None, **MIXED), strict=False):
             torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
 
 

@@ -1,4 +1,4 @@
-"""Broken on purpose: plans and transports with one fault each, which poison, the transport or the truth must show."""
+"""Broken on purpose: plans and transports with a fault each, which poison, transport or reference must show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringattn.schedule.routes import RING
 from ringattn.testing import run_ranks
 from ringattn.transport.base import Message, Rebound
 from tests.strategies import simple
-from tests.trial import Trial, greatest_error, joined, on_rank, truth
+from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
 TRIAL = Trial(tokens=32, causal=True, heads=(2, 1))
 CASE = simple("zigzag", 32, 4, causal=True)
@@ -44,7 +44,7 @@ def outcome(
         parts = run_ranks(4, body, engine="plain", poison=True, timeout_s=5.0)
     except TransportError as error:
         return str(error)
-    return greatest_error(joined(parts), truth(trial, torch.float64))
+    return greatest_error(joined(parts), reference(trial, torch.float64))
 
 
 class Late:

@@ -25,7 +25,7 @@ from tests.covering import thinned
 from tests.face import attend, errors
 from tests.kernels.eight_bits import rounded
 from tests.strategies import simple
-from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, relative_error, run, truth
+from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 SINGLE = 1e-5  # as in test_exact.py
 HALVES = 1.25
@@ -49,7 +49,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def rounded_truth(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
+def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
     """By the oracle in float64, where each rank's queries meet its own K and V as they are and all others rounded."""
     given = inputs(trial, dtype)
     q, k, v = leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
@@ -95,7 +95,7 @@ def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[
     thinned(product(MASKS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
 )
 def test_exact_but_for_the_rounding(mask: str, layout: str, ranks: int, code: str) -> None:
-    wanted = rounded_truth(MASKS[mask], torch.float32, code, layout, ranks)
+    wanted = rounded_reference(MASKS[mask], torch.float32, code, layout, ranks)
     for found in schedules(MASKS[mask], ranks, layout, code):
         assert greatest_error(found, wanted) <= SINGLE
 
@@ -103,7 +103,7 @@ def test_exact_but_for_the_rounding(mask: str, layout: str, ranks: int, code: st
 @each_code
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, code: str) -> None:
-    wanted = rounded_truth(VARIANTS[variant], torch.float32, code, "zigzag", 4)
+    wanted = rounded_reference(VARIANTS[variant], torch.float32, code, "zigzag", 4)
     for found in schedules(VARIANTS[variant], 4, "zigzag", code):
         assert greatest_error(found, wanted) <= SINGLE
 
@@ -112,8 +112,8 @@ def test_variants(variant: str, code: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs_err_no_more_than_alone(dtype: torch.dtype, code: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
-    exact, alone = truth(trial, dtype), run(trial, 1, "zigzag", "ring", dtype, kv_wire_dtype=code)
-    wanted = rounded_truth(trial, dtype, code, "zigzag", 4)
+    exact, alone = reference(trial, dtype), run(trial, 1, "zigzag", "ring", dtype, kv_wire_dtype=code)
+    wanted = rounded_reference(trial, dtype, code, "zigzag", 4)
     found = run(trial, 4, "zigzag", "ring", dtype, kv_wire_dtype=code)
     for name in ("out", "dq", "dk", "dv"):
         assert relative_error(found[name], wanted[name]) <= HALVES * relative_error(alone[name], exact[name]), name
@@ -154,7 +154,7 @@ MEASURED = {
 @pytest.mark.parametrize("loud", [0.1, 1.0, 4.0])
 def test_outputs_err_within_what_the_decision_states(code: str, loud: float) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16), scale=loud / 4)
-    given, exact = inputs(trial, torch.float32), truth(trial, torch.float32)
+    given, exact = inputs(trial, torch.float32), reference(trial, torch.float32)
     found = schedules(trial, 4, "zigzag", code, ["ring"])[0]
     k, v = (x.double().abs().amax((1, 3)).repeat_interleave(2, 1)[:, None] for x in (given.k, given.v))
     scores = loud / 4 * given.q.double().abs().sum(-1) * k * EACH[code]  # (batch, tokens, heads)
@@ -166,7 +166,7 @@ def test_outputs_err_within_what_the_decision_states(code: str, loud: float) -> 
 @each_code
 def test_errors_are_those_that_the_ring_states(code: str) -> None:
     trial = Trial(tokens=256, heads=(4, 2), dims=(64, 64), causal=True)
-    found, exact = schedules(trial, 4, "zigzag", code, ["ring"])[0], truth(trial, torch.float32)
+    found, exact = schedules(trial, 4, "zigzag", code, ["ring"])[0], reference(trial, torch.float32)
     for name, stated in MEASURED[code].items():
         assert relative_error(found[name], exact[name]) == pytest.approx(stated, rel=0.02)
 
@@ -204,7 +204,7 @@ def test_bytes_are_those_of_the_records(options: dict[str, Any], schedule: str, 
 def test_it_is_off_unless_asked_for() -> None:
     trial = Trial(causal=True, heads=(4, 2))
     default, off = (run(trial, 4, "zigzag", "ring", torch.float32, **each) for each in ({}, {"kv_wire_dtype": None}))
-    assert greatest_error(default, truth(trial, torch.float32)) <= SINGLE
+    assert greatest_error(default, reference(trial, torch.float32)) <= SINGLE
     assert all(torch.equal(default[name], off[name]) for name in default)
     plans = [plan_of(CASE, RING, 1, backward) for backward in (False, True)]
     assert {buffer.dtype for plan in plans for buffer in plan.buffers} == {"bfloat16", "float32"}

@@ -32,7 +32,7 @@ def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
 @covering
 def test_every_pair_of_two_ranks_meets_once_on_the_owner_of_its_head(case: Case) -> None:
     problem = case.problem
-    met = np.zeros_like(case.truth)
+    met = np.zeros_like(case.reference)
     owners: dict[tuple[int, int], set[int]] = defaultdict(set)
     for item in served(case, False):
         q, k = problem.q_layout.positions(item.q.owner), problem.kv_layout.positions(item.kv.owner)
@@ -45,7 +45,7 @@ def test_every_pair_of_two_ranks_meets_once_on_the_owner_of_its_head(case: Case)
                 distance = at[1] - at[2]
                 met[at] += (distance >= tile.band.lo) & (distance <= tile.band.hi)
     assert all(len(ranks) == 1 for ranks in owners.values())
-    wanted = case.truth.copy()
+    wanted = case.reference.copy()
     for rank in range(case.ranks):  # what meets at home
         wanted[:, problem.q_layout.positions(rank)[:, None], problem.kv_layout.positions(rank)] = 0
     assert (met == wanted).all()

@@ -33,10 +33,10 @@ def test_all_reduce_sums(world_size: int, dtype: torch.dtype) -> None:
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     for index, tensor in enumerate(results[0]):
         # In the order of the ranks, in the wide dtype, rounded once.
-        truth = torch.zeros(tensor.shape, dtype=wide)
+        reference = torch.zeros(tensor.shape, dtype=wide)
         for rank in range(world_size):
-            truth += values(rank, dtype)[index].to(wide)
-        assert all(torch.equal(result[index], truth.to(dtype)) for result in results)
+            reference += values(rank, dtype)[index].to(wide)
+        assert all(torch.equal(result[index], reference.to(dtype)) for result in results)
 
 
 def test_all_reduce_mixes_dtypes_strides_and_leaves() -> None:
@@ -77,8 +77,8 @@ def test_broadcast_copies(world_size: int) -> None:
         return mine
 
     results = on_threads(world_size, fn)
-    truth = [*values(src, torch.float16), torch.tensor([True, True]), torch.tensor(src)]
-    assert all(torch.equal(a, b) for result in results for a, b in zip(result, truth, strict=True))
+    reference = [*values(src, torch.float16), torch.tensor([True, True]), torch.tensor(src)]
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, reference, strict=True))
 
 
 def test_broadcast_refuses_a_source_that_is_no_rank() -> None:

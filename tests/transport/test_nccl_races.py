@@ -33,7 +33,7 @@ from tests.transport.simulated.entries import Range
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.races import Race, find_races
 from tests.transport.simulated.world import SimWorld
-from tests.trial import Trial, greatest_error, joined, on_rank, truth
+from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
 TRIALS = {
     "zigzag": Trial(causal=True, heads=(4, 2)),
@@ -114,7 +114,7 @@ def all_went_well(layout: str, outcomes: list[Outcome], world: SimWorld, races: 
     if world.violations or races or any(outcome.error for outcome in outcomes):
         return False
     found = joined([outcome.result for outcome in outcomes])
-    return greatest_error(found, truth(TRIALS[layout], torch.float64)) <= 1e-10
+    return greatest_error(found, reference(TRIALS[layout], torch.float64)) <= 1e-10
 
 
 @pytest.mark.usefixtures("touching")

@@ -110,8 +110,8 @@ def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in check_inputs(torch.float16, "cpu", 64, 16))
     logits = (q @ k.mT * CHECK_SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
     n = 64 // steps
-    truth = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
-    torch.testing.assert_close(result.double(), truth, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
+    reference = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
+    torch.testing.assert_close(result.double(), reference, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1)[..., -n:], rtol=0, atol=4e-6)
 
 
@@ -119,14 +119,16 @@ def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
 def test_more_steps_lose_no_accuracy(steps: int) -> None:
     """The error of a bfloat16 result of a ring of any size is within 1.25 times that of one step."""
     (q, kv), alone, plain = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1), PlainEngine()
-    truth, works = plain.begin((), q.double(), 16, None), plain.prepare([alone], Softmax(SCALE), 48, 2)
-    plain.attend(q.double(), KV(*(x.double() for x in kv)), truth, works[0])
+    reference, works = plain.begin((), q.double(), 16, None), plain.prepare([alone], Softmax(SCALE), 48, 2)
+    plain.attend(q.double(), KV(*(x.double() for x in kv)), reference, works[0])
     errors = []
     for tiles in (alone, ring_tiles(steps)):
         state = unseen(q, raw=False)
         for tile in tiles:
             launched(q, kv, state, [tile])
-        errors.append((state[0].bfloat16().double() - truth.out.finalized(torch.float64)).square().mean().sqrt().item())
+        errors.append(
+            (state[0].bfloat16().double() - reference.out.finalized(torch.float64)).square().mean().sqrt().item()
+        )
     assert 0 < errors[1] <= 1.25 * errors[0]
 
 

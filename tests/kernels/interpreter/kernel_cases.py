@@ -104,10 +104,10 @@ def attended(inputs: Inputs, state: State, form: str, flags: int, **options: Any
 def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
     """The whole pass in one launch that neither reads nor writes a state, with sinks, and with odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40, batches=2)
-    state, truth = state_of(inputs, raw=False), inputs.truth(sinks=True)
+    state, reference = state_of(inputs, raw=False), inputs.reference(sinks=True)
     attended(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
-    close(state.result, truth["out"], TOLERANCE[dtype])
-    close(state.lse, truth["lse"], LSE_TOLERANCE)
+    close(state.result, reference["out"], TOLERANCE[dtype])
+    close(state.lse, reference["lse"], LSE_TOLERANCE)
     assert state.out.isnan().all()
     inputs.memory.check()
 
@@ -116,7 +116,7 @@ def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 def test_without_a_result_the_state_is_written(form: str, raw: bool) -> None:
     inputs = Inputs(BLIND, torch.float32)
-    state, truth = state_of(inputs, raw), inputs.truth(softcap=0.7)
+    state, reference = state_of(inputs, raw), inputs.reference(softcap=0.7)
     attended(inputs, state, form, FIRST, result=None, softcap=0.7)
     out, lse = state.out, state.lse
     if state.weights is not None:
@@ -124,9 +124,9 @@ def test_without_a_result_the_state_is_written(form: str, raw: bool) -> None:
         whole = state.weights.masked_fill(blind, 1.0)
         out = out / whole.permute(2, 0, 1)[..., None]
         lse = torch.where(blind, -inf, lse * float(np.log(2)) + whole.log())
-    close(out, truth["out"], 1e-6)
-    close(lse, truth["lse"], 5e-7)
-    assert truth["lse"].isneginf().any() and truth["lse"].isfinite().any()
+    close(out, reference["out"], 1e-6)
+    close(lse, reference["lse"], 5e-7)
+    assert reference["lse"].isneginf().any() and reference["lse"].isfinite().any()
     assert state.result.isnan().all()
     inputs.memory.check()
 
@@ -147,9 +147,9 @@ def test_carried_steps_equal_one_launch_bitwise(dtype: torch.dtype, form: str, s
     for at, keys in enumerate(MANY.keys):
         attended(inputs, carried, form, FIRST * (at == 0) | LAST * (at == last), keys=(keys,), **options)
     assert torch.equal(whole.result, carried.result) and torch.equal(whole.lse, carried.lse)
-    truth = inputs.truth(sinks=sinks)
-    close(whole.result, truth["out"], TOLERANCE[dtype])
-    close(whole.lse, truth["lse"], LSE_TOLERANCE)
+    reference = inputs.reference(sinks=sinks)
+    close(whole.result, reference["out"], TOLERANCE[dtype])
+    close(whole.lse, reference["lse"], LSE_TOLERANCE)
     assert whole.weights is not None and whole.weights.isnan().all() and whole.out.isnan().all()
     inputs.memory.check()
 
@@ -256,10 +256,10 @@ def grads_of(inputs: Inputs, fill: float = 0.0) -> Grads:
     )  # fmt: skip
 
 
-def seeds(inputs: Inputs, truth: dict[str, Tensor]) -> Seeds:
+def seeds(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
     """q, k, v, dout, lse, delta as the backward launches take them."""
     lse, delta = (inputs.memory.per_row(Q_ROWS, HEADS) for _ in range(2))
-    lse.copy_(truth["lse"]), delta.copy_(truth["delta"])
+    lse.copy_(reference["lse"]), delta.copy_(reference["delta"])
     return inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta
 
 
@@ -269,13 +269,13 @@ def seeds(inputs: Inputs, truth: dict[str, Tensor]) -> Seeds:
 def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
     """In two launches, adding to what is there, with softcap and odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40)
-    truth, grads, config = inputs.truth(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
-    at = seeds(inputs, truth)
+    reference, grads, config = inputs.reference(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
+    at = seeds(inputs, reference)
     grad_q(*at, grads.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
     grad_kv(*at, grads.dk, grads.dv, by_key(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
     for name in ("dq", "dk", "dv"):
         # Adding to ones rounds to steps of 2^-23 of them.
-        close(getattr(grads, name).double() - 1.0, truth[name], max(TOLERANCE[dtype], 3e-6))
+        close(getattr(grads, name).double() - 1.0, reference[name], max(TOLERANCE[dtype], 3e-6))
     inputs.memory.check()
 
 
@@ -284,7 +284,7 @@ def test_dq_begins_and_ends_as_its_blocks_say(form: str) -> None:
     """Two launches, each with half of the runs, bitwise: state on NaN first, result last."""
     inputs, config = Inputs(MANY, torch.float16), config_of(form)
     plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
-    at = seeds(inputs, inputs.truth())
+    at = seeds(inputs, inputs.reference())
     halves = [MANY._replace(keys=keys) for keys in (MANY.keys[:2], MANY.keys[2:])]
     for pairs, flags in zip(halves, (FIRST, LAST), strict=True):
         grad_q(*at, plain.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
@@ -296,7 +296,7 @@ def test_dq_begins_and_ends_as_its_blocks_say(form: str) -> None:
     assert torch.equal(flagged.dq, before) and torch.equal(flagged.result, plain.dq.half())
     table = by_query(MANY, config, FIRST | LAST)
     grad_q(*at, None, table, config, scale=SCALE, group=GROUP, result=once.result).run()
-    close(once.result, inputs.truth()["dq"], TOLERANCE[torch.float16])
+    close(once.result, inputs.reference()["dq"], TOLERANCE[torch.float16])
     inputs.memory.check()
 
 
@@ -306,7 +306,7 @@ def test_one_fused_launch_is_two(pairs: Pairs, form: str) -> None:
     """dK and dV bit for bit, dQ within the rounding of float32 sums in another order."""
     inputs, config = Inputs(pairs, torch.bfloat16), config_of(form)
     split, fused = grads_of(inputs), grads_of(inputs)
-    at = seeds(inputs, inputs.truth())
+    at = seeds(inputs, inputs.reference())
     table = by_key(pairs, config)
     grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
     grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
@@ -320,9 +320,9 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
     """All logits far below zero: the weight of a key that is not there is infinite, and must not reach dQ."""
     inputs, config = Inputs(ONE._replace(keys=(Keys(5, 1, 3, 0),)), torch.float32), config_of("pointers")
     inputs.q.copy_(inputs.q.abs() * 40), inputs.k[5:8].copy_(-inputs.k[5:8].abs() * 40)
-    truth, grads = inputs.truth(), grads_of(inputs)
-    at = seeds(inputs, truth)
-    assert (truth["lse"] < -200).all()
+    reference, grads = inputs.reference(), grads_of(inputs)
+    at = seeds(inputs, reference)
+    assert (reference["lse"] < -200).all()
     grad_fused(*at, *grads[:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP).run()
     assert grads.dq.isfinite().all()
 
@@ -331,7 +331,7 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
 def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
     """Rows of every run, forward and backward."""
     inputs, found = Inputs(MANY, dtype, 24, 40), []
-    at = seeds(inputs, inputs.truth())
+    at = seeds(inputs, inputs.reference())
     for form in ("pointers", "descriptors"):
         state, grads, config = state_of(inputs, raw=False), grads_of(inputs), config_of(form, 32, 16)
         attended(inputs, state, form, FIRST | LAST, config=config)

@@ -1,4 +1,4 @@
-"""What the kernel cases launch on: tables, guarded memory, random inputs and the dense truth in float64.
+"""What the kernel cases launch on: tables, guarded memory, random inputs and the dense reference in float64.
 
 Tables are made by looking at every pair, so that no table maker is under test. Memory that no launch may read holds
 NaN, memory that none may write is compared bit for bit.
@@ -96,7 +96,7 @@ def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slot
     return Table(torch.tensor(blocks, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32), slots)
 
 
-# --- memory and truth ------------------------------------------------------------------------------------------------
+# --- memory and reference --------------------------------------------------------------------------------------------
 
 
 class Guarded:
@@ -148,7 +148,7 @@ class Inputs:
         x[named] = torch.randn(len(named), self.batches, heads, dim).to(self.dtype)
         return x
 
-    def truth(self, softcap: float | None = None, sinks: bool = False) -> dict[str, Tensor]:
+    def reference(self, softcap: float | None = None, sinks: bool = False) -> dict[str, Tensor]:
         """out, lse, delta, dq, dk, dv in float64, laid out as the launches lay them."""
         picked = torch.tensor([keys.first + keys.stride * j for keys in self.pairs.keys for j in range(keys.rows)])
         mask = torch.from_numpy(np.concatenate([seen(self.pairs, keys) for keys in self.pairs.keys], axis=1))

@@ -81,6 +81,6 @@ def shuffled(count: int) -> Tensor:
     )
 
 
-def error(x: Tensor, truth: Tensor) -> float:
+def error(x: Tensor, reference: Tensor) -> float:
     """Relative error in the Frobenius norm."""
-    return ((x.double() - truth.double()).norm() / truth.double().norm()).item()
+    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()

@@ -18,5 +18,5 @@ def test_like_the_plain_sum(canaries: Canaries, shape: tuple[int, ...], with_dls
     dlse = canaries.hold(random(batch, heads, rows, seed=2)) if with_dlse else None
     delta = canaries.out((batch, heads, rows), torch.float32)
     delta_call(dout, out, dlse, delta).run()
-    truth = (dout.double() * out.double()).sum(-1).permute(1, 2, 0)
-    assert error(delta, truth if dlse is None else truth - dlse.double()) < 1e-6
+    reference = (dout.double() * out.double()).sum(-1).permute(1, 2, 0)
+    assert error(delta, reference if dlse is None else reference - dlse.double()) < 1e-6

@@ -17,11 +17,11 @@ def test_like_the_plain_merge(canaries: Canaries, shape: tuple[int, ...], loud: 
     out, part_out = canaries.hold(random(*shape), in_place=True), canaries.hold(random(*shape, seed=1))
     lse = canaries.hold(random(batch, heads, rows, seed=2) * loud, in_place=True)
     part_lse = canaries.hold(random(batch, heads, rows, seed=3) * loud)
-    truth, truth_lse = out.double(), lse.double()
-    merge_(truth, truth_lse, part_out.double(), part_lse.double())
+    reference, reference_lse = out.double(), lse.double()
+    merge_(reference, reference_lse, part_out.double(), part_lse.double())
     merge_call(out, lse, part_out, part_lse).run()
-    assert error(out, truth) < 1e-6
-    assert error(lse, truth_lse) < 2e-7
+    assert error(out, reference) < 1e-6
+    assert error(lse, reference_lse) < 2e-7
 
 
 def test_rows_that_one_side_or_neither_has_seen(canaries: Canaries) -> None:

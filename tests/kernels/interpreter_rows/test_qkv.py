@@ -59,9 +59,9 @@ def results(dtype: torch.dtype, backend: str, dim: int, bias: bool, norm: bool, 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_in_float32(case: str, backend: str) -> None:
-    truths = results(torch.float64, "plain", 32, **CASES[case])
-    for mine, truth in zip(results(torch.float32, backend, 32, **CASES[case]), truths, strict=True):
-        assert mine.shape == truth.shape and error(mine, truth) < FP32
+    references = results(torch.float64, "plain", 32, **CASES[case])
+    for mine, reference in zip(results(torch.float32, backend, 32, **CASES[case]), references, strict=True):
+        assert mine.shape == reference.shape and error(mine, reference) < FP32
 
 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
@@ -69,19 +69,19 @@ def test_values_and_gradients_in_float32(case: str, backend: str) -> None:
     ("case", "dim"), [("all-neox", 16), ("all-neox", 80), ("all-interleaved", 48), ("all-interleaved", 128)]
 )
 def test_head_dimensions(case: str, dim: int, backend: str) -> None:
-    truths = results(torch.float64, "plain", dim, **CASES[case])
-    for mine, truth in zip(results(torch.float32, backend, dim, **CASES[case]), truths, strict=True):
-        assert error(mine, truth) < FP32
+    references = results(torch.float64, "plain", dim, **CASES[case])
+    for mine, reference in zip(results(torch.float32, backend, dim, **CASES[case]), references, strict=True):
+        assert error(mine, reference) < FP32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
 @pytest.mark.parametrize("case", ["all-neox", "bias"])
 def test_half_precision_errs_no_more_than_plain_torch(case: str, backend: str, dtype: torch.dtype) -> None:
-    truths = results(torch.float64, "plain", 48, **CASES[case])
+    references = results(torch.float64, "plain", 48, **CASES[case])
     plain = results(dtype, "plain", 48, **CASES[case])
-    for mine, other, truth in zip(results(dtype, backend, 48, **CASES[case]), plain, truths, strict=True):
-        assert error(mine, truth) <= 1.25 * error(other, truth)
+    for mine, other, reference in zip(results(dtype, backend, 48, **CASES[case]), plain, references, strict=True):
+        assert error(mine, reference) <= 1.25 * error(other, reference)
 
 
 @pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
@@ -97,11 +97,11 @@ def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
     wide_x, wide_w = (one.detach().double().requires_grad_() for one in (x, weight))
     wide_turn = rotation(positions()[rows], dim, 1e4, torch.float64)
     raw = (wide_x[:, rows] @ wide_w.T).unflatten(-1, (-1, dim))
-    truth = rotate(raw[:, :, :KV_HEADS], *wide_turn), raw[:, :, KV_HEADS:]
+    reference = rotate(raw[:, :, :KV_HEADS], *wide_turn), raw[:, :, KV_HEADS:]
     seeds = random(*k.shape, seed=1), random(*v.shape, seed=2)
     mine = [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
-    grads = torch.autograd.grad(truth, (wide_x, wide_w), [seed.double() for seed in seeds])
-    assert all(error(one, other) < FP32 for one, other in zip(mine, [*truth, *grads], strict=True))
+    grads = torch.autograd.grad(reference, (wide_x, wide_w), [seed.double() for seed in seeds])
+    assert all(error(one, other) < FP32 for one, other in zip(mine, [*reference, *grads], strict=True))
     assert torch.equal(record.transpose(0, 1), torch.cat((k, v), -1))
 
 
@@ -160,8 +160,8 @@ def test_nothing_is_read_or_written_beside(canaries: Canaries, dim: int, style: 
     wide, wide_norm = raw.double().requires_grad_(), norm.double().requires_grad_()
     one, two = wide.unflatten(-1, (-1, dim)).split(heads, 2)
     one = rotate(F.rms_norm(one, (dim,), wide_norm, 1e-6), cos.double(), sin.double(), style == "interleaved")
-    truth = torch.autograd.grad((one, two), (wide, wide_norm), [seed.double() for seed in seeds])
-    assert error(draw, truth[0]) < FP32 and error(parts.sum((0, 1)), truth[1]) < FP32
+    reference = torch.autograd.grad((one, two), (wide, wide_norm), [seed.double() for seed in seeds])
+    assert error(draw, reference[0]) < FP32 and error(parts.sum((0, 1)), reference[1]) < FP32
 
 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])

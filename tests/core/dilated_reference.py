@@ -1,4 +1,4 @@
-"""The truth of dilated attention: one dense float64 softmax over counted keys, every count made from the definition.
+"""The reference of dilated attention: a dense float64 softmax over counted keys, each count made from the definition.
 
 Guarantees: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
 Nothing about speed or memory: it holds (branches, heads, tokens, tokens) numbers.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def dilated_truth(
+def dilated_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -43,9 +43,9 @@ def dilated_truth(
     rule it does not know and for detached with sinks.
     """
     if tail not in ("ragged", "zero_pad") or grad not in ("exact", "detached"):
-        raise ValueError(f"no truth for tail={tail!r}, grad={grad!r}")
+        raise ValueError(f"no reference for tail={tail!r}, grad={grad!r}")
     if grad == "detached" and sinks is not None:
-        raise ValueError("a sink belongs to no branch: there is no truth for grad='detached' with sinks")
+        raise ValueError("a sink belongs to no branch: there is no reference for grad='detached' with sinks")
     (tokens, q_heads), kv_heads = q.shape[1:3], k.shape[2]
     kept = coverage(tokens, q_heads, kv_heads, segment_lengths, dilation_rates, offset, layer, documents)
     pairs, zero_keys = _pairs(kept, segment_lengths, dilation_rates, documents)

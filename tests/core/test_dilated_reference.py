@@ -1,6 +1,6 @@
-"""The truth of dilated attention against a loop over rows, hand-made tables, finite differences and torchscale.
+"""The reference of dilated attention against a loop over rows, hand-made tables, finite differences and torchscale.
 
-Guarantees: what `tests/core/dilated_truth.py` says is checked by something that shares no line with it.
+Guarantees: what `tests/core/dilated_reference.py` says is checked by something that shares no line with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.dilated_truth import coverage, dilated_truth
+from tests.core.dilated_reference import coverage, dilated_reference
 from tests.covering import thinned
 from tests.torchscale_algorithm import CASES, GOLDENS, Case, computed, inputs, torchscale_attention
 
@@ -97,7 +97,7 @@ def rule_of(offset: str, q_heads: int, group: int, layer: int | None) -> Rule:
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Keyword arguments of `dilated_truth`, and `shape` = (tokens, q_heads, kv_heads)."""
+    """Keyword arguments of `dilated_reference`, and `shape` = (tokens, q_heads, kv_heads)."""
     tokens, kv_heads, group = draw(st.integers(1, 18)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     branches = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=3))
     offset = draw(st.sampled_from(["mod", "block", "kv_head", "layer_rotated"]))
@@ -142,11 +142,11 @@ def test_agrees_with_a_loop_over_rows(problem: dict[str, Any], sunk: bool) -> No
     q, k, v = qkv(*shape)
     sinks = torch.linspace(-1, 1, shape[1]) if sunk else None
     results = [merged(row, None if sinks is None else sinks.numpy()) for row in looped(q, k, v, problem)]
-    out, lse = dilated_truth(q, k, v, sinks=sinks, **problem)
+    out, lse = dilated_reference(q, k, v, sinks=sinks, **problem)
     close(out, np.stack([row[0] for row in results]))
     close(lse, np.stack([row[1] for row in results]))
     if not sunk:
-        for got, wanted in zip(dilated_truth(q, k, v, grad="detached", **problem), (out, lse), strict=True):
+        for got, wanted in zip(dilated_reference(q, k, v, grad="detached", **problem), (out, lse), strict=True):
             close(got, wanted)
 
 
@@ -159,7 +159,7 @@ def test_gradients_take_delta_from_the_whole_or_from_the_branch(problem: dict[st
     (dout,) = randoms((2, tokens, q_heads, 2), seed=1)
     branches = looped(q, k, v, problem)
     for grad in ("exact", "detached"):
-        got = torch.autograd.grad(dilated_truth(q, k, v, grad=grad, **problem)[0], (q, k, v), dout)
+        got = torch.autograd.grad(dilated_reference(q, k, v, grad=grad, **problem)[0], (q, k, v), dout)
         for b in range(2):
             wanted = backward(*(x[b].detach().numpy() for x in (q, k, v, dout)), branches[b], 0.7, grad)
             for mine, theirs in zip(got, wanted, strict=True):
@@ -199,39 +199,39 @@ def test_finite_differences(causal: bool, tail: str, extras: str) -> None:
     """Of out and lse, with rows without keys among them, by q, k, v and sinks."""
     branches = {"segment_lengths": [3, 6], "dilation_rates": [2, 3], "causal": causal, "tail": tail, **EXTRAS[extras]}
     leaves = qkv(7, 2, 1, d_k=2)
-    lse = dilated_truth(*leaves, **branches)[1]
+    lse = dilated_reference(*leaves, **branches)[1]
     assert lse.isneginf().any() and lse.isfinite().any()
 
     def values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = dilated_truth(q, k, v, **branches)
+        out, lse = dilated_reference(q, k, v, **branches)
         return out, lse[lse.isfinite()]
 
     assert torch.autograd.gradcheck(values, leaves)
     (sinks,) = randoms((2,), seed=2)
-    assert torch.autograd.gradcheck(lambda *x: dilated_truth(*x[:3], sinks=x[3], **branches), (*leaves, sinks))
+    assert torch.autograd.gradcheck(lambda *x: dilated_reference(*x[:3], sinks=x[3], **branches), (*leaves, sinks))
 
 
 def test_detached_changes_dq_and_dk_and_not_dv() -> None:
     leaves = qkv(8, 2, 2)
     exact, detached = (
-        torch.autograd.grad(dilated_truth(*leaves, grad=grad, **OVERLAPPING)[0].square().sum(), leaves)
+        torch.autograd.grad(dilated_reference(*leaves, grad=grad, **OVERLAPPING)[0].square().sum(), leaves)
         for grad in ("exact", "detached")
     )
     close(detached[2], exact[2])
     assert all((a - b).abs().max() > 0.05 for a, b in zip(exact[:2], detached[:2], strict=True))
-    assert not dilated_truth(*leaves, grad="detached", **OVERLAPPING)[1].requires_grad
+    assert not dilated_reference(*leaves, grad="detached", **OVERLAPPING)[1].requires_grad
 
 
 def test_a_key_of_two_branches_counts_twice() -> None:
     """Token 0 meets itself in both branches and token 1 in one."""
     q, k, v = qkv(2, 1, 1)
-    out, lse = dilated_truth(q, k, v, segment_lengths=[1, 2], dilation_rates=[1, 1], scale=1.0)
+    out, lse = dilated_reference(q, k, v, segment_lengths=[1, 2], dilation_rates=[1, 1], scale=1.0)
     s, (v0, v1) = torch.exp(torch.einsum("bhd,buhd->bu", q[:, 0], k)), v[:, :, 0].unbind(1)
     total = 2 * s[:, :1] + s[:, 1:]
     close(out[:, 0, 0], (2 * s[:, :1] * v0 + s[:, 1:] * v1) / total)
     close(lse[:, 0, :1], total.log())
-    once, once_lse = dilated_truth(q, k, v, segment_lengths=[2], dilation_rates=[1])
-    twice, twice_lse = dilated_truth(q, k, v, segment_lengths=[2, 2], dilation_rates=[1, 1])
+    once, once_lse = dilated_reference(q, k, v, segment_lengths=[2], dilation_rates=[1])
+    twice, twice_lse = dilated_reference(q, k, v, segment_lengths=[2, 2], dilation_rates=[1, 1])
     close(twice, once)
     close(twice_lse, once_lse + log(2))
 
@@ -245,21 +245,23 @@ def test_a_future_token_changes_nothing_in_a_causal_call(grad: str, tail: str) -
         moved = [x.detach().clone() for x in (q, k, v)]
         for x in moved:
             x[:, t] += 1
-        before, after = (dilated_truth(*x, causal=True, **options) for x in ((q, k, v), moved))
+        before, after = (dilated_reference(*x, causal=True, **options) for x in ((q, k, v), moved))
         assert torch.equal(before[0][:, :t], after[0][:, :t]) and torch.equal(before[1][..., :t], after[1][..., :t])
         assert (before[0][:, t] - after[0][:, t]).abs().max() > 0.1
-    assert not torch.equal(dilated_truth(q, k, v, **options)[0][:, :t], dilated_truth(*moved, **options)[0][:, :t])
+    assert not torch.equal(
+        dilated_reference(q, k, v, **options)[0][:, :t], dilated_reference(*moved, **options)[0][:, :t]
+    )
 
 
 def test_an_lse_of_exactly_zero_counts() -> None:
     """Queries of zeros: every weight is e^0. A branch of one key then has lse 0, which torchscale takes for no key."""
     _, k, v = qkv(4, 1, 1, d_v=3)
     q = torch.zeros(2, 4, 1, 3, dtype=torch.float64)
-    out, lse = dilated_truth(q, k, v, segment_lengths=[1], dilation_rates=[1])
+    out, lse = dilated_reference(q, k, v, segment_lengths=[1], dilation_rates=[1])
     assert torch.equal(out, v) and torch.equal(lse, torch.zeros(2, 1, 4, dtype=torch.float64))
     mean = v.mean(1, keepdim=True).expand_as(v)
     for grad in ("exact", "detached"):
-        out, lse = dilated_truth(q, k, v, segment_lengths=[1, 4], dilation_rates=[1, 1], grad=grad)
+        out, lse = dilated_reference(q, k, v, segment_lengths=[1, 4], dilation_rates=[1, 1], grad=grad)
         close(out, (v + 4 * mean) / 5)
         close(lse, torch.full((2, 1, 4), log(5), dtype=torch.float64))
     close(torchscale_attention(q, k, v, [1, 4], [1, 1], False), mean)
@@ -270,7 +272,7 @@ def test_an_lse_of_exactly_zero_counts() -> None:
 def test_rows_without_keys_give_zero_and_zero_gradients(grad: str, tail: str) -> None:
     """Two heads reach two of four classes: exactly the positions that coverage names."""
     leaves = qkv(10, 2, 2)
-    out, lse = dilated_truth(*leaves, segment_lengths=[5, 8], dilation_rates=[4, 4], grad=grad, tail=tail)
+    out, lse = dilated_reference(*leaves, segment_lengths=[5, 8], dilation_rates=[4, 4], grad=grad, tail=tail)
     kept = coverage(10, 2, 2, [5, 8], [4, 4]).any(0)
     assert drawn(kept) == ["x...xx..xx", ".x...xx..x"]
     assert torch.equal(lse.isfinite(), kept.expand(2, 2, 10)) and torch.equal(
@@ -314,9 +316,9 @@ def test_blocks_are_of_query_heads_and_segments_restart_in_documents() -> None:
 def test_documents_are_sequences_of_their_own(tail: str) -> None:
     q, k, v = qkv(13, 2, 1)
     options: dict[str, Any] = {"segment_lengths": [4, 9], "dilation_rates": [2, 3], "tail": tail}
-    out, lse = dilated_truth(q, k, v, documents=[0, 5, 13], **options)
+    out, lse = dilated_reference(q, k, v, documents=[0, 5, 13], **options)
     for first, stop in ((0, 5), (5, 13)):
-        alone, alone_lse = dilated_truth(*(x[:, first:stop] for x in (q, k, v)), **options)
+        alone, alone_lse = dilated_reference(*(x[:, first:stop] for x in (q, k, v)), **options)
         close(out[:, first:stop], alone)
         close(lse[..., first:stop], alone_lse)
 
@@ -330,16 +332,16 @@ def test_zero_pad_is_zero_rows_appended_to_each_segment(tokens: int, w: int, r: 
     places = torch.tensor([t // real * padded + t % real for t in range(tokens)])
     length = -(-tokens // real) * padded
     longer = [torch.zeros(2, length, *x.shape[2:]).double().index_copy(1, places, x) for x in leaves]
-    wanted, wanted_lse = dilated_truth(*longer, segment_lengths=[padded], dilation_rates=[r], offset=offset)
+    wanted, wanted_lse = dilated_reference(*longer, segment_lengths=[padded], dilation_rates=[r], offset=offset)
     options: dict[str, Any] = {"segment_lengths": [w], "dilation_rates": [r], "offset": offset}
-    out, lse = dilated_truth(*leaves, tail="zero_pad", **options)
+    out, lse = dilated_reference(*leaves, tail="zero_pad", **options)
     close(out, wanted[:, places])
     close(lse, wanted_lse[..., places])
     losses = out.square().sum(), wanted[:, places].square().sum()
     for mine, theirs in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         close(mine, theirs)
-    assert (out - dilated_truth(*leaves, **options)[0]).abs().max() > 1e-3
-    causal = [dilated_truth(*leaves, causal=True, tail=tail, **options)[0] for tail in ("ragged", "zero_pad")]
+    assert (out - dilated_reference(*leaves, **options)[0]).abs().max() > 1e-3
+    causal = [dilated_reference(*leaves, causal=True, tail=tail, **options)[0] for tail in ("ragged", "zero_pad")]
     assert torch.equal(*causal)
 
 
@@ -353,15 +355,17 @@ def test_refusals() -> None:
         {"offset": "layer_rotated"},
     ]
     for options in bad:
-        with pytest.raises(ValueError, match=r"no truth|does not go"):
-            dilated_truth(q, k, v, **OVERLAPPING, **options)
+        with pytest.raises(ValueError, match=r"no reference|does not go"):
+            dilated_reference(q, k, v, **OVERLAPPING, **options)
 
 
 def on_torchscales_terms(case: Case) -> dict[str, Tensor]:
     q, k, v, dout = inputs(case.shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     rules: dict[str, Any] = {"offset": "block", "tail": "zero_pad", "grad": "detached", "causal": case.causal}
-    out = dilated_truth(*leaves, segment_lengths=case.segment_lengths, dilation_rates=case.dilation_rates, **rules)[0]
+    out = dilated_reference(*leaves, segment_lengths=case.segment_lengths, dilation_rates=case.dilation_rates, **rules)[
+        0
+    ]
     return dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
 
 
