@@ -54,11 +54,11 @@ class Arithmetic(Protocol):
         ...
 
     def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
-        """The own queries with some keys and values; backward adds to their gradients `dkv`."""
+        """Attend with the local queries to some keys and values; backward adds to their gradients `dkv`."""
         ...
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
-        """The queries that came with the keys that came, all with one head; fills OUT, or DQ and adds to DKV."""
+        """Attend with received queries to received keys, all as one head; fills OUT, or DQ and adds to DKV."""
         ...
 
 
@@ -79,12 +79,15 @@ class Executor:
         items = [item for step in plan.steps for item in step.work]
         updates = [item for item in items if isinstance(item, AttendOp)]
         rows = plan.problem.q_layout.counts[plan.rank]
+        # Outputs of other ranks are merged after the last update here, so no update is the last that adds to a row.
         merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
         steps = [tuple(attend.tiles) for attend in updates]
         self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged)
+        # By identity: the plan holds its operations for as long as this dict lives.
         self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
         for item in items:
             if isinstance(item, AttendReceivedOp):
+                # In a fused buffer each (row, head) is a row of its own, so one query head and one K/V head.
                 rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
                 (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
         self._bound: _Bound | None = None
@@ -105,10 +108,12 @@ class Executor:
             sizes, held, received = own, 0, isinstance(item, AttendReceivedOp)
             if isinstance(item, AttendReceivedOp):
                 sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
+                # A state for the received rows, backward copies of their inputs, beside the engine's workspace.
                 held = serving_bytes(sizes, plan.backward)
             # The delta of received rows arrives as a gradient of its lse, see `arithmetic`.
             dlse = plan.backward and received
             called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
+            # Updates run one after another and give back what they allocate, so the maximum counts, not the sum.
             most = max(most, held + called)
         return most
 
@@ -127,7 +132,7 @@ class Executor:
         make: Callable[[KV | None], LocalTensors],
         watch: PassProfiler | None = None,
     ) -> LocalTensors:
-        """Begin a pass early: its first messages leave with the own K and V that `make` gives, and `run` goes on.
+        """Begin a pass early: its first messages carry the local K and V that `make` returns, and `run` continues.
 
         `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
         in it as they are; there it must write them. Else it gets None, and they are copied. Only for a plan that
@@ -143,7 +148,7 @@ class Executor:
             local = make(
                 None if message is None else buffers[message].part(StridedRange(0, self.plan.problem.kv_heads))
             )
-            self._depart(0, {Kind.KV: local}, filled=message)
+            self._launch(0, {Kind.KV: local}, filled=message)
             if watch is not None:
                 watch.project()
         except BaseException:
@@ -175,6 +180,7 @@ class Executor:
             if watch is not None:
                 (watch.resume if begun else watch.begin)()
             local, buffers = arithmetic.local, self._buffers(transport, pool)
+            # What is kept, as bytes: copied in before a backward pass, concatenated after a forward pass.
             held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
             if kept is not None:
                 for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
@@ -184,8 +190,9 @@ class Executor:
                 return local[kind] if buffer == LOCAL else buffers[buffer]
 
             for number, step in enumerate(self.plan.steps):
+                # The first step of a pass begun early has packed and started its messages already.
                 if number or not begun:
-                    self._depart(number, local)
+                    self._launch(number, local)
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
                 for restore in step.restores:
@@ -194,15 +201,15 @@ class Executor:
                     if isinstance(item, Add):
                         add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
                     elif isinstance(item, AttendReceivedOp):
-                        served = (item.q, item.kv, item.result, item.seed, item.dkv)
-                        received = {self.plan.buffers[one].kind: buffers[one] for one in served if one != LOCAL}
+                        roles = (item.q, item.kv, item.result, item.seed, item.dkv)
+                        received = {self.plan.buffers[one].kind: buffers[one] for one in roles if one != LOCAL}
                         arithmetic.attend_received(received, self._work_of[id(item)])
                     else:
                         kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
                         if self.plan.backward:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
                         arithmetic.attend(kv, dkv, self._work_of[id(item)])
-            self._arrive()
+            self._wait()
             kept = torch.cat(held) if keep and held else None
             if watch is not None:
                 watch.done()
@@ -234,27 +241,30 @@ class Executor:
         if item.owner is not None:
             return kv
         heads = self.plan.problem.kv_heads
+        # One stored head, read as all K/V heads: an expanded view, stride 0, no copy.
         return KV(kv.k.expand(-1, -1, heads, -1), kv.v.expand(-1, -1, heads, -1))
 
-    def _depart(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
-        """Wait for what travels, pack the step's messages but the `filled` one, and let them go."""
+    def _launch(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
+        """Wait for the messages in flight, pack this step's messages but the `filled` one, and launch them."""
         self.step = number
-        self._arrive()
+        self._wait()
         assert self._bound is not None
         buffers = self._bound.buffers
         for gather in self.plan.steps[number].packs:
+            # What `make` wrote straight into the first message needs no copy.
             if gather.into != filled:
                 own = gather.source == LOCAL
                 source = local[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
                 pack(source, buffers[gather.into])
+        # The hop was bound once, with its tensors.
         hop = self._bound.hops[number]
         if self._watch is not None:
             self._ticket = self._watch.depart(number, hop)
         else:
             self._ticket = hop.start() if hop is not None else None
 
-    def _arrive(self) -> None:
-        """Wait for what travels."""
+    def _wait(self) -> None:
+        """Wait for the messages in flight."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             ticket.wait()
@@ -279,6 +289,7 @@ class Executor:
 
     def _buffers(self, transport: Transport, pool: Pool) -> list[PackedBuffer]:
         """The plan's buffers, bound to the pool's memory."""
+        # A pool that has grown has moved, so its views are stale.
         if self._bound is None or self._bound.pool_bytes != pool.nbytes:
             with torch.inference_mode(False):  # training steps use these views, too
                 self._bound = self._bind(transport, pool)
@@ -292,8 +303,10 @@ class Executor:
             record = record_elements(problem, buffer.dtype, buffer.kind)
             count = size(buffer.content) * record
             if buffer.inside is None:
+                # Records with scalars (scales, lse) mix dtypes, so their buffer is typed as bytes.
                 flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if form.scalars else dtype)
             else:
+                # A part of a fused buffer is a slice of its flat tensor, counted in records of one row and head.
                 first = buffer.inside.row * record
                 flat = buffers[buffer.inside.buffer].flat[first : first + count]
             buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
@@ -306,6 +319,7 @@ class Executor:
     def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
         sends = [
+            # A send may be a slice of its buffer; a receive always fills a whole one.
             Message(send.peer, buffers[send.buffer].flat[send.first : send.first + send.elements], where + send.label)
             for send in step.sends
         ]

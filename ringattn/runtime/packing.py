@@ -33,6 +33,7 @@ class Side(NamedTuple):
 
 def is_faster(records: PackedBuffer, device: torch.device) -> bool:
     """Whether the kernel is faster: several runs on a CUDA device, with Triton there."""
+    # One range is one strided copy already; many would be as many small kernels.
     several = sum(len(part.rows) for part in records.content) > 1
     return several and device.type == "cuda" and find_spec("triton") is not None
 
@@ -54,10 +55,14 @@ def scatter_add(records: PackedBuffer, local: LocalTensors) -> None:
 
 
 def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:
+    # All parts at once: with (row, head) as one index, row * ratio + head addresses the local tensor flat.
+    #    x[row, batch, head]  ->  flat[row * ratio + head]      ratio = row stride / head stride
+    # Needs row strides that are multiples of the head stride; else part by part below.
     if len(records.content) > 1 and all(part.heads.count == 1 for part in records.content):
         if all(_step(value.x) and value.x.stride(0) % _step(value.x) == 0 for value in local.values):
             for value, packed in zip(local.values, records.flattened(), strict=True):
                 own, ratio = value.x, value.x.stride(0) // _step(value.x)
+                # The last index is (rows - 1) * ratio + heads - 1, so the view ends inside the tensor.
                 size = ((own.shape[0] - 1) * ratio + own.shape[2], own.shape[1], 1, own.shape[3])
                 flat = own.as_strided(size, (_step(own), own.stride(1), 0, 1))
                 yield Side(flat, packed.x, _list(records, None, ratio, own.device))
@@ -80,9 +85,11 @@ def _by_part(x: Tensor, records: PackedBuffer, number: int) -> Iterator[Side]:
 
 def _list(records: PackedBuffer, heads: StridedRange | None, ratio: int, device: torch.device) -> Tensor:
     """int64: the owner's rows of one part in order, or of all, each times `ratio` plus its head."""
+    # Kept with the buffer: made on the first pass, then read by every one.
     key = heads, ratio, device
     if key not in records.lists:
         rows = [
+            # Content order is wire order: part after part, range after range.
             torch.arange(run.start, run.stop, run.stride) * ratio + (part.heads.start if heads is None else 0)
             for part in records.content
             if heads in (None, part.heads)

@@ -61,10 +61,13 @@ class PackedBuffer:
         """Kept by `ringattn.runtime.packing`."""
         self.parts: dict[StridedRange, tuple[Rows, ...]] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
+        # A record is one row, batch and head: its width in elements follows from the flat size.
         width = flat.numel() // records if records else 0
         at = 0
         for part in content:
             count = part.row_count * batch * part.heads.count * width
+            # One head part after the other; rows outermost, so a range of rows is one contiguous slice:
+            #    flat  | part 0: row 0 (batch, head, K|V) . row 1 . ... | part 1: row 0 . row 1 . ... |
             block = flat[at : at + count].view(part.row_count, batch, part.heads.count, width)
             self.parts[part.heads] = _values(block, form, dtype)
             at += count
@@ -90,10 +93,12 @@ class PackedBuffer:
 
 def _values(block: Tensor, form: RecordLayout, dtype: torch.dtype) -> tuple[Rows, ...]:
     """The values in records (rows, batch, heads, width), with their scalars."""
+    # With scalars the record is bytes:  | values of the dtype | padding | scalars |
     values = block if not form.scalars else block[..., : sum(form.dims) * dtype.itemsize].view(dtype)
     xs = values.split(form.dims, -1)
     if not form.scalars:
         return tuple(map(Rows, xs))
+    # Scalars stand at the end of the record, those of the first value first.
     scalars = block.view(TORCH_DTYPE[form.scalar_dtype])[..., -len(xs) * form.scalars :].unbind(-1)
     return tuple(Rows(x, scalars[n * form.scalars : (n + 1) * form.scalars]) for n, x in enumerate(xs))
 
@@ -131,6 +136,7 @@ def pack(source: BufferRef, into: PackedBuffer) -> None:
         packing.gather(source, into)
         return
     for have, want in _pairs(source, into, into.content):
+        # Same coding on both sides is a plain copy, scales included: a forwarded block keeps its bits.
         if have.coded and not want.coded:
             restore(have.x, have.scalars[0], want.x)
         elif want.coded and not have.coded:
@@ -148,6 +154,7 @@ def add(part: PackedBuffer, into: BufferRef) -> None:
         return
     for have, want in _pairs(part, into, part.content):
         if have.scalars:
+            # Records have lse as (rows, batch, heads); the merge wants (batch, heads, rows).
             lse, part_lse = (one.scalars[0].permute(1, 2, 0) for one in (want, have))
             merge_(want.x, lse, have.x, part_lse)
         else:
@@ -160,6 +167,9 @@ def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tup
         for ours, theirs in zip(source.spots(part), into.spots(part), strict=True):
             for one in ours:
                 for other in theirs:
+                    # Rows held by both are evenly spaced on either side, so each overlap is one strided copy:
+                    #    source  overlap 0..4 at packed 10..14     into  overlap 2..9 at rows 0..7
+                    #    common  2..4: packed 12..14 -> rows 0..2
                     if both := one.common_rows(other):
                         yield from zip(source.rows(part.heads, both[0]), into.rows(part.heads, both[1]), strict=True)
 
@@ -181,9 +191,11 @@ def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
         quantize_call(x, values, scales).run()
         return
     full = x.float()
+    # One scale for each record (row, batch, head); clamped so that rows of zeros divide by a normal number.
     scale = (full.abs().amax(-1) / LARGEST[values.dtype]).clamp_min(SMALLEST_SCALE)
     scale += (full * 0.0).sum(-1)  # NaN where a value is not finite
     steps = full / scale[..., None]
+    # int8 would truncate, so round half up; float8 rounds in the copy.
     values.copy_(torch.floor(steps + 0.5) if values.dtype == torch.int8 else steps)
     scales.copy_(scale)
 
