@@ -51,9 +51,12 @@ def _peaks(lse, at, live):
 @triton.jit
 def _score_grads(s, capped, peaks, dp, delta, SOFTCAP: tl.constexpr):
     """(weights, gradient of the products before scaling); `peaks` and `delta` broadcast over the keys."""
+    # P = exp(S - lse): the final weights, since lse is over all keys of the row.
     p = tl.exp2(s - peaks)
+    # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
     ds = p * (dp - delta)
     if SOFTCAP:
+        # The derivative of tanh.
         ds = ds * (1.0 - capped * capped)
     return p, ds
 
@@ -71,8 +74,10 @@ def _add_q(
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    # dP = dO V^T
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
     _, ds = _score_grads(s, capped, peaks[:, None], dp, deltas[:, None], SOFTCAP)
+    # dQ += dS K; the scale follows once, at the end.
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
 
 
@@ -116,6 +121,7 @@ def _grad_q(
                 )  # fmt: skip
         rows, live = rows_in(block, idle, BLOCK_M)
         dq_base = dq + batch * dq_batch + head * dq_head
+        # dQ accumulates over the launches of a pass: a FIRST block starts from 0, a LAST one writes the result alone.
         total = load_rows(dq_base, rows * dq_row, live & (begins == 0), D_K, PAD_K) + dq_rows * scale
         if result is not None:
             result_base = result + batch * result_batch + head * result_head
@@ -135,12 +141,14 @@ def _add_kv(
     rows = (entry[0] + cols * entry[1]).to(tl.int64)
     live = cols < entry[2]
     q_rows = read_block(q_source, at, entry[2], D_K, PAD_K, BLOCK_M, DESCRIBED)
+    # S^T = K Q^T, so that dV = P^T dO and dK = dS^T Q need no transposed operand.
     s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), in_scale, softcap, SOFTCAP)
     if edge:
         s = tl.where(banded(tl.arange(0, BLOCK_N), cols, entry[2], band), s, float("-inf"))
     peaks = _peaks(lse, rows * lse_row, live)
     deltas = tl.load(delta + rows * delta_row, mask=live, other=0.0)
     dout_rows = read_block(dout_source, at, entry[2], D_V, PAD_V, BLOCK_M, DESCRIBED)
+    # dP^T = V dO^T
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
     p, ds = _score_grads(s, capped, peaks[None, :], dp, deltas[None, :], SOFTCAP)
     dv_rows = tl.dot(p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
@@ -150,6 +158,7 @@ def _add_kv(
         of_held = tl.where(held[:, None], ds, 0.0).to(k_rows.dtype)
         dims = tl.arange(0, PAD_K)
         at_dq = dq + (rows * dq_row)[:, None] + dims[None, :]
+        # dQ = dS K from the transposed dS^T.
         more = tl.dot(tl.trans(of_held), k_rows, input_precision="ieee") * scale
         tl.atomic_add(at_dq, more, mask=live[:, None] & (dims < D_K)[None, :], sem="relaxed")
     return dk_rows, dv_rows
@@ -170,6 +179,7 @@ def _grad_kv(
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, kv_head, idle = item_of(blocks, item, block_count, slots)
         rows, live = rows_in(block, idle, BLOCK_N)
+        # K/V may be held from a later head than 0; gradients have the same heads.
         held = kv_head - first_kv_head
         k_rows = load_rows(k + batch * k_batch + held * k_head, rows * k_row, live, D_K, PAD_K)
         v_rows = load_rows(v + batch * v_batch + held * v_head, rows * v_row, live, D_V, PAD_V)
@@ -179,6 +189,7 @@ def _grad_kv(
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
+            # Columns 11 and 12 of an entry: the first query head beyond kv_head * group, and how many.
             first_head = kv_head * group + tl.load(entries + index * ENTRY_COLUMNS + 11)
             for served in tl.range(0, tl.load(entries + index * ENTRY_COLUMNS + 12), disable_licm=True):
                 head = first_head + served
@@ -199,6 +210,7 @@ def _grad_kv(
         rows, live = rows_in(block, idle, BLOCK_N)
         dk_base = dk + batch * dk_batch + held * dk_head
         dv_base = dv + batch * dv_batch + held * dv_head
+        # dK and dV add to what is there: sums of other ranks, or of earlier launches.
         dv_rows = load_rows(dv_base, rows * dv_row, live, D_V, PAD_V) + dv_rows
         store_rows(dv_base, rows * dv_row, live, dv_rows, D_V, PAD_V)
         dk_rows = load_rows(dk_base, rows * dk_row, live, D_K, PAD_K) + dk_rows * scale

@@ -49,17 +49,21 @@ def update(
 ):  # fmt: skip
     """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows."""
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
+    # Scores (BLOCK_M, BLOCK_N) in base 2, as exp2 needs a multiplication less than exp.
     s, _ = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
     if edge:
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
+    # Online softmax: the state is (acc, peak, weight) with  out = acc / weight  and  lse = peak + log2(weight).
     new_peak = tl.maximum(peak, tl.max(s, 1))
     # A row that has seen no key so far keeps its peak of -inf, which no exponent may be taken from.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(s - shift[:, None])
+    # A greater peak scales down what was accumulated: exp2(-inf) = 0 for a row without any key so far.
     keep = tl.exp2(peak - shift)
     weight = weight * keep + tl.sum(p, 1)
     v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    # P in the dtype of v for the matrix unit; the sum stays float32.
     acc = tl.dot(p.to(v_rows.dtype), v_rows, acc * keep[:, None], input_precision="ieee")
     return acc, new_peak, weight
 
@@ -75,6 +79,8 @@ def _update_entry(
     start, full, full_end, end = visits(at_entry)
     k_source = rows_of(k, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
     v_source = rows_of(v, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    # Blocks of keys that some row sees; only those before `full` and from `full_end` on need the mask:
+    #    start | masked | full | unmasked | full_end | masked | end
     for at in tl.range(start, end):
         edge = (at < full) | (at >= full_end)
         acc, peak, weight = update(
@@ -87,6 +93,7 @@ def _update_entry(
 @triton.jit
 def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr):
     """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
+    # A FIRST block does not read memory that nothing has written.
     known = live & (begins == 0)
     acc = load_rows(out, out_rows, known, D_V, PAD_V)
     peak = tl.load(lse + lse_rows, mask=known, other=float("-inf"))
@@ -96,6 +103,7 @@ def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_
         weight = tl.full(peak.shape, 1.0, tl.float32)
     else:
         weight = tl.load(weights + lse_rows, mask=known, other=0.0)
+    # A sink is a key of value 0: peak = its logit, weight 1, acc 0.
     if sinks is not None:
         peak = tl.where(begins, tl.load(sinks + head).to(tl.float32) * LOG2_E, peak)
         weight = tl.where(begins, 1.0, weight)
@@ -111,6 +119,7 @@ def closing(
     """Store the state of a block's rows or, where the pass `ends`, its result and lse."""
     rows, live = rows_in(block, idle, BLOCK_M)
     lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
+    # A row that saw no key: out 0 and lse -inf, without dividing by 0.
     blind = weight == 0.0
     whole = tl.where(blind, 1.0, weight)
     natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
@@ -143,6 +152,7 @@ def _forward(
         block, batch, head, idle = item_of(blocks, item, block_count, slots)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
+        # The held K/V may begin at a later head than 0.
         kv_head = head // group - first_kv_head
         q_base = q + batch * q_batch + head * q_head
         q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)

@@ -33,12 +33,18 @@ CONSUMERS = gl.constexpr(2)
 @gluon.jit
 def slot_of(turn, SLOTS: gl.constexpr):
     """Of the `turn`-th use, from 0, of a ring of SLOTS buffers: (the buffer, the parity of the phase that fills it)."""
+    # SLOTS 2:   turn   0 1 2 3 4 5
+    #            slot   0 1 0 1 0 1
+    #            parity 0 0 1 1 0 0
     return turn % SLOTS, turn // SLOTS & 1
 
 
 @gluon.jit
 def visited(nth, start, full, full_end):
     """The `nth` block of an entry's rows: the full ones first, then those before and after them."""
+    # Full blocks need no mask and one loop body; the others follow, left edge first:
+    #    blocks   start . . full . . . full_end . end
+    #    nth            4 5      0 1 2 3           6
     edge = start + nth - (full_end - full)
     return gl.where(edge < start, full + nth, gl.where(edge < full, edge, start + nth))
 
@@ -63,6 +69,7 @@ def _described(base, first, stride, distance, count, buffer):
 @gluon.jit
 def _bring(rows, at, slot, parity, full, empty, buffers):
     """Load a block of rows into a slot, once its readers have left."""
+    # The other parity: a new barrier counts as having finished the phase before its first, so the first wait passes.
     mbarrier.wait(empty.index(slot), parity ^ 1)
     mbarrier.expect(full.index(slot), rows.block_type.nbytes)
     tma.async_copy_global_to_shared(rows, [at, 0], full.index(slot), buffers.index(slot))
@@ -115,6 +122,7 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
 def seen(own, entry):
     """The first and the last row of the entry that each row of the block sees: a run, since steps are positive."""
     rows, band = rows_and_band(entry)
+    # lo <= own * s_own - other * s_other <= hi, solved for `other`.
     near, far = own * band[0] - band[2], own * band[0] - band[3]
     first = gl.where(far > 0, (far + band[1] - 1) // band[1], 0)
     last = gl.where(near < 0, -1, near // band[1])
@@ -181,6 +189,7 @@ def _update(
     old_slot, old_parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(v_full.index(old_slot), old_parity)
     acc = hopper.warpgroup_mma(p, v_buffers.index(old_slot), acc, is_async=True)
+    # One product may be under way: the older of the two, Q.K, has ended and P.V still runs beside the softmax.
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot))
     new_p, peak, weight, keep = _weighed(s, peak, weight, at, entry, own, scale, BLOCK_N, MASKED)
@@ -219,6 +228,7 @@ def _attend(
                 k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, True, s_layout,
             )  # fmt: skip
             turn += 1
+    # Q is not read again: the producer may load the next item's. The last block's values are still to be added.
     mbarrier.arrive(barriers[1])
     slot, parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(barriers[4].index(slot), parity)

@@ -32,6 +32,7 @@ def load_rows(base, offsets, live, DIM: tl.constexpr, PADDED: tl.constexpr):
 @triton.jit
 def rows_of(base, stride, run, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
     """What `read_block` reads a run of rows from: a descriptor, or the first row and the distance of two rows."""
+    # A range (first row, row stride, rows) of a tensor whose rows are `stride` elements apart.
     first = base + run[0].to(tl.int64) * stride
     step = run[1].to(tl.int64) * stride
     if DESCRIBED:
@@ -47,6 +48,7 @@ def read_block(
 ):  # fmt: skip
     """Block `at` of a run of `count` rows: (ROWS, PADDED)."""
     if DESCRIBED:
+        # The descriptor knows count and DIM: what lies outside reads as 0.
         rows = source.load([at * ROWS, 0])
     else:
         index = at * ROWS + tl.arange(0, ROWS)
@@ -65,6 +67,7 @@ def store_rows(base, offsets, live, values, DIM: tl.constexpr, PADDED: tl.conste
 @triton.jit
 def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits of q . k, and where SOFTCAP the capped tanh in [-1, 1]; scaled as `logit_scales` says."""
+    # With SOFTCAP `scale` is 2 scale / softcap * log2 e, so that s is the exponent of e^2x in base 2.
     s, capped = products * scale, products
     if SOFTCAP:
         # tanh x = 1 - 2 / (1 + e^2x), right at both infinities.
@@ -76,6 +79,7 @@ def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def item_of(blocks, item, block_count, slots):
     """(block, batch, head, idle) of an item; a block with fewer heads than `slots` has idle items at its last head."""
+    # item = block + block_count * (slot + slots * batch): the blocks of one head together, the longest first.
     block = blocks + item % block_count * BLOCK_COLUMNS
     rest = item // block_count
     slot, heads = rest % slots, tl.load(block + 4)
@@ -130,6 +134,7 @@ def visits(entry):
 @triton.jit
 def banded(own, other, count, band):
     """The pairs, (own rows, other rows), that the band allows among the `count` rows of an entry."""
+    # int32: the table keeps rows and banded distances below 2^30.
     distance = own[:, None] * band[0] - (other * band[1])[None, :]
     return (distance >= band[2]) & (distance <= band[3]) & (other < count)[None, :]
 

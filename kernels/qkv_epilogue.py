@@ -97,6 +97,7 @@ def _meta(finish: Finish) -> dict[str, int]:
 @triton.jit
 def place(pointer, batch_stride, token_stride, head_stride, at, tokens, head):
     """Pointers to a head's first element for each token of the flat index `at`, in a (batch, tokens, heads, dim)."""
+    # The flat index counts tokens of all batches: batch at // tokens, token at % tokens.
     row = (at // tokens).to(tl.int64) * batch_stride + (at % tokens).to(tl.int64) * token_stride
     return (pointer + row + head.to(tl.int64) * head_stride)[:, None]
 
@@ -106,6 +107,7 @@ def load_halves(row, inside, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.co
     """The float32 half tiles of heads that begin at the pointers `row` (tokens, 1); 0 where not `inside`."""
     if APART == 1:
         column = tl.arange(0, 2 * HALF)[None, :]
+        # Interleaved: a = elements 0 2 4 ..., b = elements 1 3 5 ...
         both = tl.load(row + column, mask=inside & (column < DIM), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(both, (row.shape[0], HALF, 2)))
     else:
@@ -140,6 +142,7 @@ def load_weight(weight, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constex
 def load_angles(cos, sin, at, tokens, inside, DIM: tl.constexpr, HALF: tl.constexpr):
     """Cosines and sines of the tokens of the flat index `at`."""
     half = tl.arange(0, HALF)[None, :]
+    # One angle for each pair of elements, the same for all heads and batches.
     angle = (at % tokens)[:, None] * (DIM // 2) + half
     real = inside & (half < DIM // 2)
     return tl.load(cos + angle, mask=real, other=0.0), tl.load(sin + angle, mask=real, other=0.0)
@@ -156,12 +159,14 @@ def finish_heads(
     inside = (at < total)[:, None]
     if head < turned:
         if norm is not None:
+            # RMS normalization: x / sqrt(mean(x^2) + eps) * norm.
             root = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
             of_a, of_b = load_weight(norm, DIM, HALF, APART)
             a *= root * of_a
             b *= root * of_b
         if cos is not None:
             c, s = load_angles(cos, sin, at, tokens, inside, DIM, HALF)
+            # Rotation of each pair (a, b) by its angle.
             a, b = a * c - b * s, b * c + a * s
         to = place(first, first_batch, first_token, first_head, at, tokens, head)
         store_halves(to, a, b, inside, DIM, HALF, APART)
@@ -212,19 +217,23 @@ def epilogue_grad(
         a, b = load_halves(source, inside, DIM, HALF, APART)
         if cos is not None:
             c, s = load_angles(cos, sin, at, tokens, inside, DIM, HALF)
+            # Its transpose rotates the gradient back.
             a, b = a * c + b * s, b * c - a * s
         if norm is not None:
             row = raw + (at.to(tl.int64) * raw_row + head * DIM)[:, None]
+            # y = raw / rms, computed again from the product.
             y_a, y_b = load_halves(row, inside, DIM, HALF, APART)
             root = tl.rsqrt((tl.sum(y_a * y_a, 1) + tl.sum(y_b * y_b, 1)) / DIM + eps)[:, None]
             y_a *= root
             y_b *= root
+            # Each program writes its own sum over its tokens: no atomics, so the bits repeat.
             part = dnorm + (block.to(tl.int64) * turned + head) * DIM + tl.zeros((1, 1), tl.int32)
             whole = tl.full((1, 1), 1, tl.int1)
             store_halves(part, tl.sum(a * y_a, 0)[None, :], tl.sum(b * y_b, 0)[None, :], whole, DIM, HALF, APART)
             of_a, of_b = load_weight(norm, DIM, HALF, APART)
             a *= of_a
             b *= of_b
+            # mean(g * norm * y), the component of the gradient along y, which normalization removes.
             along = ((tl.sum(a * y_a, 1) + tl.sum(b * y_b, 1)) / DIM)[:, None]
             a, b = root * (a - y_a * along), root * (b - y_b * along)
         store_halves(to, a, b, inside, DIM, HALF, APART)

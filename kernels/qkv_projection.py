@@ -50,6 +50,11 @@ def project_heads(
     BLOCK_TOKENS: tl.constexpr, BLOCK_MODEL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of BLOCK_TOKENS tokens; see `Finish` for the arguments from `norm` on."""
+    # GROUP blocks of tokens and all heads form a band; within one, blocks vary fastest, so the programs that run at the
+    # same time share the weights of one head (L2 cache). The last band may have fewer blocks.
+    #    program   0      1      2      3      ...      GROUP 2
+    #    block     0      1      0      1
+    #    head      0      0      1      1
     blocks = tl.cdiv(total, BLOCK_TOKENS)
     band = tl.program_id(0) // (GROUP * heads)
     height = tl.minimum(blocks - band * GROUP, GROUP)
@@ -66,6 +71,8 @@ def project_heads(
     # ends in one thread.
     across = tl.arange(0, 2 * HALF)
     if APART == 1:
+        # Columns: interleaved pairs as they lie, 0 1 2 3 ...; else the first half head and then the second, each
+        # padded.
         element, real = across, across < DIM
     else:
         element, real = across // HALF * APART + across % HALF, across % HALF < APART
@@ -75,6 +82,7 @@ def project_heads(
         column = start + tl.arange(0, BLOCK_MODEL)
         held = column < model
         piece = tl.load(from_x + column[None, :], mask=inside & held[None, :], other=0.0)
+        # The weight is (heads * dim, model): read transposed, (model, columns of the head).
         of_head = tl.load(from_weight + column[:, None], mask=real[None, :] & held[:, None], other=0.0)
         both = tl.dot(piece, of_head, both, input_precision="ieee")
     if APART == 1:

@@ -48,6 +48,7 @@ def _call(kernel: object, x: Tensor, values: Tensor, scales: Tensor, meta: dict[
 def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
     """Row, batch and head of this program; heads vary fastest."""
     blocks = tl.cdiv(rows, BLOCK_ROWS)
+    # program = head + heads * (block of rows + blocks * batch): neighbouring programs read neighbouring heads of a row.
     row = (tl.program_id(0) // heads % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     return row, (tl.program_id(0) // heads // blocks).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
 
@@ -70,6 +71,7 @@ def quantize(
     scale += tl.sum(full * 0.0, 1)
     steps = tl.div_rn(full, scale[:, None])  # `/` may err in the last place on a GPU
     if ROUND:
+        # The cast to int8 truncates.
         steps = tl.floor(steps + 0.5)
     to = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column
     tl.store(to, steps.to(values.dtype.element_ty), mask=inside)
@@ -88,6 +90,7 @@ def restore(
     inside = (row < rows)[:, None] & (column < DIM)
     source = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column
     scale = tl.load(scales + batch * scales_batch + head * scales_head + row * scales_row, mask=row < rows, other=0.0)
+    # One product in float32, rounded once by the store.
     full = tl.load(source, mask=inside).to(tl.float32) * scale[:, None]
     to = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
     tl.store(to, full.to(x.dtype.element_ty), mask=inside)

@@ -35,6 +35,7 @@ def move_rows_call(
 def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
     """Rows, batch and head of this program. Heads vary fastest, because a row's heads usually lie side by side."""
     blocks = tl.cdiv(rows, BLOCK_ROWS)
+    # program = head + heads * (block of rows + blocks * batch)
     row = (tl.program_id(0) // heads % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     return row, (tl.program_id(0) // heads // blocks).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
 
@@ -47,10 +48,12 @@ def move_rows(
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one head."""
     here, batch, head = corners(count, heads, BLOCK_ROWS)
+    # Without a list, rows are moved in order.
     there = here
     held = here < count
     if scatter is not None:
         there = tl.load(scatter + here, mask=held, other=0)
+    # `scatter` is read with the program's own index, so before `gather` replaces it.
     if gather is not None:
         here = tl.load(gather + here, mask=held, other=0)
     column = tl.arange(0, WIDTH)[None, :]
@@ -60,5 +63,6 @@ def move_rows(
     )
     to = into + batch * into_batch + head * into_head + (there * into_row)[:, None] + column
     if ADD:
+        # Added in the wider of the two dtypes, rounded by the store.
         value += tl.load(to, mask=inside)
     tl.store(to, value.to(into.dtype.element_ty), mask=inside)
