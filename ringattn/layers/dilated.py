@@ -307,11 +307,8 @@ class MultiheadDilation(Projections):
         """Dilated self-attention with the layer's weights. A collective call.
 
         Args:
-            x: This rank's shard of `seq`.
+            x: This rank's shard of `seq`, (batch, tokens, embed_dim).
             seq: The sequence, which brings the ring.
-
-        Shape:
-            x: (batch, tokens, embed_dim)
 
         Returns:
             (batch, tokens, embed_dim).
@@ -366,11 +363,8 @@ class RingMultiheadDilatedAttention(MultiheadDilation):
         """Dilated self-attention of this rank's tokens to those of all ranks. A collective call.
 
         Args:
-            x: This rank's shard of `seq`.
+            x: This rank's shard of `seq`, (batch, tokens, embed_dim).
             seq: The sequence, which brings the ring.
-
-        Shape:
-            x: (batch, tokens, embed_dim)
 
         Returns:
             (batch, tokens, embed_dim).
@@ -389,10 +383,7 @@ class MultiheadDilatedAttention(Alone, MultiheadDilation):
         """Dilated self-attention of whole sequences.
 
         Args:
-            x: Whole sequences.
-
-        Shape:
-            x: (batch, tokens, embed_dim)
+            x: Whole sequences, (batch, tokens, embed_dim).
 
         Returns:
             (batch, tokens, embed_dim).
