@@ -1,7 +1,8 @@
-"""The Triton engine in the interpreter: the engine contract, and what the kernels promise beyond it.
+"""The Triton engine in the interpreter: the engine contract, and what the kernels guarantee beyond it.
 
-Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_engine_triton.py): Triton decides when a
-kernel is imported whether it is interpreted. Blocks are small, so that every scenario has borders, tails and diagonals.
+Collected by name, in a process of its own with TRITON_INTERPRET=1 (see tests/engine/test_triton.py): Triton decides
+when a kernel is imported whether it is interpreted. Blocks are small, so that every scenario has borders, tails and
+diagonals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
-from ringattn.kernels.launch_call import Config, Table
+from ringattn.kernels.experimental.attention_specialized import forward_kernel, specialized
+from ringattn.kernels.launch_call import Config, LaunchCall, Table
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
@@ -171,6 +173,30 @@ def test_offsets_beyond_int32() -> None:
         results.append((out, state.lse, dq.finalized(q.dtype), dk, dv))
     assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
+
+
+def test_a_specialized_engine_launches_descriptors_where_a_block_meets_several_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of one tile goes by the specialized kernel, the next of two tiles by descriptors; alike to the bit."""
+    launches: list[LaunchCall] = []
+
+    def recorded(call: LaunchCall) -> LaunchCall:
+        launches.append(specialized(call))
+        return launches[-1]
+
+    monkeypatch.setattr("ringattn.engine.triton.specialized", recorded)
+    (q, kv), tiles = random_inputs(torch.float16, 48, 128), ring_tiles(4)
+    results = []
+    for form in ("descriptors", "specialized"):
+        engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
+        works = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
+        state = engine.begin(works, q, 16, None)
+        for work in works:
+            engine.attend(q, KV(*kv), state, work)
+        results.append((state.out.finalized(q.dtype), state.lse))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and results[0][1].isfinite().all()
+    assert [call.kernel for call in launches] == [forward_kernel]
 
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
