@@ -72,6 +72,7 @@ def _show_hidden(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -
     The op takes them for rows without a key and says (0, 0), which weighs like a key. A row with a NaN is NaN; one of
     -inf alone has seen nothing. That is found by its scores, a few rows at a time, as its keys may hold the NaN.
     """
+    # Query head h reads K/V head h // group.
     group = q.shape[1] // k.shape[1]
     hidden = (lse == 0) & ~(out.abs() > 0).any(-1)  # 0, or NaN where a value is
     for batch, head in hidden.any(-1).nonzero().tolist():
@@ -106,6 +107,7 @@ def _flash_backward(
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    # cuDNN gives lse a last axis of 1.
     return out, lse.view(q.shape[:3])
 
 
@@ -123,6 +125,7 @@ def _no_dropout(like: Tensor, dtype: torch.dtype, *seed_shape: int) -> tuple[Ten
     return like.new_zeros(seed_shape, dtype=dtype), like.new_zeros((), dtype=dtype)
 
 
+# name, forward, backward, square_causal_only, keeps_half, dim_step, max_dim
 CPU = BlockOp("cpu-flash", _cpu_forward, _cpu_backward, False, False, 1, 1 << 30)
 FLASH = BlockOp("cuda-flash", _flash_forward, _flash_backward, True, True, 8, 256)
 CUDNN = BlockOp("cudnn", _cudnn_forward, _cudnn_backward, True, True, 8, 128, min_keys=2)
@@ -215,6 +218,7 @@ class AtenEngine(Accumulating):
         q_part, k, v = (_operand(x, width) for x in (_times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
         part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, by.scale)
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
+        # The op's lse is (batch, heads, rows): a reversed rectangle is flipped back along its rows.
         merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
     def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: AtenWork) -> None:
@@ -251,7 +255,9 @@ class AtenEngine(Accumulating):
         dout, q_part, k, v, out = (
             _operand(x, width) for x in (dout, _times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
         )
+        # The merged lse makes exp(score - lse) the weight among all keys of the row, not only this rectangle's.
         grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
+        # q went in times of_q, so its gradient comes out to be multiplied by it once more (chain rule).
         at.view(into).add_(at.restored(grads[0], q.shape[-1]), alpha=by.of_q)
         at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
         at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
@@ -271,6 +277,7 @@ class AtenEngine(Accumulating):
         self, head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, extra_columns: int
     ) -> tuple[BlockOp | None, int]:
         """The block op and the head dimension that it is called with: unpadded where it can be."""
+        # One width for k and v, as the ops ask: the larger, rounded up where either must be padded anyway.
         dims = (head_dim, value_dim + extra_columns)
         width, step = max(dims), max((op.dim_step for op in self._ops), default=1)
         if width != min(dims) or width % step:
@@ -295,6 +302,7 @@ class _Place(NamedTuple):
 
     def view_keys(self, x: Tensor) -> Tensor:
         """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
+        # Received K/V may start at a later head than 0.
         held = StridedRange(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
         return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
 

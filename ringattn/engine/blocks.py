@@ -1,9 +1,9 @@
 """Tiles to block tables: what one kernel launch needs to consume all tiles of a step.
 
 A table is seen from one side, the queries or the keys: that side's rows are cut into *blocks*, each owned by one
-program, and a block lists as *entries* the rows of the other side that it meets.
+program, and a block lists as *entries* the rows of the other side that it attends to.
 Guarantees that every pair of the tiles is in exactly one (block, entry), that no row of a head is in two blocks, that
-all rows of a block meet the same entries, and that rows of the other side which no row of a block sees are not visited
+all rows of a block have the same entries, and that rows of the other side which no row of a block sees are not visited
 but for the rest of a block of rows. Positions end here: bands count rows of the block and of the entry, so that a
 kernel computes in int32 whatever the length of the sequence.
 """
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tile as its own side sees it: pairs with lo <= own position - other position <= hi.
+    """A tile seen from the own side: pairs with lo <= own position - other position <= hi.
 
     `heads`: of the own side. `served`: its query heads, counted from own head * group.
     """
@@ -80,6 +80,7 @@ def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int
     `group`: query heads per K/V head. Raises as `query_blocks` does.
     """
     parts = [
+        # lo <= q - k <= hi seen from the keys is -hi <= k - q <= -lo.
         _Part(tile.k, tile.q, -tile.band.hi, -tile.band.lo, kv_heads, served)
         for tile in tiles
         for heads in _unstrided(tile.heads)
@@ -90,7 +91,12 @@ def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int
 
 def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
     """K/V heads with the same query heads in a run of stride 1, and these, counted from the K/V head's first."""
+    # Whole groups first .. last - 1, and what sticks out on either side:
+    #    group 4, query heads 2..9:   . . x x | x x x x | x x . .
+    #    K/V head                        0         1         2
+    #    served                        2..3      0..3      0..1
     first, last = -(-heads.start // group), heads.stop // group
+    # All inside one group.
     if heads.start // group == (heads.stop - 1) // group and last <= first:
         yield StridedRange(heads.start // group, 1), StridedRange(heads.start % group, heads.count)
         return
@@ -112,11 +118,16 @@ def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
     for heads, over in _elementary([part.heads for part in parts]):
         # Rows of unequal strides cut each other only where they are members of one residue class.
         stride = lcm(*(parts[i].own.rows.stride for i in over if parts[i].own.rows.count > 1))
+        # By residue modulo the common stride; within a class rows are plain integers again: (row - residue) / stride.
         classes: dict[int, list[_Part]] = {}
         for part in (parts[i] for i in over):
             for own in _residues(part.own, stride):
                 classes.setdefault(own.rows.start % stride, []).append(part._replace(own=own))
         for residue, held in classes.items():
+            # The parts of a class as intervals; cut at all borders, each piece is in the same parts throughout:
+            #    part A   |-------------|
+            #    part B          |------------|
+            #    cells    |--A---|--A,B-|--B--|
             starts = [part.own.rows.start // stride for part in held]
             spans = [StridedRange(start, part.own.rows.count) for start, part in zip(starts, held, strict=True)]
             for span, inside in _elementary(spans):
@@ -125,12 +136,12 @@ def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
                 yield _Cell(rows, heads, [part._replace(own=own) for part, own in cut])
 
 
-def _residues(strip: TokenRange, stride: int) -> Iterator[TokenRange]:
-    """The strip cut into strips of the given row stride (a multiple of its own); a single row has any stride."""
-    count = strip.rows.count
-    step = stride // strip.rows.stride if count > 1 else 1
+def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
+    """The token range cut into ones of the given row stride (a multiple of its own); a single row has any stride."""
+    count = tokens.rows.count
+    step = stride // tokens.rows.stride if count > 1 else 1
     for first in range(min(step, count)):
-        yield strip.pick(StridedRange(first, (count - first + step - 1) // step, step))
+        yield tokens.pick(StridedRange(first, (count - first + step - 1) // step, step))
 
 
 def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, list[int]]]:
@@ -138,6 +149,7 @@ def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, l
     borders = sorted({edge for span in spans for edge in (span.start, span.start + span.count)})
     holders: list[list[int]] = [[] for _ in borders]
     for index, span in enumerate(spans):
+        # The elementary pieces that this span holds.
         for at in range(bisect_left(borders, span.start), bisect_left(borders, span.start + span.count)):
             holders[at].append(index)
     for (start, end), held in zip(pairwise(borders), holders, strict=False):
@@ -150,6 +162,7 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
     cells = list(_cells(parts))
     rows = np.array([(*_ordered(cell.rows), cell.heads.start, cell.heads.count) for cell in cells], np.int64)
     rows = rows.reshape(-1, 5)
+    # Each cell in blocks of at most own_rows rows; all its parts become entries of each of these blocks.
     blocks_of = -(-rows[:, 2] // own_rows)
     pairs = np.array([(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts], np.int64)
     pairs = pairs.reshape(-1, 10)
@@ -157,9 +170,13 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
     cell, first = _unrolled(blocks_of)
     blocks = np.zeros((len(cell), 8), np.int64)
     blocks[:, :5] = rows[cell]
+    # Columns: first row, row stride, rows, first head, heads, first entry, one past the last entry, flags.
+    # `first` is the block's place in its cell.
     blocks[:, 0] += first * own_rows * blocks[:, 1]
     blocks[:, 2] = np.minimum(own_rows, blocks[:, 2] - first * own_rows)
 
+    # One candidate entry for each (part, block of its cell); the block's index is its cell's first block plus its
+    # place.
     pair, local = _unrolled(blocks_of[pairs[:, 0]])
     block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
     entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
@@ -177,6 +194,9 @@ def _pair(part: _Part) -> tuple[int, ...]:
     The other side's first row, row stride, rows; own step, other step, lo, hi; first query head, query heads.
     """
     own, other = part.own.positions, part.other.positions
+    # Own row i is at own.start + i * own.stride, other row j likewise, so
+    #     lo <= offset + i * own.stride - j * other.stride <= hi,    offset = own.start - other.start.
+    # Both strides divided by their gcd, lo - offset rounded up and hi - offset rounded down: positions are gone.
     unit = gcd(own.stride, other.stride)
     offset = own.start - other.start
     lo, hi = -((offset - part.lo) // unit), (part.hi - offset) // unit
@@ -193,16 +213,26 @@ def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
 def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
     """Entries of blocks of `rows` own rows from row `first` of their part on, and the blocks of rows each visits."""
     count, own, other = pairs[:, 2], pairs[:, 3], pairs[:, 4]
+    # Row i of the block is row first + i of the part: move the band by first * own.
     lo, hi = pairs[:, 5] - first * own, pairs[:, 6] - first * own
     reach = (rows - 1) * own  # Row i of the block sees the rows from (i * own - hi) / other to (i * own - lo) / other.
+    # Rows that some own row sees: from the first row's lower end to the last row's upper end.
     seen = np.maximum(0, -(hi // other)), np.minimum(count, (reach - lo) // other + 1)
+    # Rows that every own row sees: from the last row's lower end to the first row's upper end.
+    #     own row 0       x x x x x . . .
+    #     own row last    . . . x x x x x
+    #     seen            x x x x x x x x
+    #     full            . . . x x . . .
     full = -((hi - reach) // other), np.minimum(count, -lo // other + 1)
+    # In blocks of other_rows rows: partly seen blocks are visited, only wholly seen ones go without a mask.
+    #     start .. full_start masked | full_start .. full_end unmasked | full_end .. end masked
     start, end = seen[0] // other_rows, -(-seen[1] // other_rows)
     full_start = np.clip(-(-full[0] // other_rows), start, np.maximum(start, end))
     full_end = np.clip(full[1] // other_rows, full_start, np.maximum(full_start, end))
 
     entries = np.zeros((len(pairs), 16), np.int64)
     entries[:, :5] = pairs[:, :5]
+    # Bounds beyond all rows change nothing; clipped, they stay in int32.
     entries[:, 5] = np.maximum(lo, -count * other)
     entries[:, 6] = np.minimum(hi, reach)
     entries[:, 7:11] = np.stack((start, full_start, full_end, end), axis=1)
@@ -212,13 +242,16 @@ def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Int
 
 def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints) -> Blocks:
     """The table of the blocks that have an entry, the longest first: a light one then fills the end of a launch."""
+    # Visited blocks times query heads served.
     work = np.bincount(block, visits * entries[:, 12], len(blocks))
     order = np.argsort(-work, kind="stable")
     order = order[work[order] > 0]
+    # place: old index -> new one; entries follow their block and keep their order within it.
     place = np.zeros(len(blocks), np.int64)
     place[order] = np.arange(len(order))
     blocks, block = blocks[order], place[block]
     entries = entries[np.argsort(block, kind="stable")]
+    # The entries of block b are ends[b - 1] .. ends[b] - 1.
     ends = np.cumsum(np.bincount(block, minlength=len(blocks)))
     blocks[1:, 5], blocks[:, 6] = ends[:-1], ends
     farthest = max((int(np.abs(x).max()) for x in (blocks, entries, *_products(blocks, entries)) if x.size), default=0)

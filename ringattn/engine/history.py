@@ -1,4 +1,5 @@
-"""Which launches of a pass meet a query row first and last, so that the state need not be read before nor kept after.
+"""Which launches of a pass are the first and the last to update a query row: the first need not read the state, the
+last need not keep it.
 
 Guarantees flags only where they hold for whole blocks and every row has its first and its last block: then nothing has
 to be set before the pass nor converted after it. Else there are none.
@@ -22,7 +23,12 @@ def flagged(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
 
     `rows`, `heads`: of the queries, all of which must be met.
     """
+    # Heads cut at the borders of all blocks: within a piece, a block holds all heads or none.
+    #    heads     0 1 2 3 4 5 6 7
+    #    block A   |-------|
+    #    block B       |---------|      borders 0 2 4 7 8
     borders = sorted({0, heads, *(edge for step in steps for edge in _edges(step.blocks))})
+    # By (piece of heads, row): the first and last step that updates it; no step gives first = steps, last = -1.
     first = np.full((len(borders) - 1, rows), len(steps))
     last = np.full_like(first, -1)
     for number, step in enumerate(steps):
@@ -33,9 +39,11 @@ def flagged(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
     for number, step in enumerate(steps):
         flags = np.zeros((2, len(step.blocks)), np.int64)
         for at, met, block in _met(step.blocks, borders):
+            # Count for each block how many of its (piece, row) this step is the first, and the last, to update.
             for which, history in enumerate((first, last)):
                 np.add.at(flags[which], block, history[at, met] == number)
         found.append(flags)
+    # A flag holds for a whole block: all of its (piece, row) or none of them.
     sizes = [_heads(step.blocks, borders) * step.blocks[:, 2] for step in steps]
     whole = all(((flags == 0) | (flags == size)).all() for flags, size in zip(found, sizes, strict=True))
     if not whole or not rows or (last < 0).any():
@@ -61,5 +69,6 @@ def _met(blocks: Ints, borders: Sequence[int]) -> Iterator[tuple[int, Ints, Ints
         chosen = np.flatnonzero(holds)
         counts = blocks[chosen, 2]
         block = np.repeat(chosen, counts)
+        # Rows of a block: first row + within * row stride, counted up within each block.
         within = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
         yield at, blocks[block, 0] + within * blocks[block, 1], block

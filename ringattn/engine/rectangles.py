@@ -14,7 +14,7 @@ from ringattn.core.geometry import Band, StridedRange, Tile
 
 
 class Rectangle(NamedTuple):
-    """Rows of both buffers that meet, for the query heads `heads`.
+    """Query rows and key rows that attend to each other, for the query heads `heads`.
 
     `causal`: the i-th query sees the keys up to the i-th (there are never more keys than queries); else every key.
     `reversed`: both sides are taken in descending order first; only set together with `causal`.
@@ -58,6 +58,7 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
     Two causal squares and the full one between them become one causal square (the two runs of a zigzag shard); full
     ones with equal rows on one side and adjacent rows on the other become one. Repeated rectangles are all kept.
     """
+    # Repeated rectangles count twice in a mask of several branches; a dict would lose them.
     rest = dict.fromkeys(found)
     if len(rest) < len(found):
         return found
@@ -65,6 +66,9 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
     squares = (r for r in rest if r.causal and not r.reversed and r.q_rows.count == r.k_rows.count)
     for square in sorted(squares, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
         if grown is not None and _continues(grown, square):
+            # Two causal squares and the full one below the first and left of the second:
+            #     \ .         \
+            #     x \    ->   x \       rows of the first and of the second, adjacent on both sides
             between = Rectangle(square.q_rows, grown.k_rows, False, False, grown.heads)
             rows = _both(grown.q_rows, square.q_rows), _both(grown.k_rows, square.k_rows)
             whole = Rectangle(*rows, True, False, grown.heads)
@@ -86,9 +90,12 @@ def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
     start, shape = 0, (0, 0)  # Of the part being grown: its first index, heads per K/V head and K/V stride.
     parts: list[HeadGroup] = []
     while start < heads.count:
+        # The K/V head of the next query head, and how many of the run's heads share it.
         kv_head = (heads.start + start * heads.stride) // group
         served = heads.between(kv_head * group, kv_head * group + group - 1).count
         grown = parts[-1] if parts else None
+        # The part grows while each K/V head serves equally many and K/V heads are evenly spaced (unknown for a first
+        # one).
         step = kv_head - grown.kv_heads.last if grown else 0
         if grown and shape[0] == served and shape[1] in (0, step):
             shape = (served, step)
@@ -116,6 +123,7 @@ def _joined_keys(full: list[Rectangle]) -> list[Rectangle]:
 
 def _joined_queries(full: list[Rectangle]) -> list[Rectangle]:
     """Full rectangles joined where their keys are equal and their queries adjacent."""
+    # Exchange the sides, join along the keys, exchange back.
     turned = [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in full]
     return [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in _joined_keys(turned)]
 
@@ -143,14 +151,23 @@ def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
         return
     # Row i sees the keys i - hi .. i - lo. Up to row `hi` the lower end lies at or before the first key, and from row
     # `saturated` on the upper end lies at or after the last key. Rows where neither matters join a piece beside them.
+    # Three stretches of rows (x: seen):
+    #     first            x x . . . .     left edge: columns all rows see, then a causal edge on the right
+    #                      x x x . . .
+    #     upper_end        . x x x . .     interior: both ends of the band move
+    #                      . . x x x .
+    #                      . . . x x x
+    #     lower_start      . . . . x x     right edge: a reversed causal edge on the left, then full columns
     saturated = k_count - 1 + lo
     upper_end = max(first, min(hi + 1, end)) if first < saturated else first
     lower_start = min(end, max(saturated + 1, upper_end)) if first < saturated else first
     if first < upper_end:
+        # Columns before `corner` are seen by all these rows; from there each row sees one more.
         rows, corner = _span(first, upper_end), first - lo
         yield from _beside_edge(rows, _span(0, corner), _span(corner, min(k_count, upper_end - lo)), False)
     yield from _band_interior(upper_end, lower_start, band)
     if lower_start < end:
+        # The last row's lower end is end - 1 - hi; columns from one past it on are seen by all these rows.
         rows, corner = _span(lower_start, end), max(0, end - hi)
         yield from _beside_edge(rows, _span(corner, k_count), _span(max(0, lower_start - hi), corner), True)
 
@@ -163,6 +180,10 @@ def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
     """
     lo, hi = band
     width = hi - lo + 1
+    # Band of width 3, one stretch of three rows:
+    #     row first      x x c . .     x: reversed causal square of the rows but the last
+    #     row first+1    . x c c .     c: causal square of all rows
+    #     row first+2    . . c c c
     for first in range(start, end, width):
         stop = min(first + width, end)
         full, edge = _span(stop - 1 - hi, first - lo), _span(first - lo, stop - lo)
@@ -172,6 +193,7 @@ def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
 
 def _beside_edge(rows: StridedRange, full: StridedRange, edge: StridedRange, reversed_: bool) -> Iterator[_Block]:
     """The columns `full`, seen by all rows, beside the causal columns `edge`; one causal column is a full one."""
+    # A causal square of one column is seen by all rows: row i sees columns up to i, so column 0 always.
     if edge.count == 1:
         start = min(full.start, edge.start) if full.count else edge.start
         full, edge = StridedRange(start, full.count + 1), StridedRange(0, 0)
@@ -183,6 +205,8 @@ def _beside_edge(rows: StridedRange, full: StridedRange, edge: StridedRange, rev
 
 def _squares(block: _Block) -> Iterator[_Block]:
     """A causal block with rows below its square, as the square and a full block."""
+    # Causal with more rows than columns: the rows past the square see every column.
+    # In a reversed block these rows come first, as the order is descending.
     spare = block.rows.count - block.cols.count
     if not block.causal or spare == 0:
         yield block

@@ -32,6 +32,7 @@ def kernel_bytes(q_rows: int, k_rows: int, dim: int, item_bytes: int, backward: 
     block = query_block(q_rows)
     scores = block * min(k_rows, KEY_BLOCK)
     threads = torch.get_num_threads()
+    # Scores (block, keys), row maximum and sum (block, 2), output (block, dim); backward scores and their gradient.
     elements = threads * 2 * scores + block if backward else threads * (scores + 2 * block + block * dim)
     return elements * item_bytes
 
@@ -59,10 +60,12 @@ class Strips(NamedTuple):
         restored = self._q(sizes.value_dim) if self.rectangle.reversed else 0
         # Of `partial.merge_`: the merged lse, a weight, and of the other one its mask and its exponential twice.
         merging = 4 * rows + rows // item + (rows if self.rectangle.reversed else 0)
+        # While merging, a reversed result has been replaced by its copy in order, but its lse is still held.
         kept = restored + rows if restored else result
         operands = (self._q(sizes.head_dim), self._k(sizes.head_dim), self._k(sizes.value_dim))
         padded = (self._q(self.width), self._k(self.width), self._k(self.width))
         widths = (sizes.head_dim, sizes.head_dim, sizes.value_dim)
+        # Three moments, one after the other: the call, the reordering, the merge.
         after = max(result + inside, result + restored, kept + merging)
         return self._copied(operands, padded, widths, after, made=(self.scaled, False, False))
 
@@ -75,6 +78,7 @@ class Strips(NamedTuple):
             inside += self._q(self.width)  # the kernel's `grad_out.contiguous()`
         if rectangle.reversed:
             inside = max(inside + self._q(1), self._q(sizes.head_dim), self._k(max(sizes.head_dim, sizes.value_dim)))
+        # A gradient of lse is one more column of dout and of v.
         value_dim = sizes.value_dim + self.dlse
         dims = (value_dim, sizes.head_dim, sizes.head_dim, value_dim, sizes.value_dim)
         counts = (self._q, self._q, self._k, self._k, self._q)  # dout, q, k, v, out
@@ -95,10 +99,12 @@ class Strips(NamedTuple):
 
         `made`: which operands are new in any case.
         """
+        # Converting or reversing copies every operand; else only those that are made anew.
         every = self._converted or self.rectangle.reversed
         first = [nbytes if every or new else 0 for nbytes, new in zip(operands, made, strict=True)]
         narrow = [width < self.width for width in widths]
         padding = sum(nbytes for nbytes, pads in zip(padded, narrow, strict=True) if pads)
+        # Padding replaces the copy before it; unpadded copies stay until the call has returned.
         left = sum(nbytes for nbytes, pads in zip(first, narrow, strict=True) if not pads)
         return max(sum(first) + padding, left + padding + after)
 

@@ -1,7 +1,7 @@
 """The block tables of a pass: made for the cut of a kernel's blocks when it is first known, and kept on the device.
 
-Guarantees: a table is made once for each side, cut and device; its flags say which launches meet a row first and last
-(see `history`), all steps together or none.
+Guarantees: a table is made once for each side, block size and device; its flags say which launches are the first and
+the last to update a row (see `history`), for all steps or for none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 
 
 class Tables(NamedTuple):
-    """The block tables of a pass, one a step. `flagged`: they say which blocks meet their rows first and last.
+    """The block tables of a pass, one a step. `flagged`: they say which blocks are the first and last on their rows.
 
-    `alone`: every block is both, so that nothing is carried. `single`: the steps whose blocks meet one entry each.
+    `alone`: every block is both, so that nothing is carried. `single`: the steps whose blocks have one entry each.
     """
 
     steps: list[Table]
@@ -44,22 +44,26 @@ class PassTables:
         self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
-        """Query blocks of `config.block_m` rows that meet key blocks of `config.block_n`."""
+        """Query blocks of `config.block_m` rows; their entries are in key blocks of `config.block_n`."""
         return self._kept("query", query_blocks, config.block_m, config.block_n, device)
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
-        """Key blocks of `config.block_n` rows that meet query blocks of `config.block_m`."""
+        """Key blocks of `config.block_n` rows; their entries are in query blocks of `config.block_m`."""
         make = partial(key_blocks, group=self.softmax.group)
         return self._kept("key", make, config.block_n, config.block_m, device)
 
     def _kept(self, side: str, make: Callable[..., Blocks], own: int, other: int, device: torch.device) -> Tables:
+        # Kernels of equal block sizes share a table.
         key = (side, own, other, device)
         if key not in self._made:
             made = [make(tiles, own_rows=own, other_rows=other) for tiles in self.steps]
+            # Only query rows carry a state between steps; with `more` to come none of these steps is the last.
             known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
+            # Every block the first and last on its rows: one step does all its work.
             alone = known and all((one.blocks[:, FLAGS] == FIRST | LAST).all() for one in made)
             single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
             tables = [
+                # Copied after `flagged`, which writes the flags into the host arrays.
                 Table(torch.from_numpy(one.blocks).to(device), torch.from_numpy(one.entries).to(device), one.slots)
                 for one in made
             ]
