@@ -1,5 +1,4 @@
-"""Which launches of a pass are the first and the last to update a query row: the first need not read the state, the
-last need not keep it.
+"""Which launches of a pass are the first and the last to update a query row: they need not read, or keep, the state.
 
 Guarantees flags only where they hold for whole blocks and every row has its first and its last block: then nothing has
 to be set before the pass nor converted after it. Else there are none.
