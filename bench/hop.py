@@ -124,7 +124,7 @@ def main(words: Sequence[str] = ()) -> None:
         buffers = torch.zeros(2, options.bytes, dtype=torch.uint8)
         hop = rings[0].bind([Message(1, buffers[0], "sent")], [Message(1, buffers[1], "received")])
         pointers = [buffers[0].data_ptr(), buffers[1].data_ptr()]
-        lane, stream = rings[0].lane.handle, rings[0].stream.cuda_stream
+        lane, stream = rings[0].communicator.handle, rings[0].stream.cuda_stream
 
         def whole() -> None:
             hop.start().wait()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from ringattn.engine import aten
 from ringattn.ring import Ring
 from ringattn.runtime import executor
-from ringattn.transport.base import Message, Ticket
+from ringattn.transport.base import Message, WorkHandle
 
 STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait for messages", "agree")
 
@@ -23,7 +23,7 @@ STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait f
 class _TimedTicket:
     """A ticket whose wait counts as waiting."""
 
-    def __init__(self, ticket: Ticket, timed: Callable[..., Any]) -> None:
+    def __init__(self, ticket: WorkHandle, timed: Callable[..., Any]) -> None:
         self._wait = timed("wait for messages", ticket.wait)
 
     def wait(self) -> None:
@@ -59,5 +59,7 @@ def stages(ring: Ring) -> Iterator[dict[str, float]]:
         wrapped.enter_context(patch.object(executor, "pack", timed("pack", executor.pack)))
         wrapped.enter_context(patch.object(executor, "add", timed("add dK/dV", executor.add)))
         wrapped.enter_context(patch.object(ring.transport, "exchange", timed_exchange))
-        wrapped.enter_context(patch.object(ring.transport, "agree", timed("agree", ring.transport.agree)))
+        wrapped.enter_context(
+            patch.object(ring.transport, "all_gather_bytes", timed("agree", ring.transport.all_gather_bytes))
+        )
         yield seconds

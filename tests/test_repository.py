@@ -283,6 +283,8 @@ REPLACED = {
     "Carry": "SoftmaxState", "settled": "finalized", "Seed": "BackwardInputs", "Records": "PackedBuffer",
     "Form": "RecordLayout", "Needs": "ReadSets", "Bundle": "FusedBuffer", "Promises": "Guarantees",
     "Does not know": "an import contract", "float64 truth": "float64 reference",
+    "Ticket": "WorkHandle", "Pulse": "Heartbeat", "pulse": "heartbeat", "Beating": "HeartbeatThread",
+    "accusation": "failure attribution", "accuse": "attribute_failure",
 }  # fmt: skip
 """Words of this project alone, and the field's own that stand for them now."""
 

@@ -40,7 +40,8 @@ def clock_offset(
 ) -> Offset:
     """This rank's offset to rank 0. All ranks call it together.
 
-    `agree` gathers every rank's payload, by rank (`Transport.agree`); `now` is in seconds; `clock` None: `host_clock`.
+    `agree` gathers every rank's payload, by rank (`Transport.all_gather_bytes`); `now` is in
+    seconds; `clock` None: `host_clock`.
     """
     name, rounds = host_clock() if clock is None else clock, []
     for _ in range(ROUNDS):

@@ -136,7 +136,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
         call(number)
     with ring.recording() as recording:
         call(config.warm_ups)
-    return Track.of(recording, clock_offset(ring.transport.agree, ring.rank))
+    return Track.of(recording, clock_offset(ring.transport.all_gather_bytes, ring.rank))
 
 
 def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Sequence[Track]) -> list[ByRank]:

@@ -41,7 +41,7 @@ class ConsistencyCheck:
 
     def ask(self, mine: str) -> list[str]:
         """Say it, and hear every rank."""
-        return [answer.decode() for answer in self._transport.agree(f"{self.calls}: {mine}".encode())]
+        return [answer.decode() for answer in self._transport.all_gather_bytes(f"{self.calls}: {mine}".encode())]
 
     def settle(self, words: str, backward_of: int | None, answers: list[str]) -> None:
         """Raise `InputError` for what another rank refused, and `DisagreementError` where the ranks do not agree."""

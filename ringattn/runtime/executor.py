@@ -33,7 +33,7 @@ from ringattn.runtime.pool import Pool
 from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, add, from_row, pack
 from ringattn.schedule.content import HeadRows, size
 from ringattn.schedule.ops import Kind
-from ringattn.transport.base import Hop, Message, Ticket, Transport
+from ringattn.transport.base import Hop, Message, Transport, WorkHandle
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Executor:
         self._begun = False
         self.step: int | None = None
         """The plan step that is running."""
-        self._ticket: Ticket | None = None
+        self._ticket: WorkHandle | None = None
         self._watch: PassProfiler | None = None
 
     def workspace_bytes(self) -> int:

@@ -14,7 +14,7 @@ from ringattn.errors import UnsupportedError
 from ringattn.observe.marks import NvtxRanges, ProfilerRanges
 from ringattn.observe.spans import END, PACK, POST, PROJECT, WAIT, WORK, Exchange, Marks, Recording, named
 from ringattn.planner.plan import Plan
-from ringattn.transport.base import Hop, Ticket
+from ringattn.transport.base import Hop, WorkHandle
 
 
 class PassProfiler:
@@ -29,7 +29,7 @@ class PassProfiler:
         """The pass begins, with PACK or PROJECT."""
         self._enter(phase, 0)
 
-    def depart(self, number: int, hop: Hop | None) -> Ticket:
+    def depart(self, number: int, hop: Hop | None) -> WorkHandle:
         """Start the messages of a plan step, if it has any; then its work begins."""
         ticket, exchange = None, None
         if hop is not None:
@@ -50,7 +50,7 @@ class PassProfiler:
         """Now it does."""
         self._enter(WORK, 0)
 
-    def arrive(self, number: int, ticket: Ticket | None, exchange: Exchange | None) -> None:
+    def arrive(self, number: int, ticket: WorkHandle | None, exchange: Exchange | None) -> None:
         """Wait for a step's messages, if it has any; then the packing of the next step's begins."""
         if ticket is not None:
             self._enter(WAIT, number)
@@ -87,16 +87,16 @@ class _Watched:
 
     __slots__ = ("_exchange", "_number", "_ticket", "_watch")
 
-    def __init__(self, watch: PassProfiler, number: int, ticket: Ticket | None, exchange: Exchange | None) -> None:
+    def __init__(self, watch: PassProfiler, number: int, ticket: WorkHandle | None, exchange: Exchange | None) -> None:
         self._watch, self._number, self._ticket, self._exchange = watch, number, ticket, exchange
 
     @property
     def arrived_s(self) -> float | None:
-        """See `Ticket.arrived_s`."""
+        """See `WorkHandle.arrived_s`."""
         return None if self._ticket is None else self._ticket.arrived_s
 
     def wait(self) -> None:
-        """See `Ticket.wait`."""
+        """See `WorkHandle.wait`."""
         self._watch.arrive(self._number, self._ticket, self._exchange)
 
 

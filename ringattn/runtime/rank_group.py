@@ -285,7 +285,7 @@ class RankGroup:
         """
         self.agree("words of all ranks", always=True)
         with self.guarded():
-            return [told.decode() for told in self.transport.agree(words.encode())]
+            return [told.decode() for told in self.transport.all_gather_bytes(words.encode())]
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""

@@ -25,14 +25,14 @@ class Message(NamedTuple):
     label: str = ""
 
 
-class Ticket(Protocol):
+class WorkHandle(Protocol):
     """An exchange in flight."""
 
     @property
     def arrived_s(self) -> float | None:
-        """When the last message left or arrived, in seconds of `time.perf_counter()`; None where nobody knows.
+        """When the last message left or arrived, in seconds of `time.perf_counter()`; None where that is unknown.
 
-        Asked for after `wait`. On a device nobody knows: there the order of streams says it.
+        Read it after `wait`. It is unknown on a device, where the order of streams decides.
         """
         ...
 
@@ -48,7 +48,7 @@ class Ticket(Protocol):
 class Hop(Protocol):
     """An exchange that was bound to its buffers once and can be started again and again, one at a time."""
 
-    def start(self) -> Ticket:
+    def start(self) -> WorkHandle:
         """Start all sends and receives at once, like `Transport.exchange`."""
         ...
 
@@ -72,8 +72,8 @@ class Transport(Protocol):
         """A flat uint8 tensor of `nbytes` that `exchange` can send from and receive into."""
         ...
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Ticket:
-        """Start all sends and receives at once. Buffers belong to the transport until the ticket's `wait` returns."""
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> WorkHandle:
+        """Start all sends and receives at once. Buffers belong to the transport until the handle's `wait` returns."""
         ...
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
@@ -83,8 +83,8 @@ class Transport(Protocol):
     def announce(self, call: int, digest: bytes, words: str) -> bool:
         """Say that this rank makes its `call`-th call, described by `digest` and, for errors, by `words`.
 
-        True if the transport itself notices, at its waits, when other ranks make another call; ranks that have agreed
-        on such a call once then need not agree again.
+        True if the transport itself notices, at its waits, when other ranks make another call; a call
+        that the ranks have checked once need not be checked again.
         """
         ...
 
@@ -99,7 +99,7 @@ class Transport(Protocol):
         """
         ...
 
-    def agree(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank: a small all-gather on the control plane, with the deadline."""
         ...
 
@@ -108,7 +108,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave in good order. Idempotent. Raises a failure that no call has been told of yet."""
+        """Leave in good order. Idempotent. Raises a failure that no call has raised yet."""
         ...
 
 
@@ -118,7 +118,7 @@ class Rebound:
     def __init__(self, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._transport, self._sends, self._recvs = transport, sends, recvs
 
-    def start(self) -> Ticket:
+    def start(self) -> WorkHandle:
         """See `Hop.start`."""
         return self._transport.exchange(self._sends, self._recvs)
 

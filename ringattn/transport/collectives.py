@@ -53,7 +53,7 @@ def broadcast(transport: Transport, tensors: Sequence[torch.Tensor], src: int) -
 
 def barrier(transport: Transport) -> None:
     """Return when every rank has called it."""
-    transport.agree(b"")
+    transport.all_gather_bytes(b"")
 
 
 def _scatter_sums(transport: Transport, pieces: list[torch.Tensor]) -> None:

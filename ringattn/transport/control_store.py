@@ -20,16 +20,16 @@ from ringattn.errors import DeadlineError, InputError
 from ringattn.transport.base import first_cause
 
 
-class Board:
+class ControlStore:
     """One rank's view. Used by one thread at a time: `clone` makes another. All methods but `publish_cause` and
     `leave` raise `RuntimeError` when the store's host is gone."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
 
-    def clone(self) -> Board:
-        """The same board over a connection of its own."""
-        return Board(self.store.clone(), self.rank, self.world_size)  # type: ignore[attr-defined]
+    def clone(self) -> ControlStore:
+        """The same store over a connection of its own."""
+        return ControlStore(self.store.clone(), self.rank, self.world_size)  # type: ignore[attr-defined]
 
     def write(self, key: str, value: str | bytes) -> None:
         """Put one entry up."""
@@ -60,7 +60,7 @@ class Board:
         try:
             self.store.compare_set("cause", "", first_cause(self.rank, error))
         except RuntimeError:
-            pass  # the store's host is gone, and nobody can be told
+            pass  # the store's host is gone, so the cause cannot be published
 
     def cause(self) -> str | None:
         """The first cause."""

@@ -1,11 +1,11 @@
 """A ring whose ranks are processes on CPU, over a gloo group of its own.
 
 Guarantees: the user's process groups are never touched, whether they exist before or after; several rings may be open
-at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the others
-are listened to; a rank that fails publishes its cause in the store before it drops its connections, and every other
-rank re-states that first cause; a rank that is stopped or killed publishes none, and is named by the silence of its
-pulse. A transport that has raised a failure is dead. A message whose ends differ in bytes never meets its partner, so
-both ranks reach the deadline. A rank that dies while a large message to it is half written is noticed by the sender at
+at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the
+heartbeats of the others are read; a rank that fails publishes its cause in the store before it drops its connections,
+and every other rank re-states that first cause; a rank that is stopped or killed publishes none, and is named because
+its heartbeat stops. A transport that has raised a failure is dead. A message whose ends differ in bytes never meets its
+partner, so both ranks reach the deadline. A rank that dies while a large message to it is half written is noticed at
 the deadline only; gloo does not say it earlier.
 """
 
@@ -23,15 +23,15 @@ import torch.distributed as dist
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, TransportError
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
 from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
-from ringattn.transport.control_store import Board
-from ringattn.transport.heartbeat import BEAT_S, Beating, Diagnosis
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.heartbeat import HEARTBEAT_S, Diagnosis, HeartbeatThread
 
 DATA_LANE = 0
 # Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the
 # length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
-AGREE_TAG = 0
+CONTROL_TAG = 0
 LENGTH_TAGS = 2**31 - 2
-AGREE_HEAD_BYTES = 256
+HEAD_BYTES = 256
 LENGTH_BYTES = 8
 
 
@@ -55,16 +55,16 @@ class _Operation(Operation):
             self.work = None
 
 
-class _Agreement(_Operation):
+class _ControlOperation(_Operation):
     """An operation of the control plane, which never meets the messages of an exchange."""
 
-    tag = AGREE_TAG
+    tag = CONTROL_TAG
 
 
-class GlooTicket:
+class GlooWorkHandle:
     """The operations of one exchange, their entry in the flight record, and where they were posted, for errors."""
 
-    arrived_s = None  # gloo does not say that a message has come before it is waited for
+    arrived_s = None  # gloo does not say that a message has arrived before it is waited for
 
     def __init__(self, transport: GlooTransport, operations: list[_Operation], flight: Flight, where: str) -> None:
         self._transport = transport
@@ -73,7 +73,7 @@ class GlooTicket:
         self.where = where
 
     def wait(self) -> None:
-        """See `Ticket.wait`. A second wait returns at once."""
+        """See `WorkHandle.wait`. A second wait returns at once."""
         if self.operations:
             self._transport._finish(self)
             self.operations = []
@@ -91,18 +91,18 @@ class GlooTransport(HostTransport):
         self.rank = group.rank()
         self.world_size = group.size()
         self._group: dist.ProcessGroupGloo | None = group
-        self._board = Board(store, self.rank, self.world_size)
-        self._diagnosis = Diagnosis(self._board)
+        self._control = ControlStore(store, self.rank, self.world_size)
+        self._diagnosis = Diagnosis(self._control)
         self._timeout_s = timeout_s
-        self._agreements = 0
+        self._all_gathers = 0
         self._end: BaseException | None = None
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
         self._flights = FlightRecord(self.rank, self.world_size, self.name)
         self._flight_dir = flight_dir
-        self._beating: Beating | None = None
+        self._sender: HeartbeatThread | None = None
         if self.world_size > 1:
-            self._beating = Beating(self._board.clone().store, self.rank, BEAT_S, self._flights.where)
+            self._sender = HeartbeatThread(self._control.clone().store, self.rank, HEARTBEAT_S, self._flights.where)
 
     @classmethod
     def open(
@@ -111,14 +111,14 @@ class GlooTransport(HostTransport):
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be. Raises `DeadlineError`
-        that names the ranks which did not come.
+        that names the ranks which did not arrive.
         """
         try:
             store.set(f"arrived/{rank}", "1")
             group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             missing = [other for other in range(world_size) if not _holds(store, f"arrived/{other}")]
-            who = f"ranks {missing} did not come" if missing else "all ranks came, but could not connect"
+            who = f"ranks {missing} did not arrive" if missing else "all ranks arrived, but could not connect"
             raise DeadlineError(f"rank {rank} opened a ring of {world_size}: {who} within {timeout_s} s") from error
         return cls(group, store, timeout_s, flight_dir)
 
@@ -127,31 +127,30 @@ class GlooTransport(HostTransport):
         self._check_open()
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> GlooTicket:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> GlooWorkHandle:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
         posted = operations(_Operation, self.rank, self.world_size, self.device, sends, recvs)
         return self._post(posted, DATA_LANE, "")
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        """See `Transport.agree`. The n-th call of every rank meets the n-th call of the others; any payload length.
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th of the others; any length.
 
         A head of fixed size holds the length and what fits of the payload; the rest, where there is one, follows.
         """
         others = [peer for peer in range(self.world_size) if peer != self.rank]
-        label = f"agreement {self._agreements}"
-        self._agreements += 1
+        label = f"all-gather {self._all_gathers}"
+        self._all_gathers += 1
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
-        framed += bytes(max(AGREE_HEAD_BYTES - len(framed), 0))
+        framed += bytes(max(HEAD_BYTES - len(framed), 0))
         sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        answers = {peer: torch.empty(AGREE_HEAD_BYTES, dtype=torch.uint8) for peer in others}
-        self._swap(others, sent[:AGREE_HEAD_BYTES], answers, label)
+        answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in others}
+        self._swap(others, sent[:HEAD_BYTES], answers, label)
 
         lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in others}
         rests = {
-            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - AGREE_HEAD_BYTES, 0), dtype=torch.uint8)
-            for peer in others
+            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in others
         }
-        self._swap(others, sent[AGREE_HEAD_BYTES:], rests, label)
+        self._swap(others, sent[HEAD_BYTES:], rests, label)
         payloads = {self.rank: bytes(payload)}
         for peer in others:
             whole = torch.cat([answers[peer], rests[peer]])
@@ -168,23 +167,23 @@ class GlooTransport(HostTransport):
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
-            self._board.leave()
+            self._control.leave()
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def _swap(self, peers: list[int], sent: torch.Tensor, received: dict[int, torch.Tensor], label: str) -> None:
         """Send one buffer to all `peers` and receive one from each."""
         sends = [Message(peer, sent, label) for peer in peers]
         recvs = [Message(peer, received[peer], label) for peer in peers]
-        posted: list[_Operation] = operations(_Agreement, self.rank, self.world_size, self.device, sends, recvs)
+        posted: list[_Operation] = operations(_ControlOperation, self.rank, self.world_size, self.device, sends, recvs)
         self._post(posted, CONTROL_LANE, f" in {label}").wait()
 
-    def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooTicket:
+    def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooWorkHandle:
         """Hand operations to gloo, which keeps the order of each pair of ranks and direction."""
         self._check_open()
         parts = tuple(_part(operation) for operation in posted)
         # What sends and receives nothing is no exchange, and is not recorded.
         flight = self._flights.begin(lane, parts) if parts else Flight(0, lane, parts)
-        ticket = GlooTicket(self, posted, flight, where)
+        handle = GlooWorkHandle(self, posted, flight, where)
         for operation in posted:
             try:
                 # No name may hold the group here: an error keeps this frame, and with it the connections.
@@ -192,39 +191,39 @@ class GlooTransport(HostTransport):
                     [operation.buffer.detach()], operation.peer, operation.tag
                 )
             except RuntimeError as error:
-                raise self._failure(operation, ticket, error, None) from error
+                raise self._failure(operation, handle, error, None) from error
             self._in_flight.add(operation)
         flight.state, flight.started_s = RUNNING, time.time()
-        return ticket
+        return handle
 
-    def _finish(self, ticket: GlooTicket) -> None:
+    def _finish(self, handle: GlooWorkHandle) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
         deadline = time.monotonic() + self._timeout_s
-        for operation in ticket.operations:
+        for operation in handle.operations:
             try:
                 operation.wait(deadline)
             except RuntimeError as error:
-                raise self._failure(operation, ticket, error, deadline) from error
-        self._in_flight.difference_update(ticket.operations)
-        ticket.flight.state, ticket.flight.done_s = DONE, time.time()
+                raise self._failure(operation, handle, error, deadline) from error
+        self._in_flight.difference_update(handle.operations)
+        handle.flight.state, handle.flight.done_s = DONE, time.time()
 
     def _failure(
-        self, failed: _Operation, ticket: GlooTicket, error: RuntimeError, deadline: float | None
+        self, failed: _Operation, handle: GlooWorkHandle, error: RuntimeError, deadline: float | None
     ) -> TransportError:
         """End this transport, and say why as well as can be known."""
-        ticket.flight.state = FAILED
+        handle.flight.state = FAILED
         kind: type[TransportError] = PeerLostError
         if deadline is not None and time.monotonic() >= deadline:
             kind = DeadlineError
-            pending = [operation for operation in ticket.operations if _unfinished(operation)]
+            pending = [operation for operation in handle.operations if _unfinished(operation)]
             late = sorted({operation.peer for operation in pending})
             message = (
-                f"rank {self.rank}{ticket.where}: no answer from ranks {late} within {self._timeout_s} s; "
+                f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self._timeout_s} s; "
                 f"pending: {listed(pending)}; {self._diagnosis.of_deadline(late)}"
             )
         else:
-            message = f"{failed}{ticket.where}: {self._diagnosis.of_loss(failed.peer, error)}"
+            message = f"{failed}{handle.where}: {self._diagnosis.of_loss(failed.peer, error)}"
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)
         self._fail(failure)
@@ -241,7 +240,7 @@ class GlooTransport(HostTransport):
 
     def _fail(self, cause: BaseException) -> None:
         """Publish, then drop: a neighbor that wakes finds the cause."""
-        self._board.publish_cause(cause)
+        self._control.publish_cause(cause)
         self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
@@ -250,8 +249,8 @@ class GlooTransport(HostTransport):
         for operation in self._in_flight:
             operation.work = None
         self._group = None
-        if self._beating is not None:
-            self._beating.stop()
+        if self._sender is not None:
+            self._sender.stop()
 
     def _check_open(self) -> None:
         if self._end is not None:

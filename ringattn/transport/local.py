@@ -2,7 +2,7 @@
 
 Guarantees: strict rendezvous. Nothing is buffered, a send ends only when its receive has been posted and filled, so a
 forgotten or misplaced receive cannot go unseen; bytes and dtype of both ends must match. When no rank can move any more
-the waiting ranks are told at once, and every deadline error lists what every rank has pending. A transport that has
+the waiting ranks raise at once, and every deadline error lists what every rank has pending. A transport that has
 raised a failure is dead: later calls raise `ClosedError`.
 """
 
@@ -41,7 +41,7 @@ class LocalWorld:
         self.changed = threading.Condition()
         self.first_failure: tuple[int, BaseException] | None = None
         self.closed: set[int] = set()
-        self.agreements: dict[int, dict[int, bytes]] = {}
+        self.all_gathers: dict[int, dict[int, bytes]] = {}
         self._taken: set[int] = set()
         self._blocked: dict[int, Callable[[], bool]] = {}
         self._queues: defaultdict[tuple[int, int, bool], deque[_Operation]] = defaultdict(deque)
@@ -124,14 +124,14 @@ class LocalWorld:
         lines = []
         for rank in range(self.world_size):
             pending = [operation for queue in self._queues.values() for operation in queue if operation.rank == rank]
-            agreements = [f"agreement {n}" for n, joined in sorted(self.agreements.items()) if rank in joined]
-            state = "closed" if rank in self.closed else "; ".join([*agreements, listed(pending)])
+            all_gathers = [f"all-gather {n}" for n, joined in sorted(self.all_gathers.items()) if rank in joined]
+            state = "closed" if rank in self.closed else "; ".join([*all_gathers, listed(pending)])
             lines.append(f"  pending on rank {rank}: {state}")
         return "\n".join(lines)
 
 
-class LocalTicket:
-    """The operations of one exchange. Other tickets of the rank may be in flight beside it."""
+class LocalWorkHandle:
+    """The operations of one exchange. Other exchanges of the rank may be in flight beside it."""
 
     def __init__(self, transport: LocalTransport, operations: list[_Operation]) -> None:
         self._transport = transport
@@ -139,7 +139,7 @@ class LocalTicket:
         self.arrived_s: float | None = None
 
     def wait(self) -> None:
-        """See `Ticket.wait`; `TransportError` when bytes or dtype of two ends differ. A second wait returns at once."""
+        """See `WorkHandle.wait`; `TransportError` when two ends differ in bytes or dtype. A second does nothing."""
         if self._operations:
             self._transport._finish(self._operations)
             self.arrived_s = max(operation.done_s for operation in self._operations)
@@ -156,7 +156,7 @@ class LocalTransport(HostTransport):
         self.rank = rank
         self.world_size = world.world_size
         self._world = world
-        self._agreements = 0
+        self._all_gathers = 0
         self._end: BaseException | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ class LocalTransport(HostTransport):
             self._check_alive()
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalTicket:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalWorkHandle:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
         posted = operations(_Operation, self.rank, self.world_size, self.device, sends, recvs)
         with self._world.changed:
@@ -173,24 +173,24 @@ class LocalTransport(HostTransport):
             for operation in posted:
                 self._world._post(operation)
             self._world.changed.notify_all()
-        return LocalTicket(self, posted)
+        return LocalWorkHandle(self, posted)
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        """See `Transport.agree`. The n-th call of every rank meets the n-th call of the others."""
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th call of the others."""
         world = self._world
         with world.changed:
             self._check_alive()
-            joined = world.agreements.setdefault(self._agreements, {})
+            joined = world.all_gathers.setdefault(self._all_gathers, {})
             joined[self.rank] = bytes(payload)
             world.changed.notify_all()
             everyone = set(range(self.world_size))
             self._hold(
                 lambda: len(joined) == self.world_size,
                 lambda: everyone - set(joined),
-                lambda: f"rank {self.rank} in agreement {self._agreements}",
+                lambda: f"rank {self.rank} in all-gather {self._all_gathers}",
             )
-            world.agreements.pop(self._agreements, None)
-            self._agreements += 1
+            world.all_gathers.pop(self._all_gathers, None)
+            self._all_gathers += 1
             return [joined[rank] for rank in range(self.world_size)]
 
     def abort(self, cause: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""Where a rank finds the others: a process group, a device mesh, torchrun's variables, or nobody.
+"""Where a rank finds the others: a process group, a device mesh, torchrun's variables, or none when alone.
 
-The only room that reads environment variables.
+The only module that reads environment variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
-from ringattn.transport.control_store import Board, group_store, rendezvous_store
+from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.nccl.bootstrap import Host
@@ -73,7 +73,7 @@ def _open_nccl(
     try:
         return _on_gpu(store, rank, world_size, timeout_s, options, flight_dir)
     except Exception as error:
-        Board(store, rank, world_size).publish_cause(error)
+        ControlStore(store, rank, world_size).publish_cause(error)
         raise
 
 

@@ -50,7 +50,7 @@ def assert_dead(ring: Transport, reason: str) -> None:
     ring.abort(ValueError("too late"))
     calls: list[Callable[[], object]] = [
         lambda: ring.allocate(8),
-        lambda: ring.agree(b""),
+        lambda: ring.all_gather_bytes(b""),
         lambda: ring.exchange([], []),
         lambda: send(ring, neighbors(ring)[0], 0.0),
     ]
@@ -100,12 +100,12 @@ def _keep_order(ring: Transport, received_first: int) -> None:
 def many_in_flight(ring: Transport) -> None:
     peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
     came = {(peer, n): torch.zeros(100, dtype=torch.int64) for peer in peers for n in range(8)}
-    tickets = []
+    handles = []
     for n in range(8):
         sends = [Message(peer, torch.full((100,), 100 * ring.rank + n), f"n {n}") for peer in peers]
-        tickets.append(ring.exchange(sends, [Message(peer, came[peer, n], f"n {n}") for peer in peers]))
-    for ticket in reversed(tickets):
-        ticket.wait()
+        handles.append(ring.exchange(sends, [Message(peer, came[peer, n], f"n {n}") for peer in peers]))
+    for handle in reversed(handles):
+        handle.wait()
     assert all(bool((buffer == 100 * peer + n).all()) for (peer, n), buffer in came.items())
 
 
@@ -186,44 +186,44 @@ def collectives_agree(ring: Transport) -> None:
     barrier(ring)
 
 
-# --- agreement -------------------------------------------------------------------------------------------------------
+# --- all-gather ------------------------------------------------------------------------------------------------------
 
 
 def agree_is_in_order(ring: Transport) -> None:
     for size in (0, 3, 247, 248, 249, 4000):
         payload = bytes([ring.rank]) * (size + ring.rank)
-        assert ring.agree(payload) == [bytes([rank]) * (size + rank) for rank in range(ring.world_size)]
+        assert ring.all_gather_bytes(payload) == [bytes([rank]) * (size + rank) for rank in range(ring.world_size)]
     # One payload needs more room than the others', and messages in flight are not disturbed.
     after, before = neighbors(ring)
     came = torch.zeros(16)
-    ticket = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, came)])
+    handle = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, came)])
     sizes = (0, 9000, 248)
-    assert ring.agree(bytes(sizes[ring.rank])) == [bytes(size) for size in sizes]
-    ticket.wait()
+    assert ring.all_gather_bytes(bytes(sizes[ring.rank])) == [bytes(size) for size in sizes]
+    handle.wait()
     assert came.tolist() == [5.0] * 16
 
 
 def agree_passes_messages_by(ring: Transport) -> None:
-    # Receives of many sizes are posted before the agreement, their sends after it.
+    # Receives of many sizes are posted before the all-gather, their sends after it.
     after, before = neighbors(ring)
     came = [torch.zeros(size, dtype=torch.uint8) for size in (8, 248, 256, 257, 512)]
-    ticket = ring.exchange([], [Message(before, buffer) for buffer in came])
-    assert ring.agree(bytes(512)) == [bytes(512)] * ring.world_size
+    handle = ring.exchange([], [Message(before, buffer) for buffer in came])
+    assert ring.all_gather_bytes(bytes(512)) == [bytes(512)] * ring.world_size
     ring.exchange([Message(after, torch.full_like(buffer, 7)) for buffer in came], []).wait()
-    ticket.wait()
+    handle.wait()
     assert all(bool((buffer == 7).all()) for buffer in came)
 
 
 def missing_rank_is_named(ring: Transport) -> None:
-    ring.agree(b"from here on")  # on a busy machine ranks begin seconds apart
+    ring.all_gather_bytes(b"from here on")  # on a busy machine ranks begin seconds apart
     if ring.rank == 1:
         time.sleep(SHORT_S + 4.0)
         with pytest.raises(PeerLostError, match=r"DeadlineError.*no answer from ranks \[1\]"):
-            ring.agree(b"late")
+            ring.all_gather_bytes(b"late")
     else:
         start = time.monotonic()
-        with pytest.raises((DeadlineError, PeerLostError), match=r"in agreement 1.*no answer from ranks \[1\]"):
-            ring.agree(b"here")
+        with pytest.raises((DeadlineError, PeerLostError), match=r"in all-gather 1.*no answer from ranks \[1\]"):
+            ring.all_gather_bytes(b"here")
         assert SHORT_S - 0.3 < time.monotonic() - start < SHORT_S + 2.0
     assert_dead(ring, "no answer from ranks")
 
@@ -255,7 +255,7 @@ def deadline_is_kept(ring: Transport) -> None:
 
 
 def first_cause_reaches_all(ring: Transport) -> None:
-    ring.agree(b"")
+    ring.all_gather_bytes(b"")
     start = time.monotonic()
     if ring.rank == 1:
         time.sleep(0.3)
@@ -285,8 +285,8 @@ def abort_wakes_agree(ring: Transport) -> None:
         time.sleep(0.3)
         ring.abort(ValueError("no such mask"))
     else:
-        with pytest.raises(PeerLostError, match=r"agreement 0.*rank 1 failed first: ValueError: no such mask"):
-            ring.agree(b"")
+        with pytest.raises(PeerLostError, match=r"all-gather 0.*rank 1 failed first: ValueError: no such mask"):
+            ring.all_gather_bytes(b"")
     assert_dead(ring, "no such mask")
     assert time.monotonic() - start < PROMPT_S
 
@@ -294,19 +294,19 @@ def abort_wakes_agree(ring: Transport) -> None:
 def abort_ends_waits(ring: Transport) -> None:
     # A ticket that was in flight when its own rank ended does not pretend to have arrived.
     before = neighbors(ring)[1]
-    ticket = ring.exchange([], [Message(before, torch.zeros(16))])
-    ring.agree(b"")
+    handle = ring.exchange([], [Message(before, torch.zeros(16))])
+    ring.all_gather_bytes(b"")
     if ring.rank == 0:
         ring.abort(ValueError("enough"))
         with pytest.raises(ClosedError, match="enough"):
-            ticket.wait()
+            handle.wait()
     else:
         with pytest.raises(PeerLostError, match="rank 0 failed first: ValueError: enough"):
-            ticket.wait()
+            handle.wait()
 
 
 def close_is_final(ring: Transport) -> None:
-    ring.agree(b"")
+    ring.all_gather_bytes(b"")
     start = time.monotonic()
     if ring.rank == 1:
         time.sleep(0.3)
@@ -325,9 +325,9 @@ def last_message_outlives_close(ring: Transport) -> None:
         ring.exchange([Message(1, torch.full((4 * 2**20,), 3.0), "last")], []).wait()
         ring.close()
     elif ring.rank == 1:
-        ticket = ring.exchange([], [Message(0, big, "last")])
+        handle = ring.exchange([], [Message(0, big, "last")])
         time.sleep(0.5)
-        ticket.wait()
+        handle.wait()
         assert bool((big == 3.0).all())
         # Rank 0 has left; the other two go on.
         send(ring, 2, 4.0)

@@ -17,9 +17,9 @@ import torch
 
 from ringattn import Ring
 from ringattn.transport.base import Message
-from ringattn.transport.local import LocalTicket, LocalTransport, LocalWorld, _Operation
+from ringattn.transport.local import LocalTransport, LocalWorkHandle, LocalWorld, _Operation
 from ringattn.transport.nccl.binding import Binding, CommConfig
-from ringattn.transport.nccl.communicator import Call, Communicator, Slots
+from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
 from ringattn.transport.nccl.device import Deadline, Device, Event
 
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ class LoopbackWorld(LocalWorld):
         config = CommConfig(blocking=blocking, max_ctas=4, name="loopback")
         self.lane = Communicator(binding, gpu, 0, 1, config, timeout_s)
         self.lane.open(binding.unique_id(), self._never)
-        self.slots = Slots(binding, gpu, [self.lane], registered)
+        self.slots = RegisteredMemory(binding, gpu, [self.lane], registered)
         self.group_sizes: list[int] = []
         self._batch: list[tuple[_Operation, _Operation]] = []
         self._ready: dict[int, Event] = {}
@@ -75,7 +75,7 @@ class LoopbackWorld(LocalWorld):
         for pair in self._batch:
             for operation in pair:
                 self.stream.wait_event(self._ready.pop(id(operation)))
-                calls.append(Call(operation.sends, operation.buffer.data_ptr(), operation.nbytes, 0))
+                calls.append(PeerCall(operation.sends, operation.buffer.data_ptr(), operation.nbytes, 0))
         self.lane.launch(calls, self.stream.cuda_stream, self._never)
         arrived = self.gpu.new_event()
         arrived.record(self.stream)
@@ -106,7 +106,7 @@ class LoopbackTransport(LocalTransport):
         with self._loop.changed:
             return self._loop.slots.allocate(nbytes, self._loop.synchronize)
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalTicket:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalWorkHandle:
         """See `Transport.exchange`."""
         ready = self._loop.gpu.new_event()
         ready.record(self._loop.gpu.current_stream())

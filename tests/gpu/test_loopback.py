@@ -16,7 +16,7 @@ import torch
 from ringattn import Ring
 from ringattn.launch.measure.check import CheckConfig, cases, check_rank
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
-from ringattn.transport.nccl.communicator import Call, Communicator
+from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.nccl.device import CudaDevice, Deadline, Device, wait_until
 from ringattn.transport.nccl.options import BINDINGS, NcclOptions, open_binding
 from tests.gpu.kept import keep
@@ -63,7 +63,7 @@ def arrived(gpu: Device, stream: Any) -> bool:
     return wait_until(event.query, Deadline(30.0))
 
 
-def hop(lane: Communicator, gpu: Device, stream: Any, calls: list[Call]) -> None:
+def hop(lane: Communicator, gpu: Device, stream: Any, calls: list[PeerCall]) -> None:
     """One group behind the current stream, and the current stream behind it."""
     ready, done = gpu.new_event(), gpu.new_event()
     ready.record(gpu.current_stream())
@@ -86,7 +86,7 @@ def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] 
         calls = [
             call
             for out, into in pairs
-            for call in (Call(True, out.data_ptr(), nbytes, 0), Call(False, into.data_ptr(), nbytes, 0))
+            for call in (PeerCall(True, out.data_ptr(), nbytes, 0), PeerCall(False, into.data_ptr(), nbytes, 0))
         ]
         hop(lane, gpu, stream, calls)
         assert arrived(gpu, stream)
@@ -138,7 +138,9 @@ def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device
     lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
     lane.open(binding.unique_id(), nothing)
     stream, buffers = gpu.new_stream(), [gpu.empty(1 << 20) for _ in range(2)]
-    calls = [Call(sends, buffer.data_ptr(), 1 << 20, 0) for sends, buffer in zip((False, True), buffers, strict=True)]
+    calls = [
+        PeerCall(sends, buffer.data_ptr(), 1 << 20, 0) for sends, buffer in zip((False, True), buffers, strict=True)
+    ]
     took_us = []
     for n in range(220):
         start = time.perf_counter()
@@ -157,7 +159,7 @@ def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: Device) -> None:
     lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
     lane.open(binding.unique_id(), nothing)
     sent, came = gpu.empty(1 << 16), gpu.empty(1 << 16)
-    calls = [Call(True, sent.data_ptr(), 1 << 16, 0), Call(False, came.data_ptr(), 1 << 16, 0)]
+    calls = [PeerCall(True, sent.data_ptr(), 1 << 16, 0), PeerCall(False, came.data_ptr(), 1 << 16, 0)]
     stream = gpu.new_stream()
 
     hop(lane, gpu, stream, calls)

@@ -19,7 +19,7 @@ from ringattn.bench.faults import run_torchrun
 from ringattn.launch.measure.check import CheckConfig, cases
 from tests.gpu.kept import keep
 from tests.gpu.processes import SIZES
-from tests.transport.blame import blames
+from tests.transport.attribution import names_as_culprit
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "
     for rank in set(range(ranks)) - {culprit}:
         answer = answers[rank]
         assert answer is not None, f"rank {rank} said nothing"
-        assert blames(culprit, answer["message"]), answer
+        assert names_as_culprit(culprit, answer["message"]), answer
         found[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
     assert max(found.values()) <= DEADLINE_S + GRACE_S, found
     return found

@@ -35,7 +35,7 @@ def recorded(ranks: int, schedule: str = "ring", calls: int = 2) -> list[Track]:
         with ring.recording() as recording:
             for _ in range(calls):
                 ring.attention(x, x, x, seq, causal=True, schedule=schedule).sum().backward()
-        return Track.of(recording, clock_offset(ring.transport.agree, ring.rank))
+        return Track.of(recording, clock_offset(ring.transport.all_gather_bytes, ring.rank))
 
     return run_ranks(ranks, body)
 

@@ -146,10 +146,10 @@ def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -
 def test_lanes_do_not_meet(tmp_path: Path) -> None:
     # A receive may be posted before an agreement whose partner's send comes after it.
     a, b = pair()
-    post(a, "send", 1, "agreement 0", 256, lane=CONTROL_LANE)
+    post(a, "send", 1, "all-gather 0", 256, lane=CONTROL_LANE)
     post(a, "send", 1, "kv", 64)
     post(b, "recv", 0, "kv", 64)
-    post(b, "recv", 0, "agreement 0", 256, lane=CONTROL_LANE)
+    post(b, "recv", 0, "all-gather 0", 256, lane=CONTROL_LANE)
     assert told(tmp_path, a, b) == []
 
 
@@ -291,7 +291,7 @@ def processes() -> Iterator[Processes]:
 
 def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
     ring = GlooTransport.open(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder)
-    ring.agree(b"")  # all are there
+    ring.all_gather_bytes(b"")  # all are there
     return ring
 
 
@@ -316,7 +316,7 @@ def test_the_records_of_a_stalled_ring_name_the_rank(processes: Processes, tmp_p
     records = read_records(tmp_path)
     for rank in (0, 2):
         lanes = [(flight["lane"], flight["parts"][0]["label"]) for flight in records[rank]["flights"]]
-        assert lanes == [(CONTROL_LANE, "agreement 0"), (0, "step 0: KV"), (0, "step 1: KV")]
+        assert lanes == [(CONTROL_LANE, "all-gather 0"), (0, "step 0: KV"), (0, "step 1: KV")]
         assert [flight["state"] for flight in records[rank]["flights"]] == [DONE, DONE, FAILED]
         done = records[rank]["flights"][1]
         assert done["posted_s"] <= done["started_s"] <= done["done_s"] <= records[rank]["written_s"]

@@ -21,7 +21,7 @@ from ringattn.observe.spans import Recording
 from ringattn.runtime.pass_profiler import PassProfiler
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
-from ringattn.transport.local import LocalTicket
+from ringattn.transport.local import LocalWorkHandle
 from tests.contract.threads import on_threads
 
 TOKENS = 37
@@ -233,9 +233,9 @@ def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
 
 
 def test_on_the_host_a_wait_lasts_as_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, waited = LocalTicket.wait, threading.local()
+    wait, waited = LocalWorkHandle.wait, threading.local()
 
-    def slow_wait(ticket: LocalTicket) -> None:
+    def slow_wait(ticket: LocalWorkHandle) -> None:
         began_s = time.perf_counter()
         time.sleep(0.03)
         wait(ticket)
@@ -247,7 +247,7 @@ def test_on_the_host_a_wait_lasts_as_long_as_it_does(monkeypatch: pytest.MonkeyP
             forward(ring)
         return recording, waited.us
 
-    monkeypatch.setattr(LocalTicket, "wait", slow_wait)
+    monkeypatch.setattr(LocalWorkHandle, "wait", slow_wait)
     for recording, waited_us in run_ranks(2, body):
         (one,) = recording.passes
         assert 30_000 <= waited_us <= one.exposed_us <= one.end_us - one.start_us

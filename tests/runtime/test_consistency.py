@@ -63,8 +63,8 @@ def attended(ring: Ring, count: int) -> list[torch.Tensor]:
 
 def test_on_a_gpu_backward_passes_of_calls_that_are_alike_need_two_agreements_in_all() -> None:
     def body(ring: Ring) -> int:
-        agreements, agree = [], ring.transport.agree
-        ring.transport.agree = lambda payload: agreements.append(payload) or agree(payload)  # type: ignore[method-assign]
+        agreements, agree = [], ring.transport.all_gather_bytes
+        ring.transport.all_gather_bytes = lambda payload: agreements.append(payload) or agree(payload)  # type: ignore[method-assign]
         for order in (1, -1, 1):
             for out in attended(ring, 3)[::order]:
                 out.sum().backward()

@@ -62,7 +62,7 @@ def test_a_guess_inside_selective_checkpointing_is_refused_in_our_words() -> Non
     """The ranks tell each other by tensors, as over gloo, which the region has not seen in its forward pass."""
 
     def body(ring: Ring) -> None:
-        agree = ring.transport.agree
+        agree = ring.transport.all_gather_bytes
 
         def by_tensors(payload: bytes) -> list[bytes]:
             torch.zeros(4, dtype=torch.uint8).bitwise_not()
@@ -76,7 +76,7 @@ def test_a_guess_inside_selective_checkpointing_is_refused_in_our_words() -> Non
             with ring.activate(seq):
                 x = seq.shard(tokens()).requires_grad_()
                 losses.append(checkpoint(module, x, use_reentrant=False, context_fn=contexts).sum())
-        ring.transport.agree = by_tensors  # type: ignore[method-assign]
+        ring.transport.all_gather_bytes = by_tensors  # type: ignore[method-assign]
         with pytest.raises(InputError, match=r"2 sequences are known to fit it.*context_fn="):
             losses[0].backward()
 

@@ -18,7 +18,7 @@ import ringattn
 from ringattn.bench.fault_ranks import open_gate
 from ringattn.transport.gloo import GlooTransport
 
-POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "1", "pulse/1": "0 poison"}
+POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "1", "heartbeat/1": "0 poison"}
 
 
 def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
@@ -29,12 +29,12 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         open_gate(ring)
         transport = ring.transport
         assert isinstance(transport, GlooTransport)
-        board = transport._board
+        control = transport._control
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)
             ring.barrier()
-            assert board.cause() == POISON["cause"]  # these are the keys that the ring reads
+            assert control.cause() == POISON["cause"]  # these are the keys that the ring reads
             (folder / f"poisoned-{rank}").touch()
             ring.barrier()
             if rank == 1:
@@ -44,8 +44,8 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
             "life": life,
             "former": [raw.get(stems[0] + key).decode() for key in POISON],
             "own": raw.check([f"{stems[1]}arrived/{rank}"]),
-            "cause": board.cause(),
-            "closed": [board.holds(f"closed/{peer}") for peer in range(2)],
+            "cause": control.cause(),
+            "closed": [control.holds(f"closed/{peer}") for peer in range(2)],
         }
         open_gate(ring)
         ring.barrier()

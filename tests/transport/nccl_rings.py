@@ -81,8 +81,8 @@ def on_gpus(
         try:
             ring = open_on(world, rank, MortalStore(world, rank, store.clone()), **opening)
             if deadline_s is not None:
-                ring._timeout_s = ring.supervisor._timeout_s = ring._agreement._timeout_s = deadline_s
-                ring.lane._timeout_s = deadline_s
+                ring._timeout_s = ring.supervisor._timeout_s = ring._all_gather._timeout_s = deadline_s
+                ring.communicator._timeout_s = deadline_s
             outcome.result = body(ring)
             ring.close()
         except BaseException as error:

@@ -101,7 +101,7 @@ def beside_the_users_groups(rank: int, world_size: int) -> None:
         else:
             ring = GlooTransport.open(*group_store(pair), 20.0)
             assert (ring.rank, ring.world_size) == ([0, None, 1][rank], 2)
-            assert ring.agree(bytes([rank])) == [b"\x00", b"\x02"]
+            assert ring.all_gather_bytes(bytes([rank])) == [b"\x00", b"\x02"]
             ring.abort(ValueError("only this one"))
             assert summed(pair) == 2.0
         contract.shift_around(default[0])
@@ -150,7 +150,7 @@ def opens_with_one_missing(rank: int, world_size: int) -> None:
     store = rendezvous_store(rank, world_size, 20.0)
     if rank != 1:
         start = time.monotonic()
-        with pytest.raises(DeadlineError, match=rf"rank {rank} opened a ring of 3: ranks \[1\] did not come"):
+        with pytest.raises(DeadlineError, match=rf"rank {rank} opened a ring of 3: ranks \[1\] did not arrive"):
             GlooTransport.open(store, rank, world_size, 1.0)
         assert time.monotonic() - start < 6.0
 
@@ -218,7 +218,7 @@ def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
 
 def deadline_after_a_failure(rank: int, world_size: int) -> None:
     ring = meet(rank, world_size, list(range(world_size)), 20.0)
-    ring.agree(b"")
+    ring.all_gather_bytes(b"")
     ring._timeout_s = 1.0
     if rank == 0:
         with pytest.raises(DeadlineError, match=r"ranks \[1\].*rank 2 failed first: ValueError: no heads"):
@@ -239,14 +239,14 @@ def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) ->
 def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
     ring = meet(rank, world_size, members, 20.0)
     after, before = contract.neighbors(ring)
-    ticket = ring.exchange(
+    handle = ring.exchange(
         [Message(after, torch.ones(16), "kv")], [Message(before, torch.zeros(16), "kv") for _ in range(2)]
     )
     if rank == 3:
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
-        ticket.wait()
+        handle.wait()
     assert time.monotonic() - start < 8.0
     with pytest.raises(ClosedError, match="is gone"):
         ring.exchange([], [])
@@ -287,7 +287,7 @@ def exit_mid_write_is_named_in_time(mortals: Processes) -> None:
 
 def loses_the_host(rank: int, world_size: int, members: list[int]) -> str:
     ring = meet(rank, world_size, members, 20.0)
-    ring.agree(b"")
+    ring.all_gather_bytes(b"")
     if rank == 0:
         os._exit(1)
     start = time.monotonic()

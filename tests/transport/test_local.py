@@ -77,10 +77,10 @@ def test_nothing_is_read_before_the_receive_is_posted() -> None:
     buffer, came = torch.zeros(2), torch.zeros(2)
     world = LocalWorld(2)
     sender, receiver = world.transport(0), world.transport(1)
-    ticket = sender.exchange([Message(1, buffer)], [])
+    handle = sender.exchange([Message(1, buffer)], [])
     buffer.fill_(7.0)  # a buffered copy would hold the zeros
     receiver.exchange([], [Message(0, came)]).wait()
-    ticket.wait()
+    handle.wait()
     assert came.tolist() == [7.0, 7.0]
 
 
@@ -88,7 +88,7 @@ def test_deadlock_is_told_at_once_with_every_ranks_pending_operations() -> None:
     def fn(ring: LocalTransport) -> BaseException:
         before = (ring.rank - 1) % 3
         if ring.rank == 2:
-            return caught(lambda: ring.agree(b""))
+            return caught(lambda: ring.all_gather_bytes(b""))
         return exchanged(ring, [], [Message(before, torch.zeros(3, dtype=torch.float64), f"kv {ring.rank}")])
 
     start = time.monotonic()
@@ -100,7 +100,7 @@ def test_deadlock_is_told_at_once_with_every_ranks_pending_operations() -> None:
         assert "deadlock, no rank can move" in text
         assert "pending on rank 0: rank 0 recv from rank 2 'kv 0' (24 bytes of torch.float64)" in text
         assert "pending on rank 1: rank 1 recv from rank 0 'kv 1' (24 bytes of torch.float64)" in text
-        assert "pending on rank 2: agreement 0" in text
+        assert "pending on rank 2: all-gather 0" in text
         assert isinstance(error, DeadlineError) or isinstance(error.__cause__, DeadlineError)
 
 
@@ -126,7 +126,7 @@ def test_no_false_alarm_while_one_rank_computes() -> None:
                 time.sleep(0.001)
             came = torch.zeros(1)
             ring.exchange([Message(after, torch.ones(1))], [Message(before, came)]).wait()
-            ring.agree(b"x")
+            ring.all_gather_bytes(b"x")
         return came.item()
 
     assert on_threads(4, fn) == [1.0] * 4
@@ -143,13 +143,13 @@ def test_an_aborted_rank_is_never_written_to() -> None:
     assert buffer.tolist() == [0.0, 0.0]
 
 
-def test_finished_agreements_are_not_reported() -> None:
+def test_finished_all_gathers_are_not_reported() -> None:
     def fn(ring: LocalTransport) -> str:
         for _ in range(3):
-            ring.agree(b"")
+            ring.all_gather_bytes(b"")
         return str(exchanged(ring, [], [Message(1 - ring.rank, torch.zeros(1), "x")]))
 
-    assert all("deadlock" in text and "agreement" not in text for text in on_threads(2, fn))
+    assert all("deadlock" in text and "all-gather" not in text for text in on_threads(2, fn))
 
 
 def test_the_first_cause_is_chained() -> None:
@@ -158,7 +158,7 @@ def test_the_first_cause_is_chained() -> None:
     cause = ValueError("odd")
     mine.abort(cause)
     with pytest.raises(PeerLostError, match=re.escape("rank 0 failed first: ValueError: odd")) as info:
-        theirs.agree(b"")
+        theirs.all_gather_bytes(b"")
     assert info.value.__cause__ is cause
 
 
@@ -171,4 +171,4 @@ def test_world_refuses_what_cannot_be() -> None:
     for rank in (0, 1, -1):
         with pytest.raises(InputError, match="taken"):
             world.transport(rank)
-    assert alone.agree(b"me") == [b"me"]
+    assert alone.all_gather_bytes(b"me") == [b"me"]

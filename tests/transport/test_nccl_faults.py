@@ -17,7 +17,7 @@ import torch
 from ringattn import Ring
 from ringattn.errors import RingError
 from ringattn.transport.nccl.binding import Status
-from tests.transport.blame import blames
+from tests.transport.attribution import names_as_culprit
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.faults import Answer, Die, Died, Fault, Stall
 from tests.transport.simulated.world import SimWorld
@@ -139,7 +139,7 @@ def verdict(case: Case) -> list[str]:
         took_s = outcome.ended_s - last_good[rank]
         if took_s > DEADLINE_S + GRACE_S:
             wrong.append(f"{case}: rank {rank} took {took_s:.2f} s: {outcome.error}")
-        if not blames(case.culprit, str(outcome.error)):
+        if not names_as_culprit(case.culprit, str(outcome.error)):
             wrong.append(f"{case}: rank {rank} names nobody: {outcome.error}")
     return wrong
 

@@ -23,7 +23,7 @@ from ringattn.launch.doctor.flight import read_records
 from ringattn.transport.base import Message
 from ringattn.transport.nccl.communicator import State
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.blame import blames
+from tests.transport.attribution import names_as_culprit
 from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
 from tests.transport.simulated.faults import Died, Stall
 from tests.transport.simulated.library import SimLibrary
@@ -55,10 +55,10 @@ def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
         counts = []
         for _ in range(4):
             ring.all_reduce([torch.ones(3)])
-            counts.append(ring.transport._agreement._number)  # type: ignore[attr-defined]
+            counts.append(ring.transport._all_gather._number)  # type: ignore[attr-defined]
         ring.barrier()
         ring.barrier()
-        return [*counts, ring.transport._agreement._number]  # type: ignore[attr-defined]
+        return [*counts, ring.transport._all_gather._number]  # type: ignore[attr-defined]
 
     world = SimWorld(2, any_memory=True)
     assert results(on_rings(world, body)) == [[1, 1, 1, 1, 3]] * 2
@@ -71,12 +71,12 @@ def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         slots = ring.allocate(1024).view(2, 512)
         hop = around(ring, slots[0], slots[1])
         hop.start().wait()
-        ring.agree(b"")
+        ring.all_gather_bytes(b"")
         if ring.rank == 0:
-            ring.lane.pid = os.getpid() + 1
+            ring.communicator.pid = os.getpid() + 1
             with pytest.raises(RingError, match="its fork; start processes with spawn"):
                 hop.start()
-            ring.lane.pid = os.getpid()
+            ring.communicator.pid = os.getpid()
         hop.start().wait()
 
     results(on_gpus(world, body))
@@ -92,7 +92,7 @@ def test_a_second_thread_is_refused() -> None:
             threading.Timer(0.4, lambda: world.release(0)).start()
             threading.Thread(target=lambda: time.sleep(0.2) or refused.append(failure(hop.start))).start()
         hop.start().wait()
-        ring.agree(b"")
+        ring.all_gather_bytes(b"")
 
     refused: list[str] = []
     results(on_gpus(world, body))
@@ -122,7 +122,7 @@ def test_a_close_that_is_alone_aborts_soon() -> None:
             ring.close(linger_s=0.5)
             ring.close()
             seconds[rank] = time.monotonic() - start
-            assert ring.lane.state is State.FAILED  # aborted: a destroy would wait for the other
+            assert ring.communicator.state is State.FAILED  # aborted: a destroy would wait for the other
         else:
             time.sleep(1.5)
             slots = torch.zeros(2, 8, dtype=torch.uint8)
@@ -149,7 +149,7 @@ def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
             with pytest.raises(DeadlineError, match="no answer from ranks"):
                 ring.close()
             with pytest.raises(ClosedError):
-                ring.agree(b"")
+                ring.all_gather_bytes(b"")
         else:
             time.sleep(1.2)
 
@@ -170,7 +170,7 @@ def test_a_missing_rank_is_named_at_opening() -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert all("ranks [1] did not come" in message for message in said.values()) and len(said) == 2
+    assert all("ranks [1] did not arrive" in message for message in said.values()) and len(said) == 2
 
 
 def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SimLibrary, "init", fatal)
     outcomes = on_gpus(world, lambda ring: None, timeout_s=1.0)
     for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, RingError) and blames(1, str(outcomes[rank].error))
+        assert isinstance(outcomes[rank].error, RingError) and names_as_culprit(1, str(outcomes[rank].error))
         assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
 
 
@@ -261,8 +261,8 @@ def test_a_lost_device_ends_the_ring_everywhere() -> None:
         hop = around(ring, slots[0], slots[1])
         if ring.rank == 1:
             broken = SimpleNamespace(query=lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access")))
-            ticket = hop.start()
-            ticket.done = broken  # what torch says of any event once a kernel has faulted
+            handle = hop.start()
+            handle.done = broken  # what torch says of any event once a kernel has faulted
             time.sleep(1.0)
             ring.check()
         else:

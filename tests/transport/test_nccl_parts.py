@@ -12,15 +12,15 @@ import pytest
 from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
-from ringattn.transport.control_store import Board
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.nccl.bootstrap import (
     WINDOW,
     Arrival,
     CallWindow,
     Host,
     all_ready,
-    arrive,
     check_fit,
+    gather_arrivals,
     share_unique_id,
 )
 from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
@@ -36,13 +36,13 @@ def nothing() -> None:
     """A watch that never raises."""
 
 
-def together(ranks: int, body: Callable[[Board], Any]) -> list[Any]:
-    """`body(board)` on a thread a rank; results or errors by rank."""
+def together(ranks: int, body: Callable[[ControlStore], Any]) -> list[Any]:
+    """`body(control)` on a thread a rank; results or errors by rank."""
     store, results = HashStore(), [None] * ranks
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(Board(store.clone(), rank, ranks))
+            results[rank] = body(ControlStore(store.clone(), rank, ranks))
         except Exception as error:
             results[rank] = error
 
@@ -58,34 +58,34 @@ def together(ranks: int, body: Callable[[Board], Any]) -> list[Any]:
 
 
 def test_everyone_learns_of_everyone() -> None:
-    def body(board: Board) -> Any:
+    def body(control: ControlStore) -> Any:
         deadline = Deadline(10)
-        found = arrive(board, arrival(board.rank), deadline, nothing)
-        unique_id = share_unique_id(board, lambda: bytes(range(128)), deadline, nothing)
-        all_ready(board, deadline, nothing)
+        found = gather_arrivals(control, arrival(control.rank), deadline, nothing)
+        unique_id = share_unique_id(control, lambda: bytes(range(128)), deadline, nothing)
+        all_ready(control, deadline, nothing)
         time.sleep(0.2)
-        return found, unique_id, board.holds("unique_id")
+        return found, unique_id, control.holds("unique_id")
 
     for result in together(3, body):
         assert result == ([arrival(rank) for rank in range(3)], bytes(range(128)), False)
 
 
 def test_missing_ranks_are_named() -> None:
-    def body(board: Board) -> Any:
-        return arrive(board, arrival(board.rank), Deadline(0.3), nothing) if board.rank != 1 else None
+    def body(control: ControlStore) -> Any:
+        return gather_arrivals(control, arrival(control.rank), Deadline(0.3), nothing) if control.rank != 1 else None
 
     results = together(3, body)
     for rank in (0, 2):
         assert isinstance(results[rank], DeadlineError)
-        assert f"rank {rank} opened a ring of 3: ranks [1] did not come within 0.3 s" in str(results[rank])
+        assert f"rank {rank} opened a ring of 3: ranks [1] did not arrive within 0.3 s" in str(results[rank])
 
 
 def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     store = HashStore()
     with pytest.raises(DeadlineError, match=r"rank 1: rank 0 made no unique id within 0\.1 s"):
-        share_unique_id(Board(store, 1, 2), bytes, Deadline(0.1), nothing)
+        share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), nothing)
     with pytest.raises(DeadlineError, match=r"rank 1: the communicators of ranks \[0\] were not ready"):
-        all_ready(Board(store, 1, 2), Deadline(0.1), nothing)
+        all_ready(ControlStore(store, 1, 2), Deadline(0.1), nothing)
 
 
 @pytest.mark.parametrize(

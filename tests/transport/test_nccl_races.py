@@ -25,8 +25,8 @@ from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
 from ringattn.runtime.records import LocalTensors, PackedBuffer
 from ringattn.schedule.routes import ROUTES
-from ringattn.transport.nccl.communicator import Call, Communicator
-from ringattn.transport.nccl.hop import NcclTicket
+from ringattn.transport.nccl.communicator import Communicator, PeerCall
+from ringattn.transport.nccl.hop import NcclWorkHandle
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream
 from tests.transport.simulated.entries import Range
@@ -136,7 +136,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def no_wait_for_arrival(patch: pytest.MonkeyPatch) -> None:
     """A dropped wait: work begins before the bytes are there."""
-    patch.setattr(NcclTicket, "wait", lambda self: setattr(self, "waited", True))
+    patch.setattr(NcclWorkHandle, "wait", lambda self: setattr(self, "waited", True))
 
 
 def no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,9 @@ def wrong_count_on_one_rank(patch: pytest.MonkeyPatch) -> None:
 
     def short(self: Communicator, calls: Any, stream: int, watch: Any) -> None:
         if self.rank == 1:
-            calls = [c if c.sends or c.nbytes < 64 else Call(c.sends, c.pointer, c.nbytes - 8, c.peer) for c in calls]
+            calls = [
+                c if c.sends or c.nbytes < 64 else PeerCall(c.sends, c.pointer, c.nbytes - 8, c.peer) for c in calls
+            ]
         launch(self, calls, stream, watch)
 
     patch.setattr(Communicator, "launch", short)

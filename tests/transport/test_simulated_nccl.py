@@ -15,7 +15,7 @@ from ringattn.transport.nccl.binding import CommConfig, Status
 from tests.transport.simulated.exchange import Rank, on_ranks, open_ranks, ring_hops
 from tests.transport.simulated.faults import AsyncError
 from tests.transport.simulated.hosts import Deadlock
-from tests.transport.simulated.world import Call, SimWorld
+from tests.transport.simulated.world import PeerCall, SimWorld
 
 
 def values(buffer: torch.Tensor) -> set[int]:
@@ -32,7 +32,7 @@ def test_a_ring_that_obeys_moves_the_right_bytes(world_size: int, blocking: bool
     ]
     assert world.violations == []
     for rank in range(world_size):
-        hop = [Call("send", (rank + 1) % world_size, 16), Call("recv", (rank - 1) % world_size, 16)]
+        hop = [PeerCall("send", (rank + 1) % world_size, 16), PeerCall("recv", (rank - 1) % world_size, 16)]
         assert world.calls(rank) == 5 * hop
 
 

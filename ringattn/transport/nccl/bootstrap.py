@@ -16,13 +16,13 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
-from ringattn.transport.control_store import Board
-from ringattn.transport.heartbeat import ENDED, INTERVAL_S, PER_RANK_S, Pulse
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.heartbeat import ENDED, INTERVAL_S, PER_RANK_S, Heartbeat
 from ringattn.transport.nccl.binding import version_text
 from ringattn.transport.nccl.device import Deadline, wait_until
 from ringattn.transport.nccl.options import NcclOptions
 
-PassProfiler = Callable[[], None]
+FailureCheck = Callable[[], None]
 
 
 class Host(NamedTuple):
@@ -56,21 +56,21 @@ class Arrival:
         return json.dumps(asdict(self))
 
 
-def arrive(board: Board, mine: Arrival, deadline: Deadline, watch: PassProfiler) -> list[Arrival]:
+def gather_arrivals(control: ControlStore, mine: Arrival, deadline: Deadline, watch: FailureCheck) -> list[Arrival]:
     """Put up this rank's arrival and return everyone's. Raises `DeadlineError` that names who is missing."""
-    board.write(f"arrived/{mine.rank}", mine.text())
-    if not wait_until(lambda: board.complete("arrived"), deadline, watch):
-        missing = board.missing("arrived")
+    control.write(f"arrived/{mine.rank}", mine.text())
+    if not wait_until(lambda: control.complete("arrived"), deadline, watch):
+        missing = control.missing("arrived")
         raise DeadlineError(
-            f"rank {mine.rank} opened a ring of {board.world_size}: ranks {missing} did not come within "
+            f"rank {mine.rank} opened a ring of {control.world_size}: ranks {missing} did not arrive within "
             f"{deadline.timeout_s} s"
         )
-    return [Arrival.parse(board.read(f"arrived/{rank}")) for rank in board.everyone()]
+    return [Arrival.parse(control.read(f"arrived/{rank}")) for rank in control.everyone()]
 
 
 def check_fit(arrivals: list[Arrival]) -> None:
     """Raise `DisagreementError` or `InputError`, the same on every rank, if these ranks cannot share a communicator."""
-    for what, told in (
+    for what, values in (
         ("NCCL version", [version_text(arrival.nccl_version) for arrival in arrivals]),
         ("ringattn version", [arrival.ringattn_version for arrival in arrivals]),
         ("binding", [arrival.options.binding for arrival in arrivals]),
@@ -79,9 +79,9 @@ def check_fit(arrivals: list[Arrival]) -> None:
         ("registered slots", [str(arrival.registers) for arrival in arrivals]),
         ("blocking", [str(arrival.options.blocking) for arrival in arrivals]),
     ):
-        if len(set(told)) > 1:
+        if len(set(values)) > 1:
             ranks = defaultdict(list)
-            for arrival, value in zip(arrivals, told, strict=True):
+            for arrival, value in zip(arrivals, values, strict=True):
                 ranks[value].append(arrival.rank)
             listed = "; ".join(f"{value} on ranks {which}" for value, which in ranks.items())
             raise DisagreementError(f"the ranks differ in {what}: {listed}")
@@ -97,27 +97,27 @@ def check_fit(arrivals: list[Arrival]) -> None:
             )
 
 
-def share_unique_id(board: Board, make: Callable[[], bytes], deadline: Deadline, watch: PassProfiler) -> bytes:
+def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: Deadline, watch: FailureCheck) -> bytes:
     """The id that rank 0 makes, on every rank. Raises `DeadlineError`, and on rank 0 what `make` raises."""
-    if board.rank == 0:
+    if control.rank == 0:
         made = make()
-        board.write("unique_id", made)
+        control.write("unique_id", made)
         return made
-    if not wait_until(lambda: board.holds("unique_id"), deadline, watch):
-        raise DeadlineError(f"rank {board.rank}: rank 0 made no unique id within {deadline.timeout_s} s")
-    return board.read("unique_id")
+    if not wait_until(lambda: control.holds("unique_id"), deadline, watch):
+        raise DeadlineError(f"rank {control.rank}: rank 0 made no unique id within {deadline.timeout_s} s")
+    return control.read("unique_id")
 
 
-def all_ready(board: Board, deadline: Deadline, watch: PassProfiler) -> None:
+def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) -> None:
     """Return when every rank's communicator works; the unique id is then gone. Raises `DeadlineError`."""
-    board.write(f"ready/{board.rank}", "1")
-    if not wait_until(lambda: board.complete("ready"), deadline, watch):
-        missing = board.missing("ready")
+    control.write(f"ready/{control.rank}", "1")
+    if not wait_until(lambda: control.complete("ready"), deadline, watch):
+        missing = control.missing("ready")
         raise DeadlineError(
-            f"rank {board.rank}: the communicators of ranks {missing} were not ready within {deadline.timeout_s} s"
+            f"rank {control.rank}: the communicators of ranks {missing} were not ready within {deadline.timeout_s} s"
         )
-    if board.rank == 0:
-        board.store.delete_key("unique_id")
+    if control.rank == 0:
+        control.store.delete_key("unique_id")
 
 
 WINDOW = 64
@@ -128,7 +128,7 @@ WORDS = 400
 
 
 class CallWindow:
-    """Written by the thread that makes the calls, read by those that watch and beat."""
+    """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread."""
 
     def __init__(self) -> None:
         self._newest: deque[tuple[int, str]] = deque(maxlen=WINDOW)
@@ -147,17 +147,17 @@ class CallWindow:
             self._milestones.append(entry)
 
     def status(self, **place: object) -> str:
-        """For the pulse; `place` is what `places` gives back."""
+        """For the heartbeat; `place` is what `places` gives back."""
         calls = [*self._milestones, *self._newest]
         return json.dumps({**place, "call": self.number, "words": self._words[:WORDS], "calls": calls})
 
     def differs(self, status: str) -> str | None:
         """The first call that a peer with this `status` is known to have made otherwise, in words; None if none."""
-        told = json.loads(status)
-        theirs = dict(map(tuple, told["calls"]))
+        there = json.loads(status)
+        theirs = dict(map(tuple, there["calls"]))
         for number, chain in [*self._milestones, *self._newest]:
             if theirs.get(number, chain) != chain:
-                return f"call {number} is another there (now at '{told['words']}', here '{self._words[:WORDS]}')"
+                return f"call {number} is another there (now at '{there['words']}', here '{self._words[:WORDS]}')"
         return None
 
     @staticmethod
@@ -166,37 +166,39 @@ class CallWindow:
         return json.loads(status)
 
 
-LISTEN_S = 5 * INTERVAL_S
-"""How long a pulse must stand still, in small rings; larger ones beat more slowly."""
+SILENCE_S = 5 * INTERVAL_S
+"""How long a heartbeat must not change, in small rings; in larger ones the interval is longer."""
 
 
-def accuse(board: Board, calls: CallWindow, waited_for: set[int]) -> str:
-    """For an error message, beginning with `; `: the guilty, or else those behind; then the live ones of `waited_for`.
+def attribute_failure(control: ControlStore, calls: CallWindow, waited_for: set[int]) -> str:
+    """For an error, beginning with `; `: the ranks at fault, or else those behind; then the live ones of `waited_for`.
 
-    A rank that is behind may only wait for the guilty itself.
+    A rank that is behind may itself only wait for the rank at fault.
     """
-    others = [rank for rank in board.everyone() if rank != board.rank]
-    ear = Pulse(board.store, board.rank)
+    others = [rank for rank in control.everyone() if rank != control.rank]
+    reader = Heartbeat(control.store, control.rank)
     try:
-        silent = ear.silent(others, LISTEN_S + 3 * PER_RANK_S * board.world_size)
-        beats = {rank: beat for rank in others if (beat := ear.heard(rank)) is not None}
+        silent = reader.silent(others, SILENCE_S + 3 * PER_RANK_S * control.world_size)
+        heartbeats = {rank: newest for rank in others if (newest := reader.last(rank)) is not None}
     except RuntimeError as error:
         return f"; the store's host is gone: {error}"
-    guilty, behind, alive = [], [], []
+    at_fault, behind, alive = [], [], []
     for rank in others:
-        place = calls.places(beats[rank].status) if rank in beats else None
+        place = calls.places(heartbeats[rank].status) if rank in heartbeats else None
         at = f"'{place['at']}' of call {place['call']}" if place else ""
         if rank in silent:
-            heard = f"last heard in {at}" if at else "never heard"
-            guilty.append(f"rank {rank} is silent (stopped, stuck or gone), {heard}")
-        elif place is None or beats[rank].count == ENDED:
+            last = f"last heard in {at}" if at else "never heard"
+            at_fault.append(f"rank {rank} is silent (stopped, stuck or gone), {last}")
+        elif place is None or heartbeats[rank].count == ENDED:
             continue
         elif place["launching"]:
-            guilty.append(f"rank {rank} is stuck in a launch, in {at}")
+            at_fault.append(f"rank {rank} is stuck in a launch, in {at}")
         elif place["computing"]:
-            guilty.append(f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}")
+            at_fault.append(
+                f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}"
+            )
         elif int(str(place["call"])) < calls.number:
             behind.append(f"rank {rank} is behind, in {at}, this rank in call {calls.number}")
         elif rank in waited_for:
             alive.append(f"rank {rank} lives, in {at}")
-    return "".join(f"; {each}" for each in [*(guilty or behind), *alive])
+    return "".join(f"; {each}" for each in [*(at_fault or behind), *alive])

@@ -28,7 +28,7 @@ ABORT_S = 60.0
 LEAVE_S = 1.0
 """How long a launch may take to notice that its communicator is being aborted."""
 
-PassProfiler = Callable[[], None]
+FailureCheck = Callable[[], None]
 """Raises when the ring has failed meanwhile."""
 
 
@@ -42,7 +42,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Call(NamedTuple):
+class PeerCall(NamedTuple):
     """One send or receive of a hop."""
 
     sends: bool
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Communicator:
-    """One lane of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
+    """The communicator of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
 
     def __init__(
         self, binding: Binding, device: Device, rank: int, world_size: int, config: CommConfig, timeout_s: float
@@ -65,14 +65,14 @@ class Communicator:
         self._binding, self._device, self._timeout_s = binding, device, timeout_s
         self.pid = os.getpid()
         self._launching = threading.Lock()
-        self._using = threading.Lock()  # NCCL is asked about this communicator by whoever holds it
+        self._using = threading.Lock()  # NCCL is asked about this communicator by the thread that holds this
         self._ending = threading.Lock()
 
-    def open(self, unique_id: bytes, watch: PassProfiler) -> None:
+    def open(self, unique_id: bytes, watch: FailureCheck) -> None:
         """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
         self._begin("init", lambda: self._binding.init(self.world_size, unique_id, self.rank, self.config), watch)
 
-    def launch(self, calls: Sequence[Call], stream: int, watch: PassProfiler) -> None:
+    def launch(self, calls: Sequence[PeerCall], stream: int, watch: FailureCheck) -> None:
         """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
 
         Raises `ClosedError` unless ready, `RingError` for a fork or a second thread, `NcclError`, `DeadlineError`.
@@ -121,7 +121,7 @@ class Communicator:
             self._using.release()
 
     def abort(self, join_s: float = ABORT_S) -> bool:
-        """Stop what runs on the lane and free it; False when that does not end within `join_s`. Idempotent.
+        """Stop what runs on it and free it; False when that does not end within `join_s`. Idempotent.
 
         A launch in progress is waited for, since it sees the failure within milliseconds. One that is stuck inside a
         blocking communicator cannot be aborted: NCCL would free what it still uses.
@@ -141,7 +141,7 @@ class Communicator:
                 self._using.release()
 
     def close(self, deadline: Deadline) -> bool:
-        """Free a lane whose hops have all run, together with all other ranks; False when that does not end in time."""
+        """Free it, all hops having run, together with all other ranks; False when that does not end in time."""
         with self._ending:
             if self.state is not State.READY:
                 return self.state is State.CLOSED
@@ -156,7 +156,7 @@ class Communicator:
             wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline)
         self._binding.destroy(handle)
 
-    def _begin(self, what: str, make: Callable[[], int], watch: PassProfiler) -> None:
+    def _begin(self, what: str, make: Callable[[], int], watch: FailureCheck) -> None:
         """From new to ready."""
         if self.state is not State.NEW:
             raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
@@ -176,7 +176,7 @@ class Communicator:
             self.abort()
             raise
 
-    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: PassProfiler) -> int:
+    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: FailureCheck) -> int:
         """`make()` on a thread that is left behind if it never returns: nothing else bounds a blocking open."""
         made: list[int] = []
         failed: list[BaseException] = []
@@ -195,8 +195,8 @@ class Communicator:
             raise failed[0]
         return made[0]
 
-    def _settle(self, where: str, status: int, watch: PassProfiler, deadline: Deadline | None = None) -> None:
-        """Wait until the communicator has done what it was told; only then may its streams be given other work."""
+    def _settle(self, where: str, status: int, watch: FailureCheck, deadline: Deadline | None = None) -> None:
+        """Wait until the communicator has done what was asked; only then may its streams be given other work."""
         deadline = deadline or Deadline(self._timeout_s)
         current, handle = status, self.handle
 
@@ -233,18 +233,20 @@ class Communicator:
 
 
 class _Block:
-    """One allocation; whoever views it holds this object."""
+    """One allocation; every view of it keeps this object alive."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
 
 
-class Slots:
+class RegisteredMemory:
     """The memory of one ring."""
 
-    def __init__(self, binding: Binding, device: Device, lanes: Sequence[Communicator], registered: bool) -> None:
+    def __init__(
+        self, binding: Binding, device: Device, communicators: Sequence[Communicator], registered: bool
+    ) -> None:
         self.registered = registered
-        self._binding, self._device, self._lanes = binding, device, lanes
+        self._binding, self._device, self._communicators = binding, device, communicators
         self._registrations: dict[int, list[tuple[Communicator, int]]] = {}
         self._unused: list[int] = []
 
@@ -264,15 +266,17 @@ class Slots:
         self._registrations[pointer] = []
         block = _Block(pointer)
         weakref.finalize(block, self._unused.append, pointer).atexit = False
-        for lane in self._lanes:
-            self._registrations[pointer].append((lane, self._binding.register(lane.handle, pointer, nbytes)))
+        for communicator in self._communicators:
+            self._registrations[pointer].append(
+                (communicator, self._binding.register(communicator.handle, pointer, nbytes))
+            )
         return self._device.wrap(pointer, nbytes, block)
 
     def free(self) -> None:
-        """Give back what nobody views any more; lanes that have ended took their registrations with them."""
+        """Free what has no view any more; communicators that have ended took their registrations with them."""
         while self._unused:
             pointer = self._unused.pop()
-            for lane, handle in self._registrations.pop(pointer):
-                if lane.state is State.READY:
-                    self._binding.deregister(lane.handle, handle)
+            for communicator, handle in self._registrations.pop(pointer):
+                if communicator.state is State.READY:
+                    self._binding.deregister(communicator.handle, handle)
             self._binding.mem_free(pointer)

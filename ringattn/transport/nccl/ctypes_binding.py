@@ -195,7 +195,7 @@ class CtypesBinding:
             raise dead_handle(name, comm)
 
     def _forget(self, comm: int) -> bool:
-        """Whether the handle was alive until now; of several threads one hears so."""
+        """Whether the handle was alive until now; of several threads one gets True."""
         try:
             self._live.remove(comm)
         except KeyError:

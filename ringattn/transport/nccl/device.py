@@ -71,7 +71,7 @@ class Device(Protocol):
         ...
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Memory that somebody else allocated, as a flat uint8 tensor that keeps `owner` alive while any view lives."""
+        """Memory that another library allocated, as a flat uint8 tensor whose views keep `owner` alive."""
         ...
 
     def is_capturing(self) -> bool:
@@ -80,7 +80,7 @@ class Device(Protocol):
 
 
 class _Memory:
-    """Device memory with the interface that torch reads; whoever views it holds `owner`."""
+    """Device memory with the interface that torch reads; every view of it keeps `owner` alive."""
 
     def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
         self.owner = owner
@@ -147,12 +147,12 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the moment has come."""
+        """Whether the moment has passed."""
         return time.monotonic() >= self._at
 
 
 def wait_until(ready: Callable[[], bool], deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
-    """Nap until `ready()`; False when the deadline came first. `watch` runs before each nap and may raise."""
+    """Nap until `ready()`; False when the deadline passed first. `watch` runs before each nap and may raise."""
     nap_s, spun = FIRST_NAP_S, time.monotonic() + SPIN_S
     while not ready():
         if deadline.passed:

@@ -2,7 +2,7 @@
 
 The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived; the
 host waits for neither. Guarantees: starting and waiting costs a few microseconds of Python (`bench/hop.py`) and no
-device allocation; inside a CUDA graph's capture events are fresh and nobody queries them.
+device allocation; inside a CUDA graph's capture events are fresh and never queried.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, MessageRecord
 from ringattn.transport.base import Operation, listed
-from ringattn.transport.nccl.communicator import Call
+from ringattn.transport.nccl.communicator import PeerCall
 from ringattn.transport.nccl.device import Event
 
 if TYPE_CHECKING:
     from ringattn.transport.nccl.transport import NcclTransport
 
 
-class NcclTicket:
+class NcclWorkHandle:
     """A started hop. Keeps its buffers alive until it has arrived."""
 
     arrived_s = None
@@ -32,7 +32,7 @@ class NcclTicket:
         self.waited = False
 
     def wait(self) -> None:
-        """See `Ticket.wait`: later work of the current stream runs after the exchange. A second wait is harmless."""
+        """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
         transport = self.transport
         transport.check()
         if not self.waited:
@@ -46,7 +46,7 @@ class NcclTicket:
 
 
 class Arrived:
-    """The ticket of a hop without a byte."""
+    """The work handle of a hop without a byte."""
 
     arrived_s = None
 
@@ -54,7 +54,7 @@ class Arrived:
         """Nothing to wait for."""
 
 
-Started = NcclTicket | Arrived
+Started = NcclWorkHandle | Arrived
 
 
 class NcclHop:
@@ -63,7 +63,7 @@ class NcclHop:
     def __init__(self, transport: NcclTransport, operations: Sequence[Operation]) -> None:
         self.transport, self.operations = transport, operations
         self.peers = {o.peer for o in operations}
-        self._calls = tuple(Call(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
+        self._calls = tuple(PeerCall(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
         self._parts = tuple(
             MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
             for o in operations
@@ -96,10 +96,10 @@ class NcclHop:
             supervisor.launching = None
         flight.state = CAPTURED if capturing else POSTED
         done.record(stream)
-        ticket = NcclTicket(self, flight, ready, done)
+        handle = NcclWorkHandle(self, flight, ready, done)
         if not capturing:
-            supervisor.tickets.append(ticket)
-        return ticket
+            supervisor.handles.append(handle)
+        return handle
 
 
 class Replay:
@@ -118,9 +118,9 @@ class Replay:
         transport.supervisor.where = str(self)
         replay()
         done.record(gpu.current_stream())
-        ticket = NcclTicket(self, flight, ready, done)
-        ticket.waited = True  # it ran on the caller's own stream
-        transport.supervisor.tickets.append(ticket)
+        handle = NcclWorkHandle(self, flight, ready, done)
+        handle.waited = True  # it ran on the caller's own stream
+        transport.supervisor.handles.append(handle)
 
     def __str__(self) -> str:
         return "a replayed pass"

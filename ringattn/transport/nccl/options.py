@@ -52,7 +52,7 @@ LAUNCH_ORDER_SINCE = 22600
 
 
 def warnings_for(environment: Mapping[str, str], nccl_version: int, other_nccl_groups: bool) -> list[str]:
-    """What a user should hear. `other_nccl_groups`: torch has NCCL process groups in this process.
+    """Warnings for the user. `other_nccl_groups`: torch has NCCL process groups in this process.
 
     Raises `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one, and for
     `NCCL_COMM_BLOCKING`, which takes the deadline from opening.

@@ -19,28 +19,28 @@ from pathlib import Path
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
-from ringattn.transport.control_store import Board
-from ringattn.transport.heartbeat import INTERVAL_S, Ear, Pulse
-from ringattn.transport.nccl.bootstrap import LISTEN_S, CallWindow, accuse
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.heartbeat import INTERVAL_S, Heartbeat, HeartbeatMonitor
+from ringattn.transport.nccl.bootstrap import SILENCE_S, CallWindow, attribute_failure
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator
 from ringattn.transport.nccl.device import Deadline, Device, Event, wait_until
-from ringattn.transport.nccl.hop import NcclHop, NcclTicket
+from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle
 
-TELL_S = LISTEN_S + 0.8
-"""How long blaming and publishing may take before the failure is raised without."""
+TELL_S = SILENCE_S + 0.8
+"""How long attribution and publishing may take before the failure is raised without."""
 
 
-class BrokenLaneError(PeerLostError):
-    """NCCL reports that a communicator is broken: some rank is to blame."""
+class BrokenCommunicatorError(PeerLostError):
+    """NCCL reports that a communicator is broken: some rank is at fault."""
 
 
 class Supervisor:
-    """The watch of one rank. `lanes` may be filled after it has started: opening is watched too."""
+    """The watch of one rank. `communicators` may be filled after it has started: opening is watched too."""
 
     def __init__(
         self,
-        board: Board,
-        lanes: Sequence[Communicator],
+        control: ControlStore,
+        communicators: Sequence[Communicator],
         gpu: Device,
         record: FlightRecord,
         calls: CallWindow,
@@ -48,34 +48,40 @@ class Supervisor:
         flight_dir: Path | None,
         leave: Callable[[str], None],
     ) -> None:
-        """`leave` is told why when even an abort is stuck, and ends the process."""
+        """`leave` is called with the reason when even an abort is stuck, and ends the process."""
         self.failure: BaseException | None = None
         self.where = "opening"
-        self.tickets: deque[NcclTicket] = deque()
+        self.handles: deque[NcclWorkHandle] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
         self.launching: tuple[NcclHop, float] | None = None
         """The hop that NCCL is being given, and since when on the monotonic clock."""
-        self._rank, self._lanes, self._gpu, self._record, self._calls = board.rank, lanes, gpu, record, calls
-        self._others = {rank for rank in board.everyone() if rank != board.rank}
-        self._board, self._telling = board, board.clone()
+        self._rank, self._communicators, self._gpu, self._record, self._calls = (
+            control.rank,
+            communicators,
+            gpu,
+            record,
+            calls,
+        )
+        self._others = {rank for rank in control.everyone() if rank != control.rank}
+        self._control, self._telling = control, control.clone()
         self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
-        self._unwaited: list[NcclTicket] = []
+        self._unwaited: list[NcclWorkHandle] = []
         self._ticking = threading.Lock()
         self._first = threading.Lock()
         self._told, self._ended, self._stopped = threading.Event(), threading.Event(), threading.Event()
-        self._ear: Ear | None = None
-        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{board.rank}", daemon=True)
+        self._monitor: HeartbeatMonitor | None = None
+        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{control.rank}", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, to beat and to listen."""
-        self._ear = Ear(self._board.clone(), self._status)
+        """Start the watch and the heartbeat."""
+        self._monitor = HeartbeatMonitor(self._control.clone(), self._status)
         self._thread.start()
 
     def stop(self) -> None:
         """End both threads. Idempotent."""
         self._stopped.set()
-        if self._ear is not None:
-            self._ear.stop()
+        if self._monitor is not None:
+            self._monitor.stop()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10 * INTERVAL_S)
 
@@ -85,21 +91,26 @@ class Supervisor:
             self._told.wait(2 * TELL_S)
             raise self.failure or RingError(f"rank {self._rank}: this ring is failing")
 
-    def fail(self, error: BaseException, blame: bool = False) -> None:
-        """End the ring, for `error` if nothing was first. Returns when the lanes are aborted, or stuck. Never raises.
+    def fail(self, error: BaseException, attribute: bool = False) -> None:
+        """End the ring, for `error` unless it has failed already. Returns when the aborts have ended or are stuck.
 
-        `blame`: find out which rank is at fault, and say it in the error.
+        Never raises.
+
+        `attribute`: find out which rank is at fault, and name it in the error.
         """
         if not self._first.acquire(blocking=False):
             self._ended.wait(ABORT_S + TELL_S)
             return
-        for ticket in list(self.tickets):
-            ticket.flight.state = FAILED
+        for handle in list(self.handles):
+            handle.flight.state = FAILED
         stuck: list[Communicator] = []
-        aborting = [threading.Thread(target=self._abort, args=(lane, stuck), daemon=True) for lane in self._lanes]
+        aborting = [
+            threading.Thread(target=self._abort, args=(communicator, stuck), daemon=True)
+            for communicator in self._communicators
+        ]
         for thread in aborting:
             thread.start()
-        telling = threading.Thread(target=self._tell, args=(error, blame), name="ringattn-tell", daemon=True)
+        telling = threading.Thread(target=self._tell, args=(error, attribute), name="ringattn-tell", daemon=True)
         telling.start()
         telling.join(TELL_S)
         if self.failure is None:
@@ -115,27 +126,27 @@ class Supervisor:
     def tick(self) -> None:
         """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
         with self._ticking:
-            while self.tickets and self.tickets[0].done.query():
-                ticket = self.tickets.popleft()
-                ticket.flight.state, ticket.flight.done_s = DONE, time.time()
-                ticket.release()
-                self._unwaited.append(ticket)
-            waited = [ticket for ticket in self._unwaited if ticket.waited]
-            self._unwaited = [ticket for ticket in self._unwaited if not ticket.waited]
-            self.free.extend((ticket.ready, ticket.done) for ticket in waited)
+            while self.handles and self.handles[0].done.query():
+                handle = self.handles.popleft()
+                handle.flight.state, handle.flight.done_s = DONE, time.time()
+                handle.release()
+                self._unwaited.append(handle)
+            waited = [handle for handle in self._unwaited if handle.waited]
+            self._unwaited = [handle for handle in self._unwaited if not handle.waited]
+            self.free.extend((handle.ready, handle.done) for handle in waited)
 
     def _status(self) -> str:
-        """For the pulse: where this rank is, inside a launch or computing before an exchange, and its calls."""
-        computing = any(not ticket.started_at for ticket in list(self.tickets)[:1])
+        """For the heartbeat: where this rank is, inside a launch or computing before an exchange, and its calls."""
+        computing = any(not handle.started_at for handle in list(self.handles)[:1])
         return self._calls.status(at=self.where, launching=self.launching is not None, computing=computing)
 
-    def _abort(self, lane: Communicator, stuck: list[Communicator]) -> None:
-        if not lane.abort():
-            stuck.append(lane)
+    def _abort(self, communicator: Communicator, stuck: list[Communicator]) -> None:
+        if not communicator.abort():
+            stuck.append(communicator)
 
-    def _tell(self, error: BaseException, blame: bool) -> None:
-        """Name the guilty, publish the cause; on a thread of its own, for the store may never answer."""
-        words = accuse(self._telling, self._calls, self._waited_for()) if blame else ""
+    def _tell(self, error: BaseException, attribute: bool) -> None:
+        """Name the rank at fault, publish the cause; on a thread of its own, for the store may never answer."""
+        words = attribute_failure(self._telling, self._calls, self._waited_for()) if attribute else ""
         failure = _said(error, words)
         self._telling.publish_cause(failure if words else error)
         self.failure = failure
@@ -148,34 +159,34 @@ class Supervisor:
             self._gpu.watch_captures()
             while not self._stopped.wait(INTERVAL_S):
                 self._look()
-        except (DeadlineError, BrokenLaneError) as error:
-            self._end(error, blame=True)
+        except (DeadlineError, BrokenCommunicatorError) as error:
+            self._end(error, attribute=True)
         except BaseException as error:  # a device that is lost raises whatever it likes
-            self._end(error, blame=False)
+            self._end(error, attribute=False)
 
-    def _end(self, error: BaseException, blame: bool) -> None:
+    def _end(self, error: BaseException, attribute: bool) -> None:
         if not self._stopped.is_set():
-            self.fail(error, blame)
+            self.fail(error, attribute)
 
     def _look(self) -> None:
         """One round. Raises what ends the ring."""
-        ear = self._ear
-        assert ear is not None
-        if ear.cause is not None:
-            raise PeerLostError(f"rank {self._rank}: {ear.cause}{self._pending()}")
-        if ear.lost is not None:
+        monitor = self._monitor
+        assert monitor is not None
+        if monitor.cause is not None:
+            raise PeerLostError(f"rank {self._rank}: {monitor.cause}{self._pending()}")
+        if monitor.lost is not None:
             host = "the store's host (rank 0, or torchrun's agent) is gone"
-            raise PeerLostError(f"rank {self._rank}: {host}: {ear.lost}{self._pending()}")
-        for rank, beat in list(ear.beats.items()):
-            if (difference := self._calls.differs(beat.status)) is not None:
+            raise PeerLostError(f"rank {self._rank}: {host}: {monitor.lost}{self._pending()}")
+        for rank, heartbeat in list(monitor.heartbeats.items()):
+            if (difference := self._calls.differs(heartbeat.status)) is not None:
                 raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
-        for lane in self._lanes:
-            if (broken := lane.error()) is not None:
-                raise BrokenLaneError(f"rank {self._rank}: {broken}{self._pending()}")
+        for communicator in self._communicators:
+            if (broken := communicator.error()) is not None:
+                raise BrokenCommunicatorError(f"rank {self._rank}: {broken}{self._pending()}")
         self.tick()
-        ear.wanted = self._waited_for()
+        monitor.wanted = self._waited_for()
         self._hold_launch()
-        self._hold_exchange(ear)
+        self._hold_exchange(monitor)
 
     def _hold_launch(self) -> None:
         """A launch may take `timeout_s`: NCCL connects peers inside it, and blocking communicators wait there."""
@@ -183,18 +194,18 @@ class Supervisor:
         if launching is not None and time.monotonic() - launching[1] >= self._timeout_s:
             raise DeadlineError(f"rank {self._rank}: a launch did not end in {self._timeout_s} s: {launching[0]}")
 
-    def _hold_exchange(self, ear: Ear) -> None:
+    def _hold_exchange(self, monitor: HeartbeatMonitor) -> None:
         """The oldest exchange may take `timeout_s` from the moment that this rank was ready for it."""
-        if not self.tickets:
+        if not self.handles:
             return
-        ticket = self.tickets[0]
-        if not ticket.started_at:
-            if ticket.ready.query():
-                ticket.started_at = time.monotonic()
-                ticket.flight.started_s, ticket.flight.state = time.time(), RUNNING
+        handle = self.handles[0]
+        if not handle.started_at:
+            if handle.ready.query():
+                handle.started_at = time.monotonic()
+                handle.flight.started_s, handle.flight.state = time.time(), RUNNING
             return
-        peers, age_s = self._waited_for(), time.monotonic() - ticket.started_at
-        if peers <= ear.closed and not ticket.done.query():
+        peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
+        if peers <= monitor.closed and not handle.done.query():
             who = ", ".join(f"rank {peer}" for peer in sorted(peers))
             raise PeerLostError(f"rank {self._rank}: {who} closed its ring{self._pending()}")
         if age_s >= self._timeout_s:
@@ -207,16 +218,16 @@ class Supervisor:
         launching = self.launching
         if launching is not None:
             return launching[0].peers
-        if not self.tickets:
+        if not self.handles:
             return set()
-        return self.tickets[0].hop.peers or self._others
+        return self.handles[0].hop.peers or self._others
 
     def _pending(self) -> str:
         """The oldest exchange that has not arrived."""
-        if not self.tickets:
+        if not self.handles:
             return ""
-        ticket = self.tickets[0]
-        return f"; pending: exchange {ticket.flight.sequence}: {ticket.hop}"
+        handle = self.handles[0]
+        return f"; pending: exchange {handle.flight.sequence}: {handle.hop}"
 
     def _write_record(self, failure: BaseException) -> None:
         if self._flight_dir is None:
@@ -231,34 +242,38 @@ def _said(error: BaseException, words: str) -> BaseException:
     """The error with more words; what is not ringattn's own becomes a `RingError`."""
     if not isinstance(error, RingError):
         return RingError(f"{type(error).__name__}: {error}{words}").with_traceback(error.__traceback__)
-    kind = PeerLostError if isinstance(error, BrokenLaneError) else type(error)
+    kind = PeerLostError if isinstance(error, BrokenCommunicatorError) else type(error)
     return kind(f"{error}{words}") if words or kind is not type(error) else error
 
 
-class Agreement:
-    """One rank's agreements, counted from 0."""
+class StoreAllGather:
+    """The all-gather of a few bytes through the control store, counted from 0.
 
-    def __init__(self, board: Board, calls: CallWindow, supervisor: Supervisor, timeout_s: float) -> None:
-        self._board, self._calls, self._supervisor, self._timeout_s = board, calls, supervisor, timeout_s
-        self._pulse = Pulse(board.store, board.rank)
+    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call; the store
+    keeps the bytes of two of them at most.
+    """
+
+    def __init__(self, control: ControlStore, calls: CallWindow, supervisor: Supervisor, timeout_s: float) -> None:
+        self._control, self._calls, self._supervisor, self._timeout_s = control, calls, supervisor, timeout_s
+        self._heartbeat = Heartbeat(control.store, control.rank)
         self._number = 0
         self._next_look = Deadline(0.0)
 
-    def agree(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's payload, by rank. Raises `DeadlineError`, `PeerLostError`, `DisagreementError`."""
-        board, stem = self._board, f"agree/{self._number}"
-        label = f"rank {board.rank} in agreement {self._number}"
-        self._supervisor.where = f"agreement {self._number}"
+        control, stem = self._control, f"all_gather/{self._number}"
+        label = f"rank {control.rank} in all-gather {self._number}"
+        self._supervisor.where = f"all-gather {self._number}"
         self._next_look = Deadline(3 * INTERVAL_S)
         try:
-            board.write(f"{stem}/{board.rank}", payload)
-            if not wait_until(lambda: board.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
-                missing = board.missing(stem)
-                blamed = accuse(board, self._calls, set(missing))
-                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{blamed}")
-            answers = [board.read(f"{stem}/{rank}") for rank in board.everyone()]
-            if self._number:  # all have come here, so nobody reads the one before any more
-                board.store.delete_key(f"agree/{self._number - 1}/{board.rank}")
+            control.write(f"{stem}/{control.rank}", payload)
+            if not wait_until(lambda: control.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
+                missing = control.missing(stem)
+                at_fault = attribute_failure(control, self._calls, set(missing))
+                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{at_fault}")
+            answers = [control.read(f"{stem}/{rank}") for rank in control.everyone()]
+            if self._number:  # every rank has reached this one, so the one before is read no more
+                control.store.delete_key(f"all_gather/{self._number - 1}/{control.rank}")
         except RingError as error:
             kind = type(error) if isinstance(error, DeadlineError | DisagreementError) else PeerLostError
             raise kind(f"{label}: {error}") from error
@@ -268,14 +283,14 @@ class Agreement:
         return answers
 
     def _watch(self, stem: str) -> None:
-        """Raise a failure of the ring, or that a missing rank has closed or gone on without agreeing."""
+        """Raise a failure of the ring, or that a missing rank has closed or makes another call."""
         self._supervisor.watch()
         if not self._next_look.passed:
             return
         self._next_look = Deadline(3 * INTERVAL_S)
-        for rank in self._board.missing(stem):
-            if self._board.holds(f"closed/{rank}"):
+        for rank in self._control.missing(stem):
+            if self._control.holds(f"closed/{rank}"):
                 raise PeerLostError(f"rank {rank} closed its ring")
-            beat = self._pulse.heard(rank)
-            if beat is not None and (difference := self._calls.differs(beat.status)) is not None:
+            heartbeat = self._heartbeat.last(rank)
+            if heartbeat is not None and (difference := self._calls.differs(heartbeat.status)) is not None:
                 raise DisagreementError(f"rank {rank} does not ask for the same: {difference}")

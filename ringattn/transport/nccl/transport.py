@@ -3,7 +3,7 @@
 Guarantees: one group per hop on a stream of its own, ordered with the caller's stream by events, so the host never
 waits inside a pass; every exchange has a deadline that the supervisor keeps; a failure is raised by the next call of
 the ring or by its close, never swallowed; NCCL's communicators are shared with nobody. A wait orders streams and
-returns at once. Results that a failure has spoiled are therefore told one call later: call `drain` before they are
+returns at once. Results that a failure has spoiled are therefore raised one call later: call `drain` before they are
 kept.
 """
 
@@ -24,23 +24,23 @@ import torch.distributed as dist
 from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
-from ringattn.transport.control_store import Board
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
 from ringattn.transport.nccl.bootstrap import (
     Arrival,
     CallWindow,
     Host,
-    accuse,
     all_ready,
-    arrive,
+    attribute_failure,
     check_fit,
+    gather_arrivals,
     share_unique_id,
 )
-from ringattn.transport.nccl.communicator import Call, Communicator, Slots
+from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
 from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, Replay, Started
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.supervisor import Agreement, BrokenLaneError, Supervisor
+from ringattn.transport.nccl.supervisor import BrokenCommunicatorError, StoreAllGather, Supervisor
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""
@@ -64,7 +64,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        board: Board,
+        control: ControlStore,
         binding: Binding,
         gpu: Device,
         options: NcclOptions,
@@ -73,17 +73,19 @@ class NcclTransport:
         leave: Callable[[str], None],
     ) -> None:
         """Not connected yet; see `open`."""
-        self.rank, self.world_size, self.device = board.rank, board.world_size, gpu.torch_device
+        self.rank, self.world_size, self.device = control.rank, control.world_size, gpu.torch_device
         self.gpu, self.options = gpu, options
-        self.record = FlightRecord(board.rank, board.world_size, self.name)
+        self.record = FlightRecord(control.rank, control.world_size, self.name)
         self.stream = gpu.new_stream()
-        self._board, self._binding = board, binding
-        self._lanes: list[Communicator] = []
+        self._control, self._binding = control, binding
+        self._communicators: list[Communicator] = []
         self._calls = CallWindow()
-        self.supervisor = Supervisor(board, self._lanes, gpu, self.record, self._calls, timeout_s, flight_dir, leave)
-        self._slots = Slots(binding, gpu, self._lanes, self.can_register)
+        self.supervisor = Supervisor(
+            control, self._communicators, gpu, self.record, self._calls, timeout_s, flight_dir, leave
+        )
+        self._memory = RegisteredMemory(binding, gpu, self._communicators, self.can_register)
         self._timeout_s = timeout_s
-        self._agreement = Agreement(board, self._calls, self.supervisor, timeout_s)
+        self._all_gather = StoreAllGather(control, self._calls, self.supervisor, timeout_s)
         self._end: BaseException | None = None
 
     @classmethod
@@ -104,15 +106,15 @@ class NcclTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         `leave` ends the process when even an abort is stuck. Raises `DeadlineError` that names the ranks which did
-        not come, `InputError` when the ranks do not fit together, `NcclError`.
+        not arrive, `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
-        ring = cls(Board(store, rank, world_size), binding, gpu, options, timeout_s, flight_dir, leave or _leave)
+        ring = cls(ControlStore(store, rank, world_size), binding, gpu, options, timeout_s, flight_dir, leave or _leave)
         try:
             ring.supervisor.start()
             ring._meet(host)
         except DeadlineError as error:
-            named = DeadlineError(f"{error}{accuse(ring._board, ring._calls, set())}")
+            named = DeadlineError(f"{error}{attribute_failure(ring._control, ring._calls, set())}")
             ring.abort(named)
             raise named from error
         except BaseException as error:
@@ -127,16 +129,16 @@ class NcclTransport:
         return self.options.register and {Capability.MEMORY, Capability.REGISTER} <= self._binding.capabilities
 
     @property
-    def lane(self) -> Communicator:
+    def communicator(self) -> Communicator:
         """The communicator that hops run on."""
-        return self._lanes[-1]
+        return self._communicators[-1]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on the GPU, for long use: NCCL's own registered memory where it can be."""
         self.check()
         if self.gpu.is_capturing():
             raise RingError(f"rank {self.rank}: the first run of a pass allocates its slots; run it, then capture it")
-        return self._slots.allocate(nbytes, self._quiet)
+        return self._memory.allocate(nbytes, self._quiet)
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NcclHop:
         """See `Transport.bind`."""
@@ -151,21 +153,21 @@ class NcclTransport:
         self.check()
         Replay(self).run(run)
 
-    def launch(self, calls: Sequence[Call]) -> None:
+    def launch(self, calls: Sequence[PeerCall]) -> None:
         """Put one group on the communication stream; `NcclHop` does the rest."""
         try:
-            self.lane.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
+            self.communicator.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
         except NcclError as error:
-            if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is to blame
-                self.supervisor.fail(BrokenLaneError(str(error)), blame=True)
+            if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is at fault
+                self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
                 self.check()
             raise
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        """See `Transport.agree`, through the store. Raises `DisagreementError` when a rank went on without agreeing."""
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport`; through the store. Raises `DisagreementError` when a rank makes another call."""
         self.check()
         try:
-            return self._agreement.agree(payload)
+            return self._all_gather.all_gather_bytes(payload)
         except BaseException as error:
             self.abort(error)
             raise
@@ -178,8 +180,8 @@ class NcclTransport:
     def drain(self) -> None:
         """Return when every exchange has arrived. Raises what has failed."""
         self.check()
-        for ticket in list(self.supervisor.tickets):  # one after another, as they run; the supervisor is the stricter
-            if not wait_until(ticket.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
+        for handle in list(self.supervisor.handles):  # one after another, as they run; the supervisor is the stricter
+            if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
                 raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
         self.check()
 
@@ -199,14 +201,14 @@ class NcclTransport:
             self._end = cause
         self.supervisor.fail(cause)
         self.supervisor.stop()
-        self._slots.free()
+        self._memory.free()
         _open.discard(self)
 
     def close(self, linger_s: float | None = None) -> None:
         """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
 
         Only together can ranks free a communicator in good order, and over a network the last bytes may still be on
-        their way when this rank's part is done. Raises a failure that no call has been told of.
+        their way when this rank's part is done. Raises a failure that no call has raised.
         """
         if self._end is not None:
             return
@@ -215,20 +217,20 @@ class NcclTransport:
         except RingError as error:
             self.abort(error)
             raise
-        self._board.leave()
+        self._control.leave()
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together = False
-        with suppress(RuntimeError):  # another rank has failed, or the store's host is gone: then nobody is waited for
+        with suppress(RuntimeError):  # a rank has failed, or the store's host is gone: then this rank waits for none
             linger = Deadline(self._timeout_s if linger_s is None else linger_s)
-            together = wait_until(lambda: self._board.complete("closed"), linger, self.supervisor.watch)
+            together = wait_until(lambda: self._control.complete("closed"), linger, self.supervisor.watch)
         self.supervisor.stop()
         self.supervisor.tick()  # lets go of the last buffers
         if self._free(together):
-            self._slots.free()
+            self._memory.free()
         _open.discard(self)
 
     def _quiet(self) -> None:
-        """Return when neither an exchange nor the caller's stream can touch memory that nobody views any more."""
+        """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
         self.drain()
         self.supervisor.tick()
         computed = self.gpu.new_event()
@@ -243,19 +245,19 @@ class NcclTransport:
 
     def _meet(self, host: Host) -> None:
         """From the store to a warm communicator."""
-        board, watch, deadline = self._board, self.supervisor.watch, Deadline(self._timeout_s)
+        control, watch, deadline = self._control, self.supervisor.watch, Deadline(self._timeout_s)
         mine = Arrival(
             self.rank, host, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
-        check_fit(arrive(board, mine, deadline, watch))
-        unique_id = share_unique_id(board, self._binding.unique_id, deadline, watch)
+        check_fit(gather_arrivals(control, mine, deadline, watch))
+        unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
         name = self.options.name or (DEFAULT_NAME if Capability.NAME in self._binding.capabilities else None)
         config = CommConfig(self.options.blocking, self.options.max_ctas, name)
-        lane = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
-        self._lanes.append(lane)
-        lane.open(unique_id, watch)
+        communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
+        self._communicators.append(communicator)
+        communicator.open(unique_id, watch)
         self._warm_up()
-        all_ready(board, deadline, watch)
+        all_ready(control, deadline, watch)
         self.supervisor.where = "idle"
 
     def _warm_up(self) -> None:
@@ -263,14 +265,17 @@ class NcclTransport:
         if self.world_size == 1:
             return
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        for sent_to, heard_from in ((after, before), (before, after)):
+        for dst, src in ((after, before), (before, after)):
             there, here = self.gpu.empty(1), self.gpu.empty(1)
-            self.exchange([Message(sent_to, there, "warm-up")], [Message(heard_from, here, "warm-up")]).wait()
+            self.exchange([Message(dst, there, "warm-up")], [Message(src, here, "warm-up")]).wait()
         self.drain()
 
     def _free(self, together: bool) -> bool:
-        """End the lanes; alone only by abort, for a collective would wait for ever. Whether all have ended."""
-        ended = [lane.close(Deadline(CLOSE_S)) if together else lane.abort() for lane in self._lanes]
+        """End the communicators; alone only by abort, for a collective would wait for ever. Whether all have ended."""
+        ended = [
+            communicator.close(Deadline(CLOSE_S)) if together else communicator.abort()
+            for communicator in self._communicators
+        ]
         if not all(ended):
             print(f"ringattn rank {self.rank}: a communicator does not end; is a CUDA graph of it still alive?",
                   file=sys.stderr, flush=True)  # fmt: skip
@@ -293,8 +298,8 @@ def _version() -> str:
 
 @atexit.register
 def _close_all() -> None:
-    """Whoever forgot to close leaves briefly, and without a hang."""
+    """Close the rings that are still open, briefly and without a hang."""
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
-            if ring._lanes and ring._lanes[0].pid == os.getpid():
+            if ring._communicators and ring._communicators[0].pid == os.getpid():
                 ring.close(EXIT_LINGER_S)

@@ -91,7 +91,7 @@ def until(what: Callable[[], bool]) -> None:
     """Return when another thread has brought `what` about."""
     end_s = time.monotonic() + 10.0
     while not what():
-        assert time.monotonic() < end_s, "it did not come about"
+        assert time.monotonic() < end_s, "it did not arrive about"
         time.sleep(0.001)
 
 

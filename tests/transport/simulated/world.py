@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.transport.simulated.device import SimDevice
 
 
-class Call(NamedTuple):
+class PeerCall(NamedTuple):
     """One send or recv as it was launched. `op`: send or recv."""
 
     op: str
@@ -77,10 +77,10 @@ class SimWorld:
 
     # --- what tests ask ----------------------------------------------------------------------------------------------
 
-    def calls(self, rank: int) -> list[Call]:
+    def calls(self, rank: int) -> list[PeerCall]:
         """The sends and receives of `rank` in the order in which they were launched."""
         launches = (entry for entry in self.trace[rank] if isinstance(entry, Launch))
-        return [Call(op.kind, op.peer, op.nbytes) for launch in launches for op in launch.ops]
+        return [PeerCall(op.kind, op.peer, op.nbytes) for launch in launches for op in launch.ops]
 
     @contextmanager
     def capture(self, rank: int) -> Iterator[Graph]:

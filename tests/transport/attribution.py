@@ -10,6 +10,6 @@ VERBS = "|".join((
 ))  # fmt: skip
 
 
-def blames(culprit: int, message: str) -> bool:
+def names_as_culprit(culprit: int, message: str) -> bool:
     """Whether a message says that `culprit` is at fault, and does not only list it among the peers."""
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None

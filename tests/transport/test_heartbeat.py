@@ -18,9 +18,9 @@ from torch.distributed import HashStore
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import Board, rendezvous_store
+from ringattn.transport.control_store import ControlStore, rendezvous_store
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.heartbeat import CAUSE_S, ENDED, LISTEN_S, Beat, Beating, Diagnosis, Pulse
+from ringattn.transport.heartbeat import CAUSE_S, ENDED, SILENCE_S, Diagnosis, Heartbeat, HeartbeatThread, LastHeartbeat
 from tests.contract.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,52 +35,52 @@ class LostStore:
         raise RuntimeError("connection reset")
 
 
-def pulse_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("ringattn-pulse")}
+def heartbeat_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("ringattn-heartbeat")}
 
 
 @pytest.fixture
 def left() -> Left:
-    """The pulses of this test that still beat; other tests leave those of dead ranks behind."""
-    before = pulse_threads()
-    return lambda: pulse_threads() - before
+    """The heartbeat threads of this test that still run; other tests leave those of dead ranks behind."""
+    before = heartbeat_threads()
+    return lambda: heartbeat_threads() - before
 
 
-# --- the pulse -------------------------------------------------------------------------------------------------------
+# --- heartbeats ------------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_is_heard_with_its_status() -> None:
+def test_a_heartbeat_is_read_with_its_status() -> None:
     store = HashStore()
-    one, other = Pulse(store, 1), Pulse(store, 0)
-    assert other.heard(1) is None
-    one.beat("forward step 3: KV0 from rank 2")
-    assert other.heard(1) == Beat(1, "forward step 3: KV0 from rank 2")
-    one.beat("")
-    assert other.heard(1) == Beat(2, "")
-    one.end("agreement 4")
-    assert other.heard(1) == Beat(ENDED, "agreement 4")
+    one, other = Heartbeat(store, 1), Heartbeat(store, 0)
+    assert other.last(1) is None
+    one.send("forward step 3: KV0 from rank 2")
+    assert other.last(1) == LastHeartbeat(1, "forward step 3: KV0 from rank 2")
+    one.send("")
+    assert other.last(1) == LastHeartbeat(2, "")
+    one.end("all-gather 4")
+    assert other.last(1) == LastHeartbeat(ENDED, "all-gather 4")
 
 
 def test_only_those_who_stand_still_are_silent() -> None:
     store = HashStore()
-    Pulse(store, 1).beat("stuck")
-    Pulse(store, 2).end("closed")
-    living = Beating(store, 3, FAST_S, lambda: "busy")
-    ear = Pulse(store, 0)
-    assert ear.silent(range(1, 5), 20 * FAST_S) == [1, 4]
+    Heartbeat(store, 1).send("stuck")
+    Heartbeat(store, 2).end("closed")
+    living = HeartbeatThread(store, 3, FAST_S, lambda: "busy")
+    monitor = Heartbeat(store, 0)
+    assert monitor.silent(range(1, 5), 20 * FAST_S) == [1, 4]
     start = time.monotonic()
-    assert ear.silent([2, 3], 30.0) == []
+    assert monitor.silent([2, 3], 30.0) == []
     assert time.monotonic() - start < 5.0
     living.stop()
-    assert ear.silent([3], 5 * FAST_S) == []
+    assert monitor.silent([3], 5 * FAST_S) == []
 
 
 def test_a_status_is_asked_for_at_every_beat(left: Left) -> None:
     store, status = HashStore(), ["first"]
-    beating = Beating(store, 0, FAST_S, lambda: status[0])
+    beating = HeartbeatThread(store, 0, FAST_S, lambda: status[0])
     status[0] = "second"
     store_time = time.monotonic() + 5.0
-    while (beat := Pulse(store, 1).heard(0)) is None or beat.status != "second":
+    while (newest := Heartbeat(store, 1).last(0)) is None or newest.status != "second":
         assert time.monotonic() < store_time
         time.sleep(FAST_S)
     beating.stop()
@@ -90,15 +90,15 @@ def test_a_status_is_asked_for_at_every_beat(left: Left) -> None:
 
 def test_leaving_without_a_word_is_silence(left: Left) -> None:
     store = HashStore()
-    beating = Beating(store, 1, FAST_S, lambda: "pass")
+    beating = HeartbeatThread(store, 1, FAST_S, lambda: "pass")
     beating._halt()
-    assert Pulse(store, 0).silent([1], 5 * FAST_S) == [1]
+    assert Heartbeat(store, 0).silent([1], 5 * FAST_S) == [1]
     beating.stop()
     assert not left()
 
 
 def test_a_lost_store_ends_the_thread_quietly(capfd: pytest.CaptureFixture[str]) -> None:
-    beating = Beating(LostStore(), 0, FAST_S, lambda: "pass")  # type: ignore[arg-type]
+    beating = HeartbeatThread(LostStore(), 0, FAST_S, lambda: "pass")  # type: ignore[arg-type]
     beating._thread.join(5.0)
     assert not beating._thread.is_alive()
     beating.stop()
@@ -107,14 +107,14 @@ def test_a_lost_store_ends_the_thread_quietly(capfd: pytest.CaptureFixture[str])
 
 LEAVES = """
 from torch.distributed import TCPStore
-from ringattn.transport.heartbeat import Beating
+from ringattn.transport.heartbeat import HeartbeatThread
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-beatings = [Beating(store.clone(), rank, 1e-6, lambda: "busy") for rank in range(16)]
-store.wait([f"pulse/{rank}" for rank in range(16)])
+beatings = [HeartbeatThread(store.clone(), rank, 1e-6, lambda: "busy") for rank in range(16)]
+store.wait([f"heartbeat/{rank}" for rank in range(16)])
 """
 
 
-def test_a_process_leaves_in_the_middle_of_a_beat() -> None:
+def test_a_process_leaves_in_the_middle_of_a_heartbeat() -> None:
     # A thread that is inside the store when the interpreter ends takes the process down; one of many always is.
     done = subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -128,10 +128,10 @@ class Scene:
 
     def __init__(self) -> None:
         self.store = HashStore()
-        Pulse(self.store, 1).beat("forward step 1: KV0")
-        self.living = Beating(self.store, 2, FAST_S, lambda: "forward step 2: KV1")
-        Pulse(self.store, 3).end("idle")
-        self.boards = [Board(self.store, rank, 4) for rank in range(4)]
+        Heartbeat(self.store, 1).send("forward step 1: KV0")
+        self.living = HeartbeatThread(self.store, 2, FAST_S, lambda: "forward step 2: KV1")
+        Heartbeat(self.store, 3).end("idle")
+        self.boards = [ControlStore(self.store, rank, 4) for rank in range(4)]
         self.boards[3].leave()
         self.diagnosis = Diagnosis(self.boards[0])
 
@@ -150,7 +150,7 @@ def test_a_deadline_names_the_silent_among_all(scene: Scene) -> None:
     start = time.monotonic()
     alive = "rank 2 is alive in 'forward step 2: KV1'"
     assert scene.diagnosis.of_deadline([2]) == f"{SILENT}; {alive}"
-    assert LISTEN_S <= time.monotonic() - start < 1.0
+    assert SILENCE_S <= time.monotonic() - start < 1.0
     assert scene.diagnosis.of_deadline([1, 3]) == f"{SILENT}; rank 3 has left its ring"
 
 
@@ -160,7 +160,7 @@ def test_a_deadline_tells_an_earlier_cause(scene: Scene) -> None:
 
 
 def test_who_was_never_heard_is_silent() -> None:
-    told = Diagnosis(Board(HashStore(), 0, 2)).of_deadline([1])
+    told = Diagnosis(ControlStore(HashStore(), 0, 2)).of_deadline([1])
     assert told == "rank 1 is silent (stopped, stuck or gone), never heard"
 
 
@@ -182,14 +182,14 @@ def test_a_lost_peer_that_closed_is_not_blamed(scene: Scene) -> None:
 
 def test_a_cause_that_is_published_late_is_found(scene: Scene) -> None:
     # A neighbor at its own deadline listens before it publishes, and gloo has dropped its pair by then.
-    late = threading.Timer(LISTEN_S + 0.1, scene.boards[2].publish_cause, [ValueError("no heads")])
+    late = threading.Timer(SILENCE_S + 0.1, scene.boards[2].publish_cause, [ValueError("no heads")])
     late.start()
     assert scene.diagnosis.of_loss(2, OSError("reset")) == "rank 2 failed first: ValueError: no heads"
     late.join()
 
 
 def test_a_lost_host_is_said() -> None:
-    lost = Diagnosis(Board(LostStore(), 0, 2))  # type: ignore[arg-type]
+    lost = Diagnosis(ControlStore(LostStore(), 0, 2))  # type: ignore[arg-type]
     assert lost.of_deadline([1]) == "the store's host (rank 0) is gone"
     assert "rank 1 is gone, and the store's host (rank 0) is gone" in lost.of_loss(1, OSError("reset"))
 
@@ -206,7 +206,7 @@ def processes() -> Iterator[Processes]:
 def opened(rank: int, world_size: int, timeout_s: float) -> GlooTransport:
     store = rendezvous_store(rank, world_size, 60.0)
     ring = GlooTransport.open(store, rank, world_size, 20.0)
-    ring.agree(b"")  # all are there
+    ring.all_gather_bytes(b"")  # all are there
     ring._timeout_s = timeout_s
     return ring
 
@@ -218,17 +218,17 @@ def received(ring: GlooTransport, peer: int, label: str) -> None:
 def waits_in_a_chain(rank: int, world_size: int, stops: bool) -> tuple[str, str, float]:
     """0 waits for 2, which waits for 1, which is stopped or sleeps; (error, message, seconds)."""
     ring = opened(rank, world_size, 2.0)
-    store = ring._board.store
+    store = ring._control.store
     if rank == 1:
         store.set("pid", str(os.getpid()))
-        ticket = ring.exchange([], [Message(0, torch.zeros(4), "step 1: KV0")])
-        time.sleep(0.6)  # the pulse tells where it is
+        handle = ring.exchange([], [Message(0, torch.zeros(4), "step 1: KV0")])
+        time.sleep(0.6)  # the heartbeat says where it is
         if stops:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             time.sleep(4.0)
         with pytest.raises(PeerLostError, match="failed first: DeadlineError"):
-            ticket.wait()
+            handle.wait()
         return "", "", 0.0
     time.sleep(0.6)
     start = time.monotonic()
@@ -262,17 +262,17 @@ def test_a_rank_that_is_busy_is_not_called_silent(processes: Processes) -> None:
 
 def ends_its_threads(rank: int, world_size: int) -> None:
     ring = opened(rank, world_size, 20.0)
-    assert [thread.name for thread in pulse_threads()] == [f"ringattn-pulse-{rank}"]
+    assert [thread.name for thread in heartbeat_threads()] == [f"ringattn-heartbeat-{rank}"]
     second = opened(rank, world_size, 20.0)
-    assert len(pulse_threads()) == 2
+    assert len(heartbeat_threads()) == 2
     ring.close()
-    assert len(pulse_threads()) == 1
+    assert len(heartbeat_threads()) == 1
     second.abort(ValueError("enough"))
-    assert not pulse_threads()
+    assert not heartbeat_threads()
     with pytest.raises(ClosedError):
-        second.agree(b"")
+        second.all_gather_bytes(b"")
     alone = GlooTransport.open(HashStore(), 0, 1, 5.0)
-    assert not pulse_threads()
+    assert not heartbeat_threads()
     alone.close()
 
 
