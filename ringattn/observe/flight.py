@@ -77,7 +77,7 @@ class FlightRecord:
         return self._ring[(self.count - 1) % CAPACITY] if self.count else None
 
     def where(self) -> str:
-        """Where this rank is, for a heartbeat: the label of its last exchange, or `idle after` it. Any thread may ask."""
+        """Where this rank is, for heartbeats: its last exchange, or `idle after` it. May be read anytime."""
         flight = self.last()
         if flight is None:
             return "idle"
