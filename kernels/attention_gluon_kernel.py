@@ -142,6 +142,7 @@ def _weighed(s, peak, weight, at, entry, own, scale, BLOCK_N: gl.constexpr, MASK
     # A row that has seen no key so far keeps its peak of -inf, which no exponent may be taken from.
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     p = gl.exp2(s - gl.expand_dims(shift, 1))
+    # The share of the old accumulator; 0 for a row without any key so far.
     keep = gl.exp2(peak - shift)
     return p, new_peak, weight * keep + gl.sum(p, 1), keep
 
@@ -188,6 +189,7 @@ def _update(
     s = _products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout)
     old_slot, old_parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(v_full.index(old_slot), old_parity)
+    # Issued before the softmax of this block: P.V of the block before runs beside it.
     acc = hopper.warpgroup_mma(p, v_buffers.index(old_slot), acc, is_async=True)
     # One product may be under way: the older of the two, Q.K, has ended and P.V still runs beside the softmax.
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
@@ -215,6 +217,7 @@ def _attend(
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)
+        # `_open` has taken block 0 of the first entry.
         met = gl.where(index == first, 1, 0)
         for _ in range(met, full_end - full):
             acc, p, peak, weight = _update(
@@ -268,6 +271,7 @@ def _consume(
     ROWS: gl.constexpr = q_buffer.shape[0] // CONSUMERS
     q_rows = q_buffer.slice(WHICH * ROWS, ROWS)
     own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    # The same rows in the layout of the output product.
     own_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)

@@ -33,6 +33,7 @@ def load_rows(base, offsets, live, DIM: tl.constexpr, PADDED: tl.constexpr):
 def rows_of(base, stride, run, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
     """What `read_block` reads a run of rows from: a descriptor, or the first row and the distance of two rows."""
     # A range (first row, row stride, rows) of a tensor whose rows are `stride` elements apart.
+    # 64-bit from here: row times stride exceeds int32 for long sequences.
     first = base + run[0].to(tl.int64) * stride
     step = run[1].to(tl.int64) * stride
     if DESCRIBED:
@@ -60,6 +61,7 @@ def read_block(
 def store_rows(base, offsets, live, values, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Store `values` (rows, PADDED), cast, to the `live` rows at `offsets` from `base`."""
     dims = tl.arange(0, PADDED)
+    # PADDED is a power of two; the columns from DIM on exist only in registers.
     inside = live[:, None] & (dims < DIM)[None, :]
     tl.store(base + offsets[:, None] + dims[None, :], values.to(base.dtype.element_ty), mask=inside)
 
@@ -83,6 +85,7 @@ def item_of(blocks, item, block_count, slots):
     block = blocks + item % block_count * BLOCK_COLUMNS
     rest = item // block_count
     slot, heads = rest % slots, tl.load(block + 4)
+    # The grid has `slots` items for every block; those past the block's heads do nothing.
     head = tl.load(block + 3) + tl.minimum(slot, heads - 1)
     return block, (rest // slots).to(tl.int64), head.to(tl.int64), slot >= heads
 

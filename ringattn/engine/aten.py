@@ -79,6 +79,7 @@ def _show_hidden(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -
         for rows in hidden[batch, head].nonzero()[:, 0].split(HIDDEN_ROWS):
             scores = q[batch, head, rows] @ k[batch, head // group].mT
             if causal:
+                # Causal from the top left corner, as the op: row i sees keys 0 .. i.
                 scores.masked_fill_(torch.arange(k.shape[2]) > rows[:, None], NEG_INF)
             greatest = scores.amax(-1)  # of numbers and a NaN it is NaN
             rows, greatest = rows[~greatest.isfinite()], greatest[~greatest.isfinite()]
@@ -194,6 +195,7 @@ class AtenEngine(Accumulating):
         works, square_causal_only = [], any(op.square_causal_only for op in self._ops)
         for tiles, plain in zip(steps, self._plain.prepare(steps, softmax, rows, heads), strict=True):
             cut = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
+            # Few rectangles, then each cut where its heads do not group evenly.
             pieces = tuple((one, part) for one in joined(cut) for part in head_groups(one.heads, softmax.group))
             works.append(AtenWork(pieces, scaling(softmax.scale), plain))
         return works
@@ -298,6 +300,7 @@ class _Place(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """The rectangle's part of a (rows, batch, query heads, dim) tensor."""
+        # Ranges become slices, so a strided operand is a view.
         return x[as_slice(self.rectangle.q_rows), :, as_slice(self.heads.q_heads)]
 
     def view_keys(self, x: Tensor) -> Tensor:

@@ -195,6 +195,7 @@ class Executor:
                     self._launch(number, local)
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
+                # After the launch, so eight-bit K/V is restored while this step's messages travel.
                 for restore in step.restores:
                     pack(buffers[restore.source], buffers[restore.into])
                 for item in step.work:
@@ -210,6 +211,7 @@ class Executor:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
                         arithmetic.attend(kv, dkv, self._work_of[id(item)])
             self._wait()
+            # A copy: the arena belongs to the next pass.
             kept = torch.cat(held) if keep and held else None
             if watch is not None:
                 watch.done()
@@ -279,6 +281,7 @@ class Executor:
         """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""
         problem = self.plan.problem
         rows = StridedRange(0, problem.kv_layout.counts[self.plan.rank])
+        # Only a message of all rows and heads, unconverted, has the layout of the local tensors.
         whole = (HeadRows(StridedRange(0, problem.kv_heads), (rows,)),)
         for gather in self.plan.steps[0].packs:
             into = self.plan.buffers[gather.into]
@@ -309,6 +312,7 @@ class Executor:
                 # A part of a fused buffer is a slice of its flat tensor, counted in records of one row and head.
                 first = buffer.inside.row * record
                 flat = buffers[buffer.inside.buffer].flat[first : first + count]
+            # In plan order, so indices of the plan are indices here; a fused buffer precedes its parts.
             buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
         hops = [
             transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
