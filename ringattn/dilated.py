@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from ringattn.attention import AttentionFunction, agreed, check_tensors, checked_call
 from ringattn.core.dilation import Dilated
-from ringattn.core.presets import head_offsets
+from ringattn.core.presets import Offset, head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.runtime.runtime import AttentionCall, Runtime
@@ -24,6 +24,8 @@ from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
 from ringattn.sequence import Sequence
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
+BranchGradient = Literal["exact", "detached"]
+Tail = Literal["ragged", "zero_pad"]
 
 
 def dilated_attention(
@@ -36,9 +38,9 @@ def dilated_attention(
     segment_lengths: Many[int],
     dilation_rates: Many[int],
     causal: bool = False,
-    offset: str = "mod",
-    grad: str = "exact",
-    tail: str = "ragged",
+    offset: Offset | str = "mod",
+    grad: BranchGradient = "exact",
+    tail: Tail = "ragged",
     layer: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,

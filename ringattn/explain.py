@@ -20,7 +20,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import Banded
-from ringattn.core.presets import check
+from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
 from ringattn.errors import InputError
@@ -32,7 +32,7 @@ from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import MaskSpec, Window
 from ringattn.schedule.ops import Schedule
-from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
+from ringattn.schedule.routes import ALL_TO_ALL, ScheduleName, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 
@@ -122,11 +122,11 @@ def explain(
     window: Window = None,
     segment_lengths: Many[int] | None = None,
     dilation_rates: Many[int] | None = None,
-    offset: str = "mod",
+    offset: Offset | str = "mod",
     layer: int | None = None,
     softcap: float | None = None,
     kv_seq: Sequence | None = None,
-    schedule: str = "auto",
+    schedule: ScheduleName | str = "auto",
     cluster: Cluster | str = REFERENCE,
 ) -> Explanation:
     """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.

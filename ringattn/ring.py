@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ringattn import attention as attention_module
 from ringattn import dilated, explain
-from ringattn.core.layout import make_layout
-from ringattn.core.problem import EIGHT_BIT, FLOATS, wire_name
+from ringattn.core.layout import LayoutName, Purpose, make_layout
+from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
 from ringattn.engine.base import Engine
-from ringattn.engine.select import ENGINES
+from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import InputError
-from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile
+from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.rendezvous import open_transport
+from ringattn.transport.rendezvous import TransportName, open_transport
 
 
 class Ring(Runtime):
@@ -47,12 +47,12 @@ class Ring(Runtime):
         self,
         group: Any = None,
         *,
-        transport: str | Transport = "auto",
-        engine: str | Engine = "auto",
+        transport: TransportName | str | Transport = "auto",
+        engine: EngineName | str | Engine = "auto",
         timeout_s: float = 600.0,
-        dkv_wire_dtype: torch.dtype | str | None = None,
-        kv_wire_dtype: torch.dtype | str | None = None,
-        out_wire_dtype: torch.dtype | str | None = None,
+        dkv_wire_dtype: torch.dtype | FloatName | None = None,
+        kv_wire_dtype: torch.dtype | EightBitName | None = None,
+        out_wire_dtype: torch.dtype | FloatName | None = None,
         poison: bool = False,
         nccl: NcclOptions | None = None,
     ) -> None:
@@ -102,8 +102,8 @@ class Ring(Runtime):
         length: int | None = None,
         *,
         cu_seqlens: Many[int] | Tensor | None = None,
-        layout: str = "auto",
-        for_: str = "causal",
+        layout: LayoutName | str = "auto",
+        for_: Purpose | str = "causal",
     ) -> Sequence:
         """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
@@ -167,7 +167,7 @@ class Ring(Runtime):
 
     def memory_monitor(
         self,
-        profile: str | Profile = "balanced",
+        profile: ProfileName | Profile = "balanced",
         *,
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,

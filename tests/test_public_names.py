@@ -14,12 +14,20 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import ringattn
-from ringattn import errors
+from ringattn import dilated, errors
+from ringattn.adapters import loss
+from ringattn.core import layout, presets, problem
+from ringattn.engine import select
+from ringattn.layers import projection, rotary
+from ringattn.observe import memory
+from ringattn.schedule import routes
+from ringattn.transport import rendezvous
+from ringattn.transport.nccl import options
 
 INIT = Path(ringattn.__file__)
 
@@ -53,15 +61,13 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-ROOT = INIT.parent.parent
 MODULES = ("ringattn", "ringattn.testing")
-IMPORTED = re.compile(r"from (ringattn\.adapters\.\w+) import ([\w, ]+)")
 PARTS = "Args", "Shape", "Returns", "Raises", "Example"
 
 
 @cache
 def public_callables() -> dict[str, Any]:
-    """Functions, classes and methods of the face, of `ringattn.testing` and of the adapters that docs import."""
+    """Functions, classes and methods of the face and of `ringattn.testing`."""
     found: dict[str, Any] = {}
     for module, name in [(import_module(path), name) for path in MODULES for name in names_of(import_module(path))]:
         one = getattr(module, name)
@@ -124,3 +130,27 @@ def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) ->
     assert raised or told.get("Raises", "Raises:\n    Nothing.\n").strip().endswith("Nothing.")
     for error in raised:
         assert issubclass(getattr(errors, error, None) or getattr(builtins, error), BaseException)
+
+
+@pytest.mark.parametrize(
+    ("literal", "names"),
+    [
+        (layout.LayoutName, ("auto", *layout.LAYOUTS)),
+        (layout.Purpose, layout.PURPOSES),
+        (presets.Offset, presets.OFFSETS),
+        (problem.FloatName, problem.FLOATS),
+        (problem.EightBitName, problem.EIGHT_BIT),
+        (routes.ScheduleName, ("auto", *routes.ROUTES)),
+        (rendezvous.TransportName, rendezvous.TRANSPORTS),
+        (select.EngineName, select.ENGINES),
+        (dilated.BranchGradient, dilated.GRADIENTS),
+        (dilated.Tail, dilated.TAILS),
+        (rotary.RopeStyle, rotary.STYLES),
+        (projection.Backend, projection.BACKENDS),
+        (memory.ProfileName, memory.PROFILES),
+        (options.BindingName, options.BINDINGS),
+        (loss.GradientReduction, loss.GRADIENTS),
+    ],
+)
+def test_type_checkers_are_told_the_names_that_run(literal: Any, names: tuple[str, ...]) -> None:
+    assert sorted(get_args(literal)) == sorted(names)

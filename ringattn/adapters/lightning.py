@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from ringattn.adapters.alike import check_alike
 from ringattn.adapters.hosts import require_checked
+from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
@@ -75,7 +76,7 @@ class RingMixin:
         return DistributedSampler(dataset, replicas, rank, **options)
 
     def ring_shard(
-        self, tokens: Tensor, labels: Tensor | None = None, layout: str = "auto"
+        self, tokens: Tensor, labels: Tensor | None = None, layout: LayoutName | str = "auto"
     ) -> tuple[Sequence, Tensor, Tensor]:
         """The sequence of a batch (batch, tokens) that every rank of the ring holds, and this rank's tokens and labels.
 

@@ -8,7 +8,7 @@ the ranks' means is another loss, and looks fine in a log.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ringattn.errors import InputError
 from ringattn.ring import Ring
 
 GRADIENTS = ("mean", "sum")
+GradientReduction = Literal["mean", "sum"]
 
 
 def count_labels(
@@ -42,7 +43,7 @@ def loss_scale(
     labels: Tensor | Many[Tensor],
     ring: Ring,
     *,
-    gradients: str,
+    gradients: GradientReduction,
     data_parallel: Any = None,
     ignore_index: int = -100,
 ) -> float:

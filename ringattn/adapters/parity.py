@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringattn.adapters.attend import lone_sequence
-from ringattn.adapters.loss import GRADIENTS
+from ringattn.adapters.loss import GRADIENTS, GradientReduction
 from ringattn.errors import InputError, RingError
 from ringattn.sequence import Sequence
 
@@ -66,7 +66,13 @@ class Parity:
 
 
 def parity(
-    model: nn.Module, step: Step, seq: Sequence, *, gradients: str, tolerance: float = 1e-5, raises: bool = True
+    model: nn.Module,
+    step: Step,
+    seq: Sequence,
+    *,
+    gradients: GradientReduction,
+    tolerance: float = 1e-5,
+    raises: bool = True,
 ) -> Parity:
     """Compare `step` over `seq` with the same step over a ring of one rank. A collective call.
 

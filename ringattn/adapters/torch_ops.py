@@ -28,6 +28,7 @@ from ringattn.ring import Ring
 from ringattn.runtime.activation import attended
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.runtime.spec import AttentionSpec, Window
+from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, sequence_with
 
 ACTIVE = 0
@@ -62,7 +63,7 @@ def ring_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: ScheduleName | str = "auto",
 ) -> Tensor:
     """`Ring.attention` of this rank's shards (batch, tokens, heads, head_dim) as one operator, compiled or not.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ringattn.adapters.alike import check_alike
 from ringattn.adapters.transformers_checks import check_nobody_is_empty
 from ringattn.adapters.transformers_places import own_places
+from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
@@ -27,7 +28,7 @@ WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_
 
 
 def shard_batch(
-    ring: Ring, batch: Mapping[str, Any], layout: str = "auto", *, model: Any = None
+    ring: Ring, batch: Mapping[str, Any], layout: LayoutName | str = "auto", *, model: Any = None
 ) -> tuple[Sequence, dict[str, Any]]:
     """How a whole batch, the same on every rank, lies over the ring, and this rank's inputs for a model.
 

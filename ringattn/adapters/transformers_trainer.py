@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
 
@@ -33,7 +34,7 @@ class RingTrainerMixin:
     accelerate's cp_size and sp_size stay 1.
     """
 
-    def __init__(self, *args: Any, ring: Ring, layout: str = "auto", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
         check_trainer(type(self))
         self.ring, self.layout = ring, layout
         super().__init__(*args, **kwargs)

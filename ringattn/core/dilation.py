@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange
 from ringattn.core.mask import Branch, Mask, check_causal
-from ringattn.core.presets import OFFSETS, check, head_offsets
+from ringattn.core.presets import OFFSETS, Offset, check, head_offsets
 from ringattn.errors import InputError
 
 
@@ -28,7 +28,7 @@ class Dilated:
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     causal: bool = False
-    offset: str = "mod"
+    offset: Offset | str = "mod"
     layer: int | None = None
 
     def __post_init__(self) -> None:

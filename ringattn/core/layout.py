@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from ringattn.core.geometry import MOST_TOKENS, StridedRange
 from ringattn.errors import InputError
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
+LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document"]
 PURPOSES = ("causal", "full", "window", "dilated")
+Purpose = Literal["causal", "full", "window", "dilated"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import lcm
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ringattn.core.geometry import MOST_TOKENS
 from ringattn.errors import InputError
 
 OFFSETS = ("mod", "block", "kv_head", "layer_rotated")
+Offset = Literal["mod", "block", "kv_head", "layer_rotated"]
 
 TABLE_TOKENS = 1 << 20
 """The longest table of positions that a warning is counted from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from typing import Literal
 
 from ringattn.core.geometry import UNBOUNDED
 from ringattn.core.layout import Layout
@@ -12,7 +13,9 @@ from ringattn.core.mask import HeadPart, Mask
 from ringattn.errors import InputError, UnsupportedError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+FloatName = Literal["float64", "float32", "float16", "bfloat16"]
 EIGHT_BIT = ("int8", "float8_e4m3fn")
+EightBitName = Literal["int8", "float8_e4m3fn"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 

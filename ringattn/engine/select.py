@@ -7,7 +7,7 @@ softcap, which aten lacks, triton on a GPU where it can do the call, and else pl
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
+EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
 
 
 class Choice(NamedTuple):

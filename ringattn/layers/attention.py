@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringattn.attention import attend
 from ringattn.errors import InputError
 from ringattn.layers.overlapped import Heads, projected_attention
-from ringattn.layers.rotary import Rope
+from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions, Window
 from ringattn.sequence import Sequence
 
@@ -208,7 +208,7 @@ class RingMultiheadAttention(Projections):
         bias: bool = False,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
-        rope: str | None = None,
+        rope: RopeStyle | None = None,
         rope_base: float = 10_000.0,
         causal: bool = False,
         window: Window = None,

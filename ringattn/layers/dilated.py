@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.core.dilation import Dilated
-from ringattn.core.presets import check, coverage_warnings
+from ringattn.core.presets import Offset, check, coverage_warnings
+from ringattn.dilated import BranchGradient, Tail
 from ringattn.errors import InputError
 from ringattn.layers.attention import Projections, Reports
 from ringattn.layers.overlapped import Heads, projected_attention
 from ringattn.layers.projection import project_qkv
-from ringattn.layers.rotary import Rope
+from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.ring import Ring
 from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
 from ringattn.sequence import Sequence
@@ -84,9 +85,9 @@ class Dilation(Reports, nn.Module):
         dilation_rates: Iterable[int],
         *,
         causal: bool = False,
-        offset: str = "mod",
-        grad: str = "exact",
-        tail: str = "ragged",
+        offset: Offset | str = "mod",
+        grad: BranchGradient = "exact",
+        tail: Tail = "ragged",
         layer: int | None = None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
@@ -237,14 +238,14 @@ class MultiheadDilation(Projections):
         bias: bool = True,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
-        rope: str | None = None,
+        rope: RopeStyle | None = None,
         rope_base: float = 10_000.0,
         xpos_scale: float | None = None,
         layer_norm: bool = False,
         causal: bool = False,
-        offset: str = "mod",
-        grad: str = "exact",
-        tail: str = "ragged",
+        offset: Offset | str = "mod",
+        grad: BranchGradient = "exact",
+        tail: Tail = "ragged",
         layer: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

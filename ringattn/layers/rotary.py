@@ -6,13 +6,16 @@ Guarantees: angles are exact to the rounding of their dtype at any position; sco
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
+
+STYLES = ("neox", "interleaved")
+RopeStyle = Literal["neox", "interleaved"]
 
 XPOS_GAMMA = 0.4
 """The paper's; it keeps the fastest fading element pair from vanishing at once."""
@@ -26,13 +29,13 @@ class Rope(NamedTuple):
     0.4) / 1.4; for causal attention, because they grow towards later keys. The paper's is 512.
     """
 
-    style: str = "neox"
+    style: RopeStyle = "neox"
     base: float = 10_000.0
     xpos_scale: float | None = None
 
     def check(self, head_dim: int) -> None:
         """Raise `InputError` unless style and scale are known and heads of `head_dim` elements can rotate."""
-        if self.style not in ("neox", "interleaved"):
+        if self.style not in STYLES:
             raise InputError(f"rope style {self.style!r} is not known; use neox or interleaved")
         if head_dim % 2:
             raise InputError(f"rotary positions need an even head_dim, got {head_dim}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,7 @@ class Profile(NamedTuple):
         return Level(sum(used >= bound for bound in (self.warning, self.critical, self.emergency)))
 
 
+ProfileName = Literal["aggressive", "balanced", "conservative"]
 PROFILES = {
     "aggressive": Profile(0.92, 0.94, 0.96, 0.98),
     "balanced": Profile(0.90, 0.92, 0.95, 0.97),
@@ -123,7 +124,7 @@ class MemoryMonitor:
         device: torch.device,
         rank: int = 0,
         gather: Callable[[str], Sequence[str]] | None = None,
-        profile: str | Profile = "balanced",
+        profile: ProfileName | Profile = "balanced",
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,
     ) -> None:
@@ -198,7 +199,7 @@ class MemoryMonitor:
         return level
 
 
-def _profile(profile: str | Profile, rank: int) -> Profile:
+def _profile(profile: ProfileName | Profile, rank: int) -> Profile:
     if isinstance(profile, str) and profile in PROFILES:
         return PROFILES[profile]
     if not isinstance(profile, Profile):

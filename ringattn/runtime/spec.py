@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ringattn.core.dilation import Dilated
 from ringattn.core.mask import Banded
-from ringattn.core.presets import check
+from ringattn.core.presets import Offset, check
 from ringattn.engine.base import Softmax
 from ringattn.errors import InputError
+from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence
 
 Window = tuple[int | None, int | None] | None
@@ -31,7 +32,7 @@ class SoftmaxOptions(TypedDict, total=False):
 
     scale: float | None
     softcap: float | None
-    schedule: str
+    schedule: ScheduleName | str
 
 
 class AttentionOptions(SoftmaxOptions, total=False):
@@ -55,7 +56,7 @@ class AttentionSpec:
     mask: MaskSpec = field(default_factory=Banded)
     scale: float | None = None
     softcap: float | None = None
-    schedule: str = "auto"
+    schedule: ScheduleName | str = "auto"
     sinks: Tensor | None = field(default=None, compare=False)
 
     @classmethod
@@ -68,7 +69,7 @@ class AttentionSpec:
 
     @classmethod
     def dilated(
-        cls, segment_lengths: Many[int], dilation_rates: Many[int], causal: bool = False, offset: str = "mod",
+        cls, segment_lengths: Many[int], dilation_rates: Many[int], causal: bool = False, offset: Offset | str = "mod",
         layer: int | None = None, *, sinks: Tensor | None = None, **softmax: Unpack[SoftmaxOptions],
     ) -> AttentionSpec:  # fmt: skip
         """Of dilated attention. Raises `InputError` for branches, an offset or a layer that make no sense."""

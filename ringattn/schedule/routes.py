@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
@@ -64,6 +65,7 @@ ALL_GATHER = Route("all_gather", at_once=True)
 SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
 ALL_TO_ALL = Route("all_to_all", by_head=True)
 ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL)}
+ScheduleName = Literal["auto", "ring", "all_gather", "direct", "sub_rings", "all_to_all"]
 
 
 def route_named(name: str) -> Route:

@@ -9,7 +9,7 @@ import os
 import socket
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ringattn.transport.nccl.options import NcclOptions, open_binding, warnings_
 from ringattn.transport.nccl.transport import NcclTransport
 
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
+TransportName = Literal["auto", "local", "gloo", "nccl"]
 
 
 def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None) -> Transport:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ringattn.errors import InputError
 from ringattn.transport.nccl.binding import Binding, version_text
 
 BINDINGS = ("ctypes", "cupy")
+BindingName = Literal["ctypes", "cupy"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class NcclOptions:
         InputError: `binding` is not known, or `max_ctas` does not lie between 1 and 64.
     """
 
-    binding: str = "ctypes"
+    binding: BindingName = "ctypes"
     library: str | None = None
     max_ctas: int | None = None
     name: str | None = None
