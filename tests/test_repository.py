@@ -99,12 +99,12 @@ def test_import_contracts_find_a_planted_import(importable: Path, file: str, cod
 # --- names and imports -----------------------------------------------------------------------------------------------
 
 
-def module_names(rooms: set[str] | None = None) -> list[str]:
-    """Dotted names of the package's modules, of the given rooms or of all; without `__main__`, which acts when run."""
+def module_names(folders: set[str] | None = None) -> list[str]:
+    """Dotted names of the package's modules, of the given folders or of all; without `__main__`."""
     names = []
     for path in sources(PACKAGE):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[-1] != "__main__" and (rooms is None or parts[0] in rooms):
+        if parts[-1] != "__main__" and (folders is None or parts[0] in folders):
             names.append(".".join(("ringattn", *parts)).removesuffix(".__init__"))
     return names
 
@@ -162,8 +162,8 @@ def test_no_file_loads_under_two_names() -> None:
     assert int(count) > len(LINKED)
 
 
-def test_lower_floors_import_without_torch(tmp_path: Path) -> None:
-    # A bare package object stands in for ringattn/__init__.py, which is of floor 6.
+def test_lower_layers_import_without_torch(tmp_path: Path) -> None:
+    # A bare package object stands in for ringattn/__init__.py, which is of layer 6.
     bare = "import types\nstub = types.ModuleType('ringattn')\nstub.__path__ = [sys.argv.pop(1)]\n"
     code = "BLOCKED = {'torch'}" + BLOCK + bare + "sys.modules['ringattn'] = stub\n" + IMPORT_ALL
     python(code, str(PACKAGE), "", *module_names(TORCH_FREE), cwd=tmp_path)

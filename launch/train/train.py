@@ -73,7 +73,7 @@ def _run(config: TrainConfig) -> dict[str, Any]:
     if place_in_torchrun() is not None:
         end_with_parent(os.getppid())
     if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
-        # Alone, importing the model's room here costs less than a new process.
+        # Alone, importing the model's folder here costs less than a new process.
         from ringattn.launch.train.loop import train_rank
 
         return dict(train_rank({"runs": [asdict(config)], "keeps_result": True})["runs"][0])

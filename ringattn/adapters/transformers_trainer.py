@@ -82,8 +82,8 @@ class RingTrainerMixin:
                         "texts are left for each; give evaluate a data set with a length"
                     )
                 shard.batch_size = 1
-            elif not isinstance(shard.batch_sampler, _Dealt):  # a loader with persistent workers comes again
-                shard.even_batches, shard.batch_sampler = False, _Dealt(shard.batch_sampler, rings, mine)
+            elif not isinstance(shard.batch_sampler, _RoundRobin):  # a loader with persistent workers comes again
+                shard.even_batches, shard.batch_sampler = False, _RoundRobin(shard.batch_sampler, rings, mine)
         return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +175,8 @@ class RingTrainerMixin:
         return partial(self.ring.activate, seq), mine
 
 
-class _Dealt(BatchSampler):
-    """Batches dealt to rings in turn, as many to each: where the last turn ends early, the last batch comes again."""
+class _RoundRobin(BatchSampler):
+    """Batches given to rings in turn, as many to each: where the last turn ends early, the last batch is repeated."""
 
     def __init__(self, batches: Any, rings: int, mine: int) -> None:
         self.batches, self.rings, self.mine = batches, rings, mine
