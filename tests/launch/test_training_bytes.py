@@ -282,7 +282,7 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
         (lambda: TrainingSetup(TRAINED, 8, offload="parameters"), "zero_stage=3"),
         (lambda: TrainingSetup(TRAINED, 8, 9), "ranks=9: more ranks than tokens"),
         (lambda: TrainingSetup(TRAINED, 8, batch=0), "batch=0"),
-        (lambda: AttentionSetup("causual"), "attention=causual: did you mean causal"),
+        (lambda: AttentionSetup("causual"), "mask=causual: did you mean causal"),
         (lambda: AttentionSetup("window"), "window_tokens=0"),
         (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
         (lambda: training_bytes(TrainingSetup(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
