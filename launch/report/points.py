@@ -22,7 +22,7 @@ REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 CHOICES = ("schedule", "layout", "engine", "transport")
 """Options that change how a result is computed and never the result: what a reader compares."""
 AXES = ("ranks", "nproc", "nnodes", "tokens", "tokens_per_rank")
-"""What goes along an axis, in one way of writing it or another; no part of a series' name. Records of earlier versions
+"""What goes along an axis, in one way of writing it or another; no part of a series' name. Sweeps of earlier versions
 have nproc for ranks."""
 BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "threads_per_rank")
 """What says how ranks were started, and follows the number of ranks."""
