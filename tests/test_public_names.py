@@ -61,13 +61,13 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-MODULES = ("ringattn", "ringattn.testing")
+MODULES = ("ringattn", "ringattn.testing", "ringattn.adapters.sdpa", "ringattn.adapters.loss")
 PARTS = "Args", "Shape", "Returns", "Raises", "Example"
 
 
 @cache
 def public_callables() -> dict[str, Any]:
-    """Functions, classes and methods of the face and of `ringattn.testing`."""
+    """Functions, classes and methods of the face and of `MODULES`."""
     found: dict[str, Any] = {}
     for module, name in [(import_module(path), name) for path in MODULES for name in names_of(import_module(path))]:
         one = getattr(module, name)

@@ -26,8 +26,17 @@ def count_labels(
 ) -> int:
     """Labels that count, over all ranks of the ring and of `data_parallel`. A collective call.
 
-    `labels`: integers of any shape, this rank's (`Sequence.shard_labels`), or those of all micro batches of a step.
-    `data_parallel`: the process group of the ranks that hold the same place in other rings, None if there are none.
+    Args:
+        labels: Integers of any shape, this rank's (`Sequence.shard_labels`), or those of all micro batches of a step.
+        ring: The ring.
+        data_parallel: The process group of the ranks that hold the same place in other rings. None: there are none.
+        ignore_index: The label that does not count.
+
+    Returns:
+        Their number, the same on all ranks.
+
+    Raises:
+        RingError: What `Ring.all_reduce` raises.
     """
     parts = [labels] if isinstance(labels, Tensor) else list(labels)
     valid = torch.zeros(1, dtype=torch.int64, device=ring.device)
@@ -47,16 +56,28 @@ def loss_scale(
     data_parallel: Any = None,
     ignore_index: int = -100,
 ) -> float:
-    """The factor of a loss that is *summed* over this rank's labels; 0 labels anywhere give a finite one.
-
-    `gradients`: what reduces gradients over the ranks of the ring and of `data_parallel` together: "mean" (DDP, FSDP as
-    they come) or "sum" (`Ring.all_reduce`, FSDP2 with `set_gradient_divide_factor(1.0)` and
-    `set_force_sum_reduction_for_comms(True)`). With `data_parallel` given, it must span both. The other arguments are
-    those of `count_labels`. A collective call.
-
-        loss = F.cross_entropy(logits, labels, reduction="sum") * loss_scale(labels, ring, gradients="mean")
+    """The factor of a loss that is *summed* over this rank's labels. A collective call.
 
     The scaled losses of all ranks have, by the same reduction, the mean loss of the whole batch as their value.
+
+    Args:
+        labels: Integers of any shape, this rank's (`Sequence.shard_labels`), or those of all micro batches of a step.
+        ring: The ring.
+        gradients: What reduces gradients over the ranks of the ring and of `data_parallel` together: mean (DDP, FSDP as
+            they come) or sum (`Ring.all_reduce`, FSDP2 with `set_gradient_divide_factor(1.0)` and
+            `set_force_sum_reduction_for_comms(True)`).
+        data_parallel: The process group of the ranks that hold the same place in other rings. None: there are none.
+        ignore_index: The label that does not count.
+
+    Returns:
+        The factor; finite where there are no labels at all.
+
+    Raises:
+        InputError: `gradients` is not known.
+        RingError: What `Ring.all_reduce` raises.
+
+    Example:
+        loss = F.cross_entropy(logits, labels, reduction="sum") * loss_scale(labels, ring, gradients="mean")
     """
     if gradients not in GRADIENTS:
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")

@@ -25,13 +25,32 @@ def ring_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch's: query (batch, heads, tokens, head_dim), returns (batch, heads, tokens, value_dim); differentiable.
+    """`torch.nn.functional.scaled_dot_product_attention` over the active sequence; differentiable.
 
-    Query, key and value are this rank's shards of the active sequence, or DTensors of them with sharded heads;
-    `is_causal` compares global positions, within documents. Where local attention is asked for (see
-    `adapters.context.sequence_of`) it is torch's function of these arguments; inside torch.compile the refusals below
-    hold then too. Raises `UnsupportedError` for a mask, dropout, other dimensions or other keys than the queries', and
-    `InputError` for numbers of heads that torch refuses too.
+    Where local attention is asked for (see `adapters.context.sequence_of`) it is torch's function of these arguments;
+    inside torch.compile the refusals below hold then too.
+
+    Args:
+        query: This rank's shard of the active sequence, or a DTensor of it with sharded heads.
+        key: Like query.
+        value: Like query.
+        attn_mask: None; a ring takes no mask tensor.
+        dropout_p: 0; a ring has no dropout.
+        is_causal: A query meets the keys at its global position and before, within documents.
+        scale: Factor of the scores. None: 1 / sqrt(head_dim).
+        enable_gqa: Key and value may have fewer heads.
+
+    Shape:
+        query: (batch, heads, tokens, head_dim)
+        key: (batch, kv_heads, tokens, head_dim)
+        value: (batch, kv_heads, tokens, value_dim)
+
+    Returns:
+        (batch, heads, tokens, value_dim).
+
+    Raises:
+        UnsupportedError: A mask, dropout, other dimensions, or other keys than the queries' are given.
+        InputError: Heads do not fit each other, or nothing is active while a ring of several ranks is open.
     """
     (q, k, v), whole = local_heads((query, key, value), 1)
     seq = None

@@ -54,12 +54,20 @@ def register() -> None:
 
 
 def prepare(model: Any) -> Any:
-    """Let the text part of a PreTrainedModel attend through the ring, and check the inputs of its every call.
+    """Lets the text part of a model attend through the ring, and checks the inputs of its every call.
 
     Towers for images and sound, which have configurations of their own, keep their attention: they are not sharded.
     Under an active sequence of several ranks a call needs the position_ids of this rank's tokens, and beside labels
-    shift_labels and num_items_in_batch, and no loss of routers; else it raises `InputError`. Returns the model. Raises
-    `UnsupportedError` for a model whose attention cannot be set.
+    shift_labels and num_items_in_batch, and no loss of routers; else the call raises `InputError`.
+
+    Args:
+        model: A PreTrainedModel of transformers.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: The model's attention cannot be set.
     """
     register()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config

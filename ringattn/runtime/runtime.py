@@ -105,7 +105,7 @@ class Runtime(RankGroup):
 
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
-        """Records what the passes inside of the `with` do on this rank, backward included. Local.
+        """A recording of what the passes inside of the `with` do on this rank, backward included. Local.
 
         On a GPU it waits for the device once, before the first pass; passes are refused while they are captured into a
         graph.
