@@ -306,7 +306,7 @@ class Executor:
             record = record_elements(problem, buffer.dtype, buffer.kind)
             count = size(buffer.content) * record
             if buffer.inside is None:
-                # Records with scalars (scales, lse) mix dtypes, so their buffer is typed as bytes.
+                # Layouts with scalars (scales, lse) mix dtypes, so their buffer is typed as bytes.
                 flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if form.scalars else dtype)
             else:
                 # A part of a fused buffer is a slice of its flat tensor, counted in records of one row and head.

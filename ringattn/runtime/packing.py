@@ -57,7 +57,7 @@ def scatter_add(records: PackedBuffer, local: LocalTensors) -> None:
 def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:
     # All parts at once: with (row, head) as one index, row * ratio + head addresses the local tensor flat.
     #    x[row, batch, head]  ->  flat[row * ratio + head]      ratio = row stride / head stride
-    # Needs row strides that are multiples of the head stride; else part by part below.
+    # Requires row strides that are multiples of the head stride; else part by part below.
     if len(records.content) > 1 and all(part.heads.count == 1 for part in records.content):
         if all(_step(value.x) and value.x.stride(0) % _step(value.x) == 0 for value in local.values):
             for value, packed in zip(local.values, records.flattened(), strict=True):

@@ -154,7 +154,7 @@ def add(part: PackedBuffer, into: BufferRef) -> None:
         return
     for have, want in _pairs(part, into, part.content):
         if have.scalars:
-            # Records have lse as (rows, batch, heads); the merge wants (batch, heads, rows).
+            # A packed lse is (rows, batch, heads); the merge wants (batch, heads, rows).
             lse, part_lse = (one.scalars[0].permute(1, 2, 0) for one in (want, have))
             merge_(want.x, lse, have.x, part_lse)
         else:
