@@ -141,7 +141,7 @@ def agreed(ring: Runtime, describe: Callable[[], AttentionCall], sinks: Tensor |
         calls.append(describe())
         return calls[0].summary("sinks" if sinks is not None else "no sinks")
 
-    number = ring.agree_on(described)
+    number = ring.check_same_call(described)
     return replace(calls[0], number=number)
 
 
@@ -239,7 +239,7 @@ def backward_pass(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and of the sinks, from the inputs and outputs of `forward_pass` and their gradients."""
-    ring.agree(call.summary(), backward_of=call.number)
+    ring.check_consistency(call.summary(), backward_of=call.number)
     if not q.shape[0]:
         nothing = None if sinks is None else torch.zeros_like(sinks)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing

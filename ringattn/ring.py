@@ -187,5 +187,5 @@ class Ring(Runtime):
             InputError: The profile is not known or its shares do not ascend within 0 to 1; the capacity is not a whole
                 number of bytes from 1 on; the actions are not lists of functions by `Level`.
         """
-        gather = self.told_by_all
+        gather = self.all_gather_text
         return MemoryMonitor(self.pool, self.device, self.rank, gather, profile, actions, capacity_bytes)

@@ -148,7 +148,7 @@ class Sequence:
             rest = (*x.shape[:at], *x.shape[at + 1 :])
             return f"gather of dim {at}, other dimensions {rest}, {x.dtype}, {self.layout}"
 
-        number = self.ring.agree_on(described)
+        number = self.ring.check_same_call(described)
         return _Gather.apply(x, self, _dimension(x, dim), number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
@@ -250,7 +250,7 @@ class _Gather(torch.autograd.Function):
         parts = [part.contiguous() for part in full[order].split(seq.counts)]
         mine = parts[ring.rank]
         received = [mine if rank == ring.rank else torch.empty_like(mine) for rank in range(ring.world_size)]
-        ring.agree("gather", backward_of=ctx.number)
+        ring.check_consistency("gather", backward_of=ctx.number)
         _swap(ring, parts, received, "gradient of gather")
         total = received[0].clone()
         for part in received[1:]:

@@ -278,6 +278,7 @@ def test_the_root_holds_what_belongs_there() -> None:
 
 
 REPLACED = {
+    "told_by_all": "all_gather_text",
     "Strip": "TokenRange", "Spot": "Overlap", "Fold": "AttendOp", "Serve": "AttendReceivedOp", "guests": "received",
     "Home": "LocalTensors", "HOME": "LOCAL",
     "Carry": "SoftmaxState", "settled": "finalized", "Seed": "BackwardInputs", "Records": "PackedBuffer",

@@ -135,7 +135,7 @@ def _under_torchrun(say: Say) -> tuple[list[dict[str, Any]], list[Finding]]:
     say("all ranks meet, exchange, and attend")
     try:
         with ringattn.Ring(timeout_s=DEADLINE_S) as ring:
-            answers = [json.loads(told) for told in ring.told_by_all(json.dumps(examine(ring)))]
+            answers = [json.loads(told) for told in ring.all_gather_text(json.dumps(examine(ring)))]
     except Exception as error:  # whatever a device or its driver raises
         return [], [_apart(error)]
     return answers, judged(answers)

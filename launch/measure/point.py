@@ -101,7 +101,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
         "planned": _planned(ring, config, seq) if ring.rank == 0 else None,
         "environment": environment() if ring.rank == 0 else None,
     }
-    by_rank = [json.loads(told) for told in ring.told_by_all(json.dumps(mine))]
+    by_rank = [json.loads(told) for told in ring.all_gather_text(json.dumps(mine))]
     return {"error": errors, **_facts(config, by_rank)}
 
 
@@ -117,7 +117,7 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
         reference, bounds = reference_and_bounds(call, inputs, config.engine.name)
         for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, reference, bounds, strict=True):
             verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
-    verdict = json.loads(ring.told_by_all(json.dumps(verdict))[0])
+    verdict = json.loads(ring.all_gather_text(json.dumps(verdict))[0])
     if wrong := [f"{name} by {error:.1e}" for name, (error, right) in verdict.items() if not right]:
         raise GateError(f"not exact at {length} tokens, off are {', '.join(wrong)}; nothing is measured")
     return {name: error for name, (error, _) in verdict.items()}

@@ -41,7 +41,7 @@ def load_alike(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Doc
         text = load(config)
     except InputError as error:
         refusal = error
-    everyone.agree("what to train", refusal, always=True)
+    everyone.check_consistency("what to train", refusal, always=True)
     assert text is not None
     _compare_all(everyone, config, {**_keys(config), "text": text.digest()})
     return text
@@ -68,7 +68,7 @@ def folder_of_run(everyone: RankGroup, config: TrainConfig, keeps_result: bool) 
                 lock = stack.enter_context(locked_folder(config.out_dir))
         except InputError as error:
             refusal = error
-        everyone.agree("where the result goes", refusal, always=True)
+        everyone.check_consistency("where the result goes", refusal, always=True)
         yield lock
 
 
@@ -84,7 +84,7 @@ def _keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def _compare_all(everyone: RankGroup, config: TrainConfig, facts: dict[str, Any]) -> None:
-    told = [json.loads(words) for words in everyone.told_by_all(json.dumps(facts))]
+    told = [json.loads(words) for words in everyone.all_gather_text(json.dumps(facts))]
     for rank, theirs in enumerate(told):
         _compare(config, rank, theirs, told[0])
 

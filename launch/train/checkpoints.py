@@ -73,7 +73,7 @@ def checkpoints_of(
 ) -> Checkpoints | None:
     """The checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
-    seen = everyone.told_by_all(
+    seen = everyone.all_gather_text(
         "".join(map(str, named(Path(config.out_dir) / "checkpoints")))
     )  # by one machine alone, where it is not shared
     return None if idle and not any(seen) else Checkpoints(everyone, config, text, lock)
@@ -159,7 +159,7 @@ class Checkpoints:
             failure = str(error)
         except (OSError, CheckpointException) as error:
             failure = str(not_written(partial.with_suffix(""), _cause(error), needed_bytes))
-        told = [json.loads(words) for words in self.everyone.told_by_all(json.dumps([answer, failure]))]
+        told = [json.loads(words) for words in self.everyone.all_gather_text(json.dumps([answer, failure]))]
         failed = [(rank, failure) for rank, (_, failure) in enumerate(told) if failure]
         if failed:
             if self.everyone.rank == 0:
@@ -171,7 +171,7 @@ class Checkpoints:
 
     def _keep_good_ones(self, new: Path) -> None:
         """Remove what is older than the last `KEPT` that are good: a damaged one must not count as one of them."""
-        names = json.loads(self.everyone.told_by_all(json.dumps([path.name for path in named(self.folder)]))[0])
+        names = json.loads(self.everyone.all_gather_text(json.dumps([path.name for path in named(self.folder)]))[0])
         good = 0
         for path in (self.folder / name for name in names):
             if good >= KEPT:
@@ -235,13 +235,13 @@ class Checkpoints:
             check_files(path, read_run(path)["files"], self.everyone.rank, self.everyone.world_size)
         except DamagedError as error:
             found = str(error)
-        return next(filter(None, self.everyone.told_by_all(found)), None)
+        return next(filter(None, self.everyone.all_gather_text(found)), None)
 
     def _chosen(self) -> tuple[bool, list[Path]]:
         """Whether `resume` names a checkpoint, and those to go on from, the best first: the same on all ranks."""
         resume, own = self.config.resume, named(self.folder)
         mine = [list(map(str, own)), _is_of_this_job(own), (Path(resume) / RUN).exists()]
-        told = [json.loads(one) for one in self.everyone.told_by_all(json.dumps(mine))]
+        told = [json.loads(one) for one in self.everyone.all_gather_text(json.dumps(mine))]
         for rank, (paths, _, _) in enumerate(told):
             if paths != told[0][0]:
                 raise InputError(

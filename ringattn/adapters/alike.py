@@ -25,7 +25,7 @@ def refused_by_all(ring: Ring | None) -> Iterator[None]:
         yield
     except InputError as error:
         if ring is not None and ring.is_open:
-            ring.agree("", error)
+            ring.check_consistency("", error)
         raise
 
 
@@ -37,7 +37,7 @@ def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
     """
     if ring.world_size == 1:
         return
-    told = [json.loads(words) for words in ring.told_by_all(json.dumps({k: _digest(x) for k, x in batch.items()}))]
+    told = [json.loads(words) for words in ring.all_gather_text(json.dumps({k: _digest(x) for k, x in batch.items()}))]
     names = sorted({name for one in told for name in one})
     if other := [name for name in names if len({one.get(name) for one in told}) > 1]:
         raise DisagreementError(

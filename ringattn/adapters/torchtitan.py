@@ -145,7 +145,7 @@ def prepare_context_parallel_input(
         shards = {"positions": seq.shard(positions), "attention_masks": rows}
         prepared = seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
     # The next thing that ranks do is to gather weights, which would wait for a rank that was refused.
-    ring.agree(f"batch of {tuple(inputs.shape)} tokens, {seq.layout.name}", always=True)
+    ring.check_consistency(f"batch of {tuple(inputs.shape)} tokens, {seq.layout.name}", always=True)
     return prepared
 
 

@@ -117,7 +117,7 @@ def refuse_inputs(
             )
     except InputError as error:
         refusal = error
-    seq.ring.agree(f"forward of {type(module).__name__} over {seq!r}", refusal)
+    seq.ring.check_consistency(f"forward of {type(module).__name__} over {seq!r}", refusal)
 
 
 def refuse_layers(config: Any) -> None:

@@ -171,5 +171,5 @@ def _watched(seq: Sequence, throughout: bool) -> Iterator[None]:
 
 def _refuse(seq: Sequence, error: InputError) -> None:
     if seq.ring.is_open:
-        seq.ring.agree("", error)
+        seq.ring.check_consistency("", error)
     raise error

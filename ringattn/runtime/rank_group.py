@@ -69,7 +69,7 @@ class RankGroup:
             ClosedError: The ring was closed or has failed.
             TransportError: A peer was lost (PeerLostError) or the deadline passed (DeadlineError).
         """
-        self.agree("barrier", always=True)
+        self.check_consistency("barrier", always=True)
 
     def synchronize(self) -> None:
         """Returns when all exchanges have arrived. Local, not a barrier.
@@ -99,7 +99,7 @@ class RankGroup:
         Example:
             ring.all_reduce([weight.grad for weight in model.parameters()])
         """
-        self.agree_on(lambda: f"all_reduce of {collectives.shapes(list(tensors))}")
+        self.check_same_call(lambda: f"all_reduce of {collectives.shapes(list(tensors))}")
         tensors = list(tensors)
         with self.guarded():
             collectives.all_reduce(self.transport, tensors)
@@ -123,7 +123,7 @@ class RankGroup:
                 raise InputError(f"broadcast: there is no rank {src}")
             return f"broadcast from {src} of {collectives.shapes(list(tensors))}"
 
-        self.agree_on(described)
+        self.check_same_call(described)
         tensors = list(tensors)
         with self.guarded():
             collectives.broadcast(self.transport, tensors, src)
@@ -142,11 +142,11 @@ class RankGroup:
             ClosedError: The ring was closed or has failed.
             TransportError: An exchange failed, or the deadline passed (DeadlineError).
         """
-        self.agree("replay of a captured graph")
+        self.check_consistency("replay of a captured graph")
         with self.guarded():
             self.transport.replay(graph.replay)
 
-    def agree(
+    def check_consistency(
         self, summary: str, refusal: RingError | None = None, always: bool = False, backward_of: int | None = None
     ) -> int:
         """All ranks make the same call, or all raise. A collective call.
@@ -191,8 +191,8 @@ class RankGroup:
         self._agreement.settle(summary, backward_of, answers)
         return self._agreement.calls
 
-    def agree_on(self, describe: Callable[[], str]) -> int:
-        """`agree` on the call that `describe` gives in words; what `describe` raises makes all ranks refuse the call.
+    def check_same_call(self, describe: Callable[[], str]) -> int:
+        """`check_consistency` on the call that `describe` describes; an error of `describe` makes all ranks refuse it.
 
         Args:
             describe: Checks the call and returns it in words.
@@ -207,7 +207,7 @@ class RankGroup:
         """
         with self.refused_by_all():
             words = describe()
-        return self.agree(words)
+        return self.check_consistency(words)
 
     @contextmanager
     def refused_by_all(self) -> Iterator[None]:
@@ -225,11 +225,11 @@ class RankGroup:
         try:
             yield
         except RingError as error:
-            self.agree("", error)
+            self.check_consistency("", error)
         except Exception as error:
             refusal = InputError(f"rank {self.rank}: {type(error).__name__}: {error}")
             refusal.__cause__ = error
-            self.agree("", refusal)
+            self.check_consistency("", refusal)
 
     def check_open(self) -> None:
         """Does nothing while the ring can be used.
@@ -269,7 +269,7 @@ class RankGroup:
         self._end = f"it was aborted: {cause}"
         self.transport.abort(cause)
 
-    def told_by_all(self, words: str) -> list[str]:
+    def all_gather_text(self, words: str) -> list[str]:
         """Gathers a text from every rank. A collective call.
 
         Args:
@@ -283,7 +283,7 @@ class RankGroup:
             ClosedError: The ring was closed or has failed.
             TransportError: A peer was lost (PeerLostError) or the deadline passed (DeadlineError).
         """
-        self.agree("words of all ranks", always=True)
+        self.check_consistency("words of all ranks", always=True)
         with self.guarded():
             return [told.decode() for told in self.transport.all_gather_bytes(words.encode())]
 

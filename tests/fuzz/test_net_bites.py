@@ -47,14 +47,14 @@ def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPa
 
 
 def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    agree = RankGroup.agree
+    check_consistency = RankGroup.check_consistency
 
     def forgetful(
         self: RankGroup, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None
     ) -> int:
-        return agree(self, summary if backward_of is None else f"backward of {summary}", refusal, always)
+        return check_consistency(self, summary if backward_of is None else f"backward of {summary}", refusal, always)
 
-    monkeypatch.setattr(RankGroup, "agree", forgetful)
+    monkeypatch.setattr(RankGroup, "check_consistency", forgetful)
     case, error = found("order", 20)
     assert "raised nothing" in error
     monkeypatch.undo()

@@ -247,7 +247,7 @@ def other_lengths() -> tuple[list[Outcome], SimWorld]:
 def test_a_missing_digest_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, world = other_lengths()
     assert world.violations == [] and all(isinstance(one.error, DisagreementError) for one in outcomes)
-    monkeypatch.setattr(Ring, "agree", lambda self, *_, **__: None)
+    monkeypatch.setattr(Ring, "check_consistency", lambda self, *_, **__: None)
     outcomes, world = other_lengths()
     assert any("the bytes of both ends differ" in violation for violation in world.violations)
     assert not any(isinstance(one.error, DisagreementError) for one in outcomes)
