@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 ALIASES = {"nproc": "ranks", "ring": "ranks", "length_tokens": "tokens", "q_heads": "heads", "attention": "mask"}
 """Keys as earlier versions spelled them: read as the new key by a command that has this one and not the old one."""
+DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Every command takes either name of a dtype, and keeps the one that is among its choices."""
 
 
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
@@ -50,16 +52,19 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
 
 
 def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
-    """The words with the keys of `ALIASES` in their new spelling, for a command that takes the keys of `schemas`.
+    """The words in the spelling of a command that takes the keys of `schemas`: see `ALIASES` and `DTYPES`.
 
     Raises `InputError` for a key that is given in two spellings.
     """
-    known = {leaf for schema in schemas for leaf, _, _ in leaves(schema())}
+    known = {leaf: field.metadata.get("choices") for schema in schemas for leaf, _, field in leaves(schema())}
     given = {word.partition("=")[0] for word in words}
     found = []
     for word in words:
         key, equals, value = word.partition("=")
         new = ALIASES.get(key)
+        if key == "dtype" and (choices := known.get(key)):
+            found.append(f"{key}{equals}{','.join(_dtype(one, choices) for one in value.split(','))}")
+            continue
         if new is None or key in known or new not in known:
             found.append(word)
             continue
@@ -67,6 +72,12 @@ def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
             raise InputError(f"{key}: is another spelling of {new}, and {other} is given too; give only {new}")
         found.append(f"{new}{equals}{value}")
     return found
+
+
+def _dtype(name: str, choices: Sequence[str]) -> str:
+    """The other name of a dtype, where a command knows it by that one."""
+    other = DTYPES.get(name) or next((long for long, short in DTYPES.items() if short == name), name)
+    return other if name not in choices and other in choices else name
 
 
 @contextmanager

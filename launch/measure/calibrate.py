@@ -37,7 +37,11 @@ class CalibrateConfig:
     ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
     out: str = option("calibrated.json", "file to write (JSON)", writes="file")
     transport: str = option("auto", "what carries messages", choices=("auto", "gloo", "nccl"))
-    dtype: str | None = option(None, "of the inputs; float32 with gloo, bfloat16 with nccl if not set")
+    dtype: str | None = option(
+        None,
+        "of the inputs; if not set float32 with gloo, bfloat16 with nccl",
+        choices=("float32", "bfloat16", "float16"),
+    )
     rounds: int = option(30, "how often everything is measured", least=1)
 
 
@@ -52,8 +56,6 @@ def main(argv: Sequence[str]) -> int:
     if nccl and config.ranks > gpus:
         raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=gloo")
     dtype = config.dtype or ("bfloat16" if nccl else "float32")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype={dtype}: choose one of float32, bfloat16, float16")
     out = Path(config.out)
     spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else "gloo"}
     by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, JOB_TIMEOUT_S, 1)

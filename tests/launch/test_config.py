@@ -8,7 +8,7 @@ import pytest
 
 from ringattn.errors import InputError
 from ringattn.launch.capacity.plan import PlanConfig
-from ringattn.launch.config import ALIASES, load
+from ringattn.launch.config import ALIASES, DTYPES, load
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
 from ringattn.launch.measure.points import hash_of
@@ -45,6 +45,30 @@ def test_both_spellings_are_refused(schema: Any, old: str, new: str) -> None:
     key, named = old.partition("=")[0], new.partition("=")[0]
     with pytest.raises(InputError, match=rf"^{key}: is another spelling of {named}, and {named} is given too"):
         load([old, new], schema)
+
+
+@pytest.mark.parametrize(
+    "schema", [CalibrateConfig, CheckConfig, ExplainConfig, RunConfig, TimelineConfig, TrainConfig]
+)
+def test_either_name_of_a_dtype_is_taken(schema: Any) -> None:
+    for long, short in DTYPES.items():
+        names = [name for name in (long, short) if _refusal(f"dtype={name}", schema) is None]
+        assert names in ([], [long, short])
+    assert load(["dtype=bf16"], schema) == load(["dtype=bfloat16"], schema)
+    assert "choose one of" in str(_refusal("dtype=int8", schema))
+
+
+def _refusal(word: str, schema: Any) -> InputError | None:
+    try:
+        load([word], schema)
+    except InputError as error:
+        return error
+    return None
+
+
+def test_a_sweep_takes_either_name_of_a_dtype() -> None:
+    long, short = (described([f"dtype={names}", "tokens=64"])[1] for names in ("float32,bfloat16", "fp32,bf16"))
+    assert long == short
 
 
 def test_two_old_spellings_are_refused() -> None:
