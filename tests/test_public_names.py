@@ -61,24 +61,38 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-MODULES = ("ringattn", "ringattn.testing", "ringattn.adapters.sdpa", "ringattn.adapters.loss")
+ADAPTERS = (
+    "transformers", "transformers_trainer", "attend", "context", "torch_ops", "sdpa", "loss",
+)  # fmt: skip
+MODULES = ("ringattn", "ringattn.testing", *(f"ringattn.adapters.{name}" for name in ADAPTERS))
 PARTS = "Args", "Shape", "Returns", "Raises", "Example"
 
 
 @cache
 def public_callables() -> dict[str, Any]:
-    """Functions, classes and methods of the face and of `MODULES`."""
+    """Functions, classes and methods of the face and of `MODULES`, by module and name."""
     found: dict[str, Any] = {}
-    for module, name in [(import_module(path), name) for path in MODULES for name in names_of(import_module(path))]:
+    for module, name in [(one, name) for one in importable() for name in names_of(one)]:
         one = getattr(module, name)
+        key = f"{module.__name__}.{getattr(one, '__qualname__', name)}"
         if inspect.isfunction(one):
-            found[one.__qualname__] = one
+            found[key] = one
         elif inspect.isclass(one) and not issubclass(one, Exception):
-            found[one.__qualname__] = one
+            found[key] = one
             for method, function in inspect.getmembers(one, inspect.isfunction):
                 if not method.startswith("_") and function.__module__.startswith("ringattn"):
-                    found[f"{one.__qualname__}.{method}"] = function
+                    found[f"{key}.{method}"] = function
     return found
+
+
+def importable() -> Iterator[ModuleType]:
+    """`MODULES` but those of hosts that are not installed."""
+    for path in MODULES:
+        try:
+            yield import_module(path)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("ringattn"):
+                raise
 
 
 def names_of(module: ModuleType) -> list[str]:

@@ -14,14 +14,44 @@ from ringattn.runtime.spec import AttentionOptions
 from ringattn.sequence import Sequence
 from ringattn.transport.local import LocalWorld
 
+__all__ = ["attend"]
+
 _own = threading.local()
 
 
 def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
-    """`Ring.attention` of this rank's shards of `seq`, with its tensors, options and errors; None: of whole tensors.
+    """Attention of this rank's shards over the ring of `seq`, or locally. All cast as `as_autocast` does.
 
     Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
-    any other runs through a ring of one rank. All cast as that function does, see `as_autocast`.
+    any other runs through a ring of one rank.
+
+    Args:
+        seq: The sequence whose shards q, k and v are. None: they are whole tensors, and attention is local.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        causal: As in `Ring.attention`, and so are the other options.
+        window: (left, right) keys besides the query. None or -1: unbounded.
+        sinks: Logits that take weight and give no value, one for each query head.
+        kv_seq: Another sequence, for cross attention. None: `seq`.
+        scale: Factor of the scores. None: 1 / sqrt(d_k).
+        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        schedule: How blocks travel.
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, kv_tokens, kv_heads, d_k)
+        v: (batch, kv_tokens, kv_heads, d_v)
+        sinks: (q_heads,)
+
+    Returns:
+        (batch, tokens, q_heads, d_v) in q's dtype, under autocast in its.
+
+    Raises:
+        RingError: What `Ring.attention` raises.
+
+    Example:
+        out = attend(sequence_of(q, dim=1, owner=self), q, k, v, causal=True)
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None:

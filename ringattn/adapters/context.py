@@ -30,6 +30,8 @@ from ringattn.runtime.activation import Activation, activate, activation
 from ringattn.runtime.runtime import shared_ring_is_open
 from ringattn.sequence import Sequence
 
+__all__ = ["attends_locally", "recompute_context", "sequence_of"]
+
 _recomputed: ContextVar[Activation | None] = ContextVar("ringattn_recomputed", default=None)
 _towers: ContextVar[tuple[tuple[nn.Module, AbstractContextManager[None]], ...]] = ContextVar(
     "ringattn_towers", default=()
@@ -85,12 +87,25 @@ _notes: WeakKeyDictionary[Any, list[_Note]] = WeakKeyDictionary()
 
 
 def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | None:
-    """The sequence whose shard `query` is, along dimension `dim`; None: attend locally.
+    """The sequence whose shard `query` is; None: attend locally.
 
-    `owner`: the module that attends, or whatever tells its calls from those of others and can be referred to weakly.
-    Raises `InputError` where nothing is active and a ring of several ranks is open, and in backward where it cannot be
-    told which forward pass is computed again; the other ranks hear of the latter, unless several rings may be meant.
-    Whether these are as many tokens as this rank owns is for `Ring.attention` to see, which tells the other ranks.
+    It is the one of the innermost `Ring.activate`. In backward it is that of the forward pass which is computed again.
+    Whether these are as many tokens as this rank owns is checked by `Ring.attention`, which tells the other ranks.
+
+    Args:
+        query: Queries of this rank, of any shape.
+        dim: The dimension of the tokens.
+        owner: The module that attends, or whatever tells its calls from those of others and can be referred to weakly.
+
+    Returns:
+        The sequence, or None.
+
+    Raises:
+        InputError: Nothing is active and a ring of several ranks is open; or, in backward, it cannot be told which
+            forward pass is computed again. The other ranks raise for the latter too, unless several rings may be meant.
+
+    Example:
+        out = attend(sequence_of(q, dim=1, owner=self), q, k, v, causal=True)
     """
     tokens = query.shape[dim]
     if torch._C._current_graph_task_id() != -1:  # inside backward
@@ -108,17 +123,36 @@ def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | N
 
 
 def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=recompute_context)`.
+    """The `context_fn` of a checkpoint whose region attends over a sequence.
 
     The region's second run attends over what is active at its first, whatever else is under way.
+
+    Returns:
+        The context managers of the first and of the second run.
+
+    Example:
+        with ring.activate(seq):
+            out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
     return nullcontext(), _recompute_over(activation() or (None,))
 
 
 def attends_locally(module: _Module) -> _Module:
-    """Every call of `module`, which it returns, is made inside `Ring.activate(None)` from now on. Idempotent.
+    """Every call of `module` is made inside `Ring.activate(None)` from now on. Idempotent.
 
     For a tower, whose input every rank has whole; copies of the module keep it.
+
+    Args:
+        module: The module. It is changed in place.
+
+    Returns:
+        The module.
+
+    Raises:
+        Nothing.
+
+    Example:
+        model.vision = attends_locally(model.vision)
     """
     if not getattr(module, _LOCAL, False):
         setattr(module, _LOCAL, True)

@@ -31,6 +31,8 @@ from ringattn.runtime.spec import AttentionSpec, Window
 from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, sequence_with
 
+__all__ = ["ring_attention"]
+
 ACTIVE = 0
 """The handle that stands for the sequence that `Ring.activate` names when the operator runs."""
 
@@ -65,13 +67,42 @@ def ring_attention(
     sinks: Tensor | None = None,
     schedule: ScheduleName | str = "auto",
 ) -> Tensor:
-    """`Ring.attention` of this rank's shards (batch, tokens, heads, head_dim) as one operator, compiled or not.
+    """Attention of this rank's shards as one operator, compiled or not; differentiable.
 
-    `seq`: None for the active sequence, by the rule of `adapters.context.sequence_of`; compiled code then finds it at
-    run time and is not compiled again for another one with as many local tokens. With a sequence given, compiled code
-    is compiled once more at the second sequence. DTensors whose heads are sharded are taken by their local heads.
-    Under torch.autocast q, k and v are cast as scaled_dot_product_attention casts its own, and out is in that dtype.
-    Keeps nothing that came from other ranks for backward. Raises what `Ring.attention` and `sequence_of` raise.
+    Keeps nothing that came from other ranks for backward. Under torch.autocast q, k and v are cast as
+    scaled_dot_product_attention casts its own. With a sequence given, compiled code is compiled once more at the second
+    sequence; with None it is not compiled again for another one with as many local tokens.
+
+    Args:
+        q: Queries, this rank's shard, or a DTensor of it with sharded heads.
+        k: Keys, like q.
+        v: Values, like q.
+        seq: The sequence. None: the active one, by the rule of `adapters.context.sequence_of`, found at run time.
+        causal: As in `Ring.attention`, and so are the other options.
+        window: (left, right) keys besides the query. None or -1: unbounded.
+        scale: Factor of the scores. None: 1 / sqrt(d_k).
+        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        sinks: Logits that take weight and give no value, one for each query head, or a DTensor with Shard(0).
+        schedule: How blocks travel.
+
+    Shape:
+        q: (batch, tokens, q_heads, d_k)
+        k: (batch, tokens, kv_heads, d_k)
+        v: (batch, tokens, kv_heads, d_v)
+        sinks: (q_heads,)
+
+    Returns:
+        (batch, tokens, q_heads, d_v) in q's dtype, under autocast in its; a DTensor where q is one.
+
+    Raises:
+        InputError: What `Ring.attention` and `sequence_of` raise, or the heads of DTensors do not fit each other.
+        UnsupportedError: A DTensor has other placements than sharded heads, or the engine does not compute this call.
+        RingError: What else `Ring.attention` raises.
+
+    Example:
+        compiled = torch.compile(lambda q: ring_attention(q, q, q, causal=True), fullgraph=True)
+        with ring.activate(seq):
+            out = compiled(q)
     """
     (q, k, v), whole = local_heads((q, k, v), 2)
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)

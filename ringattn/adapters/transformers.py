@@ -39,6 +39,8 @@ from ringattn.adapters.transformers_towers import is_tower, mark_parts, refuse_t
 from ringattn.errors import UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence, attended
 
+__all__ = ["prepare", "register"]
+
 NAME = "ringattn"
 """What `attn_implementation` has to be."""
 
@@ -46,7 +48,15 @@ prepared_models: WeakSet[nn.Module] = WeakSet()
 
 
 def register() -> None:
-    """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent."""
+    """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent.
+
+    Raises:
+        Nothing.
+
+    Example:
+        register()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -61,13 +71,18 @@ def prepare(model: Any) -> Any:
     shift_labels and num_items_in_batch, and no loss of routers; else the call raises `InputError`.
 
     Args:
-        model: A PreTrainedModel of transformers.
+        model: A PreTrainedModel of transformers. It is changed in place.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedError: The model's attention cannot be set.
+        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own.
+
+    Example:
+        model = prepare(AutoModelForCausalLM.from_pretrained(name))
+        with ring.activate(seq):
+            logits = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None]).logits
     """
     register()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
@@ -101,10 +116,29 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers' `AttentionInterface`; the mask is what `mask_spec` made.
+    """An attention function for transformers' `AttentionInterface`, over the active sequence or locally.
 
-    query (batch, q_heads, tokens, d_k), key (batch, kv_heads, tokens, d_k), value (batch, kv_heads, tokens, d_v), this
-    rank's shards of the active sequence. Returns (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its.
+    Args:
+        module: The attention module of the model.
+        query: This rank's shard of the active sequence.
+        key: Like query.
+        value: Like query.
+        attention_mask: What `mask_spec` made, or a mask tensor of local attention.
+        dropout: 0 over a ring.
+        scaling: Factor of the scores. None: 1 / sqrt(d_k).
+        kwargs: What else transformers passes: softcap, s_aux, position_ids and others. Unknown ones are refused.
+
+    Shape:
+        query: (batch, q_heads, tokens, d_k)
+        key: (batch, kv_heads, tokens, d_k)
+        value: (batch, kv_heads, tokens, d_v)
+
+    Returns:
+        (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its, and None for the weights.
+
+    Raises:
+        InputError: A mask, an option or a number of tokens is refused, on every rank; or nothing is active while a ring
+            of several ranks is open.
     """
     if is_tower(module, query, attention_mask):
         attended()

@@ -32,14 +32,36 @@ def shard_batch(
 ) -> tuple[Sequence, dict[str, Any]]:
     """How a whole batch, the same on every rank, lies over the ring, and this rank's inputs for a model.
 
-    Tensors are (rows, tokens). Documents are those of `cu_seq_lens_q`, begin where `position_ids` of a lone row are 0,
-    or where its `seq_idx` changes; where several of these are given they have to agree. `position_ids` are sharded as
-    they are given, and made where they are not: 0, 1, ... or, where the `model` that gets them is told, those that it
-    would make of whole rows. `labels` are shifted over the whole sequence, and given back as
-    `labels` and as `shift_labels`. Raises on every rank: `DisagreementError` where anything in the batches differs,
-    `InputError` for inputs that it does not know or that are not (rows, tokens), for positions that are neither those
-    of rows, of documents, of real tokens nor the model's own, for fewer tokens than ranks, and for labels at the start
-    of a document, which the last token of the one before would have to foretell.
+    Documents are those of `cu_seq_lens_q`, begin where `position_ids` of a lone row are 0, or where its `seq_idx`
+    changes; where several of these are given they have to agree. `position_ids` are sharded as they are given. Where
+    they are not given they are 0, 1, ..., or what `model` would make of whole rows. `labels` are shifted over the whole
+    sequence. A collective call, on the host.
+
+    Args:
+        ring: The ring.
+        batch: Inputs of a model by name, whole. The names are those of `SHARDED` and `WHOLE`, labels, position_ids and
+            seq_idx.
+        layout: As in `Ring.sequence`.
+        model: The model that gets the batch, where it counts positions by itself. None: positions are 0, 1, ....
+
+    Shape:
+        inputs_embeds: (rows, tokens, numbers)
+        every other input of tokens: (rows, tokens)
+
+    Returns:
+        The sequence, and this rank's inputs: those given, position_ids, and of labels both `labels` and `shift_labels`.
+
+    Raises:
+        DisagreementError: Anything in the batches differs between ranks; every rank raises.
+        InputError: An input is not known or not (rows, tokens); positions are not those of rows, of documents, of real
+            tokens or the model's own; there are fewer tokens than ranks; a document begins with a label. Every rank
+            raises.
+        UnsupportedError: The positions that `model` would make cannot be found; every rank raises.
+
+    Example:
+        seq, mine = shard_batch(ring, {"input_ids": tokens, "labels": tokens.clone()})
+        with ring.activate(seq):
+            loss = model(**mine, num_items_in_batch=labels).loss
     """
     check_alike(ring, batch, "every rank of a ring has to read the same examples")  # from here on, all raise or none
     others = set(batch) - {*SHARDED, *WHOLE, "labels", "position_ids", "seq_idx"}

@@ -26,12 +26,25 @@ __all__ = ["RingTrainerMixin", "check_trainer", "shard_batch"]
 
 
 class RingTrainerMixin:
-    """Put before transformers' Trainer: `class RingTrainer(RingTrainerMixin, Trainer)`; every batch lies over `ring`.
+    """Put before transformers' Trainer; every batch lies over `ring`.
 
-    `ring`: its ranks follow each other in the order of processes. Ranks of one ring get the same batches, rings other
-    ones. `layout`: as in `Ring.sequence`. Raises `UnsupportedError` for a Trainer of another form, for whatever makes
-    a loss or metrics of logits, since no rank has all of them, and for data that ranks of a ring would not read alike.
-    accelerate's cp_size and sp_size stay 1.
+    Ranks of one ring get the same batches, rings other ones. accelerate's cp_size and sp_size stay 1.
+
+    Args:
+        args: Those of transformers' Trainer.
+        ring: The ring. Its ranks follow each other in the order of processes.
+        layout: As in `Ring.sequence`.
+        kwargs: Those of transformers' Trainer.
+
+    Raises:
+        UnsupportedError: The Trainer is of another form; something makes a loss or metrics of logits, since no rank has
+            all of them; ranks of a ring would not read the data alike; the model cannot be prepared.
+
+    Example:
+        class RingTrainer(RingTrainerMixin, Trainer):
+            pass
+
+        RingTrainer(model=model, args=args, train_dataset=texts, ring=ringattn.Ring()).train()
     """
 
     def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
@@ -46,15 +59,36 @@ class RingTrainerMixin:
         prepare(host.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A model from `model_init`, prepared: `train` begins with another one than `__init__`."""
+        """A model from `model_init`, prepared: `train` begins with another one than `__init__`.
+
+        Args:
+            trial: What `model_init` gets of a search of hyperparameters. None: nothing.
+
+        Returns:
+            The model.
+
+        Raises:
+            UnsupportedError: The model cannot be prepared.
+        """
         return prepare(super().call_model_init(trial))  # type: ignore[misc]
 
     def get_cp_size(self) -> int:
-        """Processes that share a batch: what Trainer divides its counts of labels and of batches by."""
+        """Processes that share a batch: what Trainer divides its counts of labels and of batches by.
+
+        Returns:
+            The ranks of the ring.
+        """
         return self.ring.world_size
 
     def get_train_dataloader(self) -> Any:
-        """Trainer's own, which all ranks of a ring read alike."""
+        """Trainer's own, which all ranks of a ring read alike.
+
+        Returns:
+            The loader, as accelerate prepared it.
+
+        Raises:
+            UnsupportedError: The data is a stream of which accelerate would give each process its own part.
+        """
         self._refuse_data(self.train_dataset)  # type: ignore[attr-defined]
         loader = super().get_train_dataloader()  # type: ignore[misc]
         rings, mine = self._rings()
@@ -67,7 +101,18 @@ class RingTrainerMixin:
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's own, which all ranks of a ring read alike. Raises `UnsupportedError` for streams not shared so."""
+        """Trainer's own, which all ranks of a ring read alike.
+
+        Args:
+            eval_dataset: The data, or its name among those that Trainer has. None: Trainer's own.
+
+        Returns:
+            The loader, as accelerate prepared it.
+
+        Raises:
+            UnsupportedError: The data is a stream and there are several rings, or accelerate would give each process
+                its own part of it.
+        """
         host: Any = self
         data = host.eval_dataset if eval_dataset is None else eval_dataset
         self._refuse_data(host.eval_dataset[data] if isinstance(data, str) else data)
@@ -87,7 +132,19 @@ class RingTrainerMixin:
         return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own, in which each text's loss counts once, on however many ranks."""
+        """Trainer's own, in which each text's loss counts once, on however many ranks.
+
+        Args:
+            dataloader: What `get_eval_dataloader` gave.
+            args: Those of transformers' Trainer.
+            kwargs: Those of transformers' Trainer.
+
+        Returns:
+            What Trainer returns: an EvalLoopOutput.
+
+        Raises:
+            UnsupportedError: More than the loss is asked for.
+        """
         self.gather_function = partial(self._gather_losses, dataloader)
         return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
@@ -96,7 +153,18 @@ class RingTrainerMixin:
     ) -> tuple[Tensor | None, None, None]:
         """The loss of one batch, the mean over its labels, the same on every rank of the ring.
 
-        Raises `UnsupportedError` unless the loss alone is asked for.
+        Args:
+            model: The model.
+            inputs: The whole batch, by name.
+            prediction_loss_only: True.
+            ignore_keys: As in Trainer.
+
+        Returns:
+            The loss, or None without labels; None for logits and None for labels.
+
+        Raises:
+            UnsupportedError: `prediction_loss_only` is False.
+            InputError: The batch cannot be sharded, see `shard_batch`.
         """
         if not prediction_loss_only:
             raise UnsupportedError("no rank has the logits of whole texts; ask for the loss only, as evaluate does")
@@ -114,7 +182,18 @@ class RingTrainerMixin:
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `UnsupportedError`."""
+        """Refused: it gives the logits of whole texts, which no rank has.
+
+        Args:
+            args: Not read.
+            kwargs: Not read.
+
+        Returns:
+            Nothing; it always raises.
+
+        Raises:
+            UnsupportedError: Always; call evaluate for the loss.
+        """
         raise UnsupportedError(
             "predict gives the logits of whole texts, which no rank has; call evaluate for the loss, or predict with a "
             "plain Trainer in one process from the saved model"
@@ -232,7 +311,15 @@ def _refuse_loaders(host: Any) -> None:
 
 
 def check_trainer(kind: type[Any]) -> None:
-    """Raise `UnsupportedError` unless this Trainer shards its batches and makes its loss where the mixin expects it."""
+    """Refuse a Trainer that does not shard its batches and make its loss where the mixin expects it.
+
+    Args:
+        kind: The class, which inherits from `RingTrainerMixin` and then from transformers' Trainer.
+
+    Raises:
+        UnsupportedError: It is no such class, its transformers shards batches in another way, or it overrides
+            compute_loss.
+    """
     import transformers
 
     method = getattr(transformers.Trainer, "_prepare_context_parallel_inputs", None)
