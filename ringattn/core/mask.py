@@ -55,9 +55,11 @@ class Mask:
         group = q_heads // kv_heads
         edges = {0, kv_heads}
         for branch in self.branches:
+            # A branch for all heads, or for none, adds no edge.
             if branch.heads is not None and branch.heads.count:
                 edges |= {branch.heads.start // group, -(-branch.heads.stop // group)}
         cuts = sorted(edges)
+        # K/V heads a .. b - 1 are read by query heads a * group .. b * group - 1.
         return tuple(
             HeadPart(StridedRange(a, b - a), StridedRange(a * group, (b - a) * group)) for a, b in pairwise(cuts)
         )
@@ -108,11 +110,13 @@ def make_mask(
         )
     # A document pairs with the one of the same index, and distances count from the starts of the two.
     left, right = _window(window)
+    # Causal may bound a right side that is unbounded; it contradicts one that is bounded and looks ahead.
     if causal and right not in (0, UNBOUNDED):
         raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
     # q - k >= -right: keys up to `right` after the query; q - k <= left: keys up to `left` before it.
     #    q - k:   -right . . . 0 . . . left
     band = Band(0 if causal else -right, left)
+    # Without documents each sequence is one part, from 0 to its length.
     return Mask((Branch(documents or (0, length), kv_documents or (0, kv_length), band),))
 
 

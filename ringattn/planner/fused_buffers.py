@@ -18,6 +18,7 @@ from ringattn.schedule.content import Content, HeadRows, size
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
 from ringattn.schedule.passes import is_on_received
 
+# A row of a fused buffer is a row of one head already, so the buffer has a single head.
 ONE = StridedRange(0, 1)
 
 
@@ -29,6 +30,7 @@ class FusedBuffer:
         self.label, self.kind, self.contents = label, kind, contents
         # Every part has one head, so a content's size is its number of buffer rows.
         rows = list(accumulate(map(size, contents.values()), initial=0))
+        # `rows` has one border more than there are blocks: the last is the size of the buffer.
         self.starts = dict(zip(contents, rows, strict=False))
         self.content: Content = (HeadRows(ONE, (StridedRange(0, rows[-1]),)),)
 
@@ -37,6 +39,7 @@ class FusedBuffer:
         start = self.starts[block]
         for part in self.contents[block]:
             yield part, start
+            # Parts follow one another as in a message, so what arrives fills the block's slice in place.
             start += part.row_count
 
     def tiles(self, items: Iterable[Attend | AttendGrad]) -> TileTable:
@@ -65,6 +68,7 @@ def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Conten
     """
     steps = schedule.restricted_to(rank).steps
     work = [(at, item) for at, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
+    # Own keys are read in the caller's tensors; work on received queries has fused buffers of its own.
     reads = {item.kv: (at, item) for at, item in work if item.kv.owner != rank and not is_on_received(item)}
     # Kept blocks are there before step 0 and count as received in step -1.
     received = [

@@ -74,12 +74,14 @@ class _Projection:
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
+        # Steps without a part of this rank are left out. Lifetimes count what is left; labels keep the number.
         self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
         # A rank without tiles may still forward sums, so its copies tell as well.
         self.backward = any(isinstance(item, AttendGrad) for _, step in self.steps for item in step.work) or any(
             copy.block.kind is Kind.DKV for _, step in self.steps for copy in step.copies
         )
         self.buffers: list[Buffer] = []
+        # The buffer with a block's rows at this point of the walk; a later one takes the place of an earlier.
         self.held: dict[Block, int] = {}
         # The rows of each dK/dV sum that this rank returns: the size of its accumulator.
         self.sums = {
@@ -91,6 +93,7 @@ class _Projection:
         self.own = self._own_blocks()
         work = [item for _, step in self.steps for item in step.work if not isinstance(item, Merge)]
         self.received = ReceivedHeads(item for item in work if is_on_received(item))
+        # Known before the walk, so that a message can be received inside its fused buffer at once.
         fused = (*self.received.fused.values(), *arrivals_together(schedule, rank, self.sums))
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
         self.fused_index: dict[str, int] = {}
@@ -100,12 +103,14 @@ class _Projection:
         # What the forward pass kept is in the arena from the first step on.
         for _, block, content in self.schedule.kept:
             self.held[block] = self._arriving(block, content, f"{block} kept", 0)
+        # Their order is that of the bytes which the forward pass hands on.
         kept = [self.held[block] for _, block, _ in self.schedule.kept]
         steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
         if keeps and not self.backward:
             received = [block for rank, block, _ in self.schedule.arrivals() if rank == self.rank]
             # Read once more when the pass ends, to be copied out.
             kept = [self._use(self.held[block], len(steps) - 1) for block in received]
+        # Offsets come last: only now is the end of every life known.
         buffers, arena_bytes = lay_out(self.problem, self.buffers)
         name = self.schedule.name
         return Plan(self.problem, name, self.rank, self.backward, steps, buffers, arena_bytes, tuple(kept))
@@ -116,6 +121,7 @@ class _Projection:
         sends = [self._send(copy, draft) for copy in step.copies if copy.src == self.rank]
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         work = [item for item in step.work if not isinstance(item, Merge)]
+        # Received queries of all ranks are one call of the engine, with rows of its own.
         if any(map(is_on_received, work)):
             self._attend_received(draft)
         # dict.fromkeys: each fused buffer once, in the order of the work.
@@ -125,17 +131,20 @@ class _Projection:
         for item in work:
             if not is_on_received(item) and not self._is_fused(item):
                 self._attend(item, draft)
+        # The received part is read for the last time here.
         for merge in (item for item in step.work if isinstance(item, Merge)):
             draft.work.append(Add(self._use(self.held[merge.part], now), self._sum(merge.into, draft)))
         return draft.done(index, sends, recvs)
 
     def _is_fused(self, item: Attend | AttendGrad) -> bool:
+        # Own keys are read in the caller's tensors, never in a fused buffer.
         return not is_on_received(item) and item.kv.owner != self.rank and item.kv in self.fused
 
     def _attend_received(self, draft: _Draft) -> None:
         """The work on received queries; the rank's own rows are put beside the received ones in the same buffers."""
         for kind, buffer in self.received.fused.items():
             for block, content in buffer.contents.items():
+                # Results are made here, so their parts need a place and no source.
                 if kind not in INPUTS:
                     self.held[block] = self._inside(block, content, draft.now)
                 elif block.owner == self.rank:  # rounded as what is sent, so that all keys of a head are alike
@@ -146,6 +155,7 @@ class _Projection:
                     self._in_fused(block, self.held[block], draft)
         buffers = {kind: self.fused_index[buffer.label] for kind, buffer in self.received.fused.items()}
         inputs = self.received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
+        # OUT and dQ are written whole; dK/dV are added to, so only they begin at zero.
         if self.backward:
             draft.zeros.append(buffers[Kind.DKV])
             draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.DQ], buffers[Kind.GRAD_OUT], buffers[Kind.DKV]))
@@ -162,7 +172,9 @@ class _Projection:
             for block, content in sums.contents.items():
                 self.held[block] = self._inside(block, content, draft.now)
             dkv = self.fused_index[sums.label]
+            # The sums are slices of one buffer: it is zeroed once, whole.
             draft.zeros.append(dkv)
+        # Owner None: rows of several owners, each of a single head, named by the tiles.
         draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer.label], dkv=dkv))
 
     def _attend(self, item: Attend | AttendGrad, draft: _Draft) -> None:
@@ -220,6 +232,7 @@ class _Projection:
         held = self._use(self.held[block], draft.now)
         if self.buffers[held].dtype not in EIGHT_BIT:
             return held
+        # For this step alone: one block at a time is there in the compute dtype.
         restored = self._new(f"{block} restored", self.buffers[held].content, self.problem.dtype, draft.now)
         draft.restores.append(Pack(held, restored))
         return restored
@@ -237,6 +250,7 @@ class _Projection:
         label = f"{copy.block} to rank {copy.dst}"
         kind = copy.block.kind
         dtype = self._sent_dtype(kind)
+        # A result is sent by the rank that made or summed it, an input by its owner or by a relay that holds it.
         if kind not in INPUTS:
             source = self.held[copy.block]
         elif copy.block.owner == self.rank:
@@ -247,6 +261,7 @@ class _Projection:
         #    held rows  [0..3 | 8..11 | 16..19]     send 8..11,16..19: one slice     send 0..3,16..19: packed
         first = piece_of(self.buffers[source].content, copy.content) if source != LOCAL else None
         if first is None or self.buffers[source].dtype != dtype:
+            # The pack reads the source in this step, so it lives until now.
             if source != LOCAL:
                 self._use(source, draft.now)
             draft.packs.append(Pack(source, self._new(f"{copy.block} packed", copy.content, dtype, draft.now, kind)))
@@ -298,6 +313,7 @@ class _Projection:
         table = within_runs(tiles.tiles, places)
         rows, steps = packed_rows(table, places[0])
         owner, heads = item.kv.owner, tiles.heads
+        # Equal contents: a packed row has the same number on both sides.
         if alike:
             yield AttendOp(
                 owner, heads, table.with_k_rows(rows, steps), kv, 0, dkv if isinstance(item, AttendGrad) else LOCAL
@@ -310,6 +326,7 @@ class _Projection:
         even = steps == dkv_steps
         for distance in np.unique((dkv_rows - rows)[even]).tolist():
             at = even & (dkv_rows - rows == distance)
+            # Counted from the least row, so that no row of the view is negative.
             base = int(rows[at].min())
             yield AttendOp(
                 owner, heads, table.take(at).with_k_rows(rows[at] - base, steps[at]), kv, base, dkv, base + distance

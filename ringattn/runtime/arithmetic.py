@@ -23,8 +23,10 @@ class ForwardArithmetic:
         """`local`: the own K and V."""
         self.engine, self.q = engine, q
         self.value_dim = local.values[1].x.shape[3]
+        # All works at once: the engine may find which launches are the first and the last on their rows.
         self.state = engine.begin(works, q, self.value_dim, sinks)
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
+        # Outputs of other ranks are merged into what is carried; without it, none arrive.
         if self.state.out.carried is not None:
             self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
 
@@ -34,11 +36,14 @@ class ForwardArithmetic:
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
         """As `attend`, into a state of its own, which is handed out."""
+        # Received rows are all one head: each (row, head) of a shard is a row here.
         q, out = _only(received[Kind.Q]).x, _only(received[Kind.OUT])
+        # No sinks: the owner of the queries counts them, once.
         state = self.engine.begin([work], q, self.value_dim, None)
         self.engine.attend(q, _keys(received[Kind.KV]), state, work)
         assert state.out.carried is not None
         out.x.copy_(state.out.carried)
+        # The lse goes back in the record of its output: the owner merges by it.
         out.scalars[0].copy_(_row_first(state.lse))
 
 
@@ -58,9 +63,11 @@ class BackwardArithmetic:
         self.engine, self.q, self.seed = engine, q, seed
         self.value_dim = seed.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
+        # lse and delta travel beside dout, so a receiver needs no output.
         scalars = _row_first(seed.lse), _row_first(seed.delta)
         grad_out = LocalTensors(seed.dout, scalars=scalars)
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local, Kind.GRAD_OUT: grad_out, Kind.DKV: grads}
+        # As forward: dQ of other ranks is added to what is carried.
         if self.dq.carried is not None:
             self.local[Kind.DQ] = LocalTensors(self.dq.carried)
 
@@ -72,8 +79,11 @@ class BackwardArithmetic:
     def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
         """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""
         q, came, dq = (_only(received[kind]) for kind in (Kind.Q, Kind.GRAD_OUT, Kind.DQ))
+        # They lie beside each other in a record, row by row; the engines want each by itself.
         dout, (lse, delta) = came.x.contiguous(), (one.permute(1, 2, 0).contiguous() for one in came.scalars)
+        # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
         seed = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
+        # Not the own dQ: these queries belong to other ranks, to whom it is sent.
         into = self.engine.begin_grad([work], q.x, self.value_dim)
         self.engine.attend_grad(q.x, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), work)
         assert into.carried is not None
@@ -84,7 +94,9 @@ def serving_bytes(sizes: Sizes, backward: bool) -> int:
     """What `attend_received` holds beside the engine's call: a state; backward its inputs' copies, zeros and dQ."""
     rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
     if not backward:
+        # out and lse of each row.
         return rows * (sizes.value_dim + 1) * item
+    # dout and zeros in the inputs' dtype; dQ, lse, delta and -delta in the accumulator's.
     return rows * (2 * sizes.value_dim * sizes.dtype.itemsize + (sizes.head_dim + 3) * item)
 
 

@@ -91,6 +91,7 @@ class Executor:
                 rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
                 (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
         self._bound: _Bound | None = None
+        # Whether `begin` has started a pass that `run` has not yet continued.
         self._begun = False
         self.step: int | None = None
         """The plan step that is running."""
@@ -123,6 +124,7 @@ class Executor:
         if not self.plan.steps:
             return False
         packs = self.plan.steps[0].packs
+        # A plan that also sends queries in its first step cannot begin before there are any.
         return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
     def begin(
@@ -138,6 +140,7 @@ class Executor:
         in it as they are; there it must write them. Else it gets None, and they are copied. Only for a plan that
         `begins_with_keys`.
         """
+        # Before the buffers are bound: the pool may grow here, which moves it.
         pool.begin_pass(self.plan.arena_bytes)
         self._watch = watch
         try:
@@ -148,9 +151,11 @@ class Executor:
             local = make(
                 None if message is None else buffers[message].part(StridedRange(0, self.plan.problem.kv_heads))
             )
+            # Nothing is in flight yet; `run` goes on with the work of this step.
             self._launch(0, {Kind.KV: local}, filled=message)
             if watch is not None:
                 watch.project()
+        # `run` is not going to be called, so its `finally` cannot give the pool back.
         except BaseException:
             self._end_pass(pool)
             raise
@@ -171,6 +176,7 @@ class Executor:
 
         `watch` is told what the pass does now; a pass that has begun goes on with the watch it began with.
         """
+        # Cleared first: after a failure below the next pass must not take itself for begun.
         begun, self._begun = self._begun, False
         if not begun:
             pool.begin_pass(self.plan.arena_bytes)
@@ -182,6 +188,7 @@ class Executor:
             local, buffers = arithmetic.local, self._buffers(transport, pool)
             # What is kept, as bytes: copied in before a backward pass, concatenated after a forward pass.
             held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
+            # Before any work: step 0 may read what was kept.
             if kept is not None:
                 for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
                     flat.copy_(part)
@@ -193,6 +200,7 @@ class Executor:
                 # The first step of a pass begun early has packed and started its messages already.
                 if number or not begun:
                     self._launch(number, local)
+                # Buffers that live in one step do not overlap, so this is safe beside the messages in flight.
                 for buffer in step.zeros:
                     buffers[buffer].flat.zero_()
                 # After the launch, so eight-bit K/V is restored while this step's messages travel.
@@ -202,6 +210,7 @@ class Executor:
                     if isinstance(item, Add):
                         add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
                     elif isinstance(item, AttendReceivedOp):
+                        # The kind of a buffer says its role; a role that the pass lacks is LOCAL.
                         roles = (item.q, item.kv, item.result, item.seed, item.dkv)
                         received = {self.plan.buffers[one].kind: buffers[one] for one in roles if one != LOCAL}
                         arithmetic.attend_received(received, self._work_of[id(item)])
@@ -210,6 +219,7 @@ class Executor:
                         if self.plan.backward:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
                         arithmetic.attend(kv, dkv, self._work_of[id(item)])
+            # The last step's messages still use the arena, which the next pass overwrites.
             self._wait()
             # A copy: the arena belongs to the next pass.
             kept = torch.cat(held) if keep and held else None
@@ -217,6 +227,7 @@ class Executor:
                 watch.done()
         finally:
             self._end_pass(pool)
+        # Past `finally`: a pass that raised is not counted.
         counters.passes += 1
         counters.messages += self.plan.messages
         counters.bytes_sent += self.plan.bytes_sent
@@ -249,6 +260,7 @@ class Executor:
     def _launch(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
         """Wait for the messages in flight, pack this step's messages but the `filled` one, and launch them."""
         self.step = number
+        # What this step packs or relays arrives with those messages, and its buffers may lie where theirs do.
         self._wait()
         assert self._bound is not None
         buffers = self._bound.buffers
@@ -267,6 +279,7 @@ class Executor:
 
     def _wait(self) -> None:
         """Wait for the messages in flight."""
+        # Cleared first: what has failed once is not waited for again.
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             ticket.wait()
@@ -314,6 +327,7 @@ class Executor:
                 flat = buffers[buffer.inside.buffer].flat[first : first + count]
             # In plan order, so indices of the plan are indices here; a fused buffer precedes its parts.
             buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
+        # Bound once with its tensors: a hop is started later without a look at the plan.
         hops = [
             transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
             for step in self.plan.steps
@@ -321,6 +335,7 @@ class Executor:
         return _Bound(pool.nbytes, buffers, hops)
 
     def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
+        # In every label, so that an error names the pass and the step that was pending.
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
         sends = [
             # A send may be a slice of its buffer; a receive always fills a whole one.

@@ -27,6 +27,7 @@ from ringattn.runtime import packing
 from ringattn.schedule.content import Content, HeadRows, Overlap
 
 TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
+# The largest number of each code: the largest of a record is mapped onto it.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: division is defined for zeros and accurate for tiny values."""
@@ -75,15 +76,18 @@ class PackedBuffer:
     def part(self, heads: StridedRange) -> KV:
         """K and V of one head part."""
         k, v = self.parts[heads]
+        # The first head of the part, by which the engine finds a head of the tiles in these tensors.
         return KV(k.x, v.x, heads.start)
 
     def flattened(self) -> tuple[Rows, ...]:
         """All values as rows of one head, (rows times heads, batch, 1, dim). Only where every part has one head."""
+        # With one head in every part, part after part is row after row.
         rows = sum(part.row_count for part in self.content)
         return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
 
     def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
         """Where the rows of a part lie here, run by run."""
+        # A content has one part for each range of heads.
         return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
 
     def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
@@ -117,6 +121,7 @@ class LocalTensors:
 
     def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
         """Where the rows of a part lie here, run by run: where they say."""
+        # All rows are here at their own number, so a range is an overlap with itself.
         return ([Overlap(StridedRange(0, run.count), run)] for run in part.rows)
 
     def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
@@ -132,6 +137,7 @@ BufferRef = PackedBuffer | LocalTensors
 
 def pack(source: BufferRef, into: PackedBuffer) -> None:
     """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
+    # A gather by one kernel in place of a copy for each range; it knows no scalars.
     if isinstance(source, LocalTensors) and not into.form.scalars and packing.is_faster(into, into.flat.device):
         packing.gather(source, into)
         return
@@ -176,6 +182,7 @@ def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tup
 
 def from_row(kv: KV, row: int, step: int = 1) -> KV:
     """The same block from `row` on, every `step`-th row."""
+    # Views: the tiles of the call count their rows from here.
     return KV(kv.k[row::step], kv.v[row::step], kv.first_head) if row or step > 1 else kv
 
 

@@ -55,6 +55,7 @@ def exchange(
             if some:
                 item = attend(rank, rank, some)
                 work[step].append(attend_grad(item) if backward else item)
+    # The heads of a sub-ring are divided among its own ranks only: nobody else holds tokens of it.
     for number, pairs in enumerate(rings):
         for item in _served(problem, number, pairs):
             work[SERVE].append(_grad(item) if backward else item)
@@ -62,9 +63,11 @@ def exchange(
     # What the forward pass kept is at its place and is not sent again; gradients of outputs are.
     there = {(rank, block) for rank, block, _ in kept}
     for (rank, block), content in arrives.items():
+        # An owner of both the rows and the head reads its own tensors.
         if block.owner != rank and (rank, block) not in there:
             copies[OUT].append(Copy(block, block.owner, rank, content))
     for (rank, block), content in leaves.items():
+        # A result of the rank's own queries needs no message, but it is merged all the same.
         if block.owner != rank:
             copies[BACK].append(Copy(block, rank, block.owner, content))
         # DKV has a partial sum for each rank (`origin`); OUT and DQ go straight into the owner's tensor.
@@ -87,6 +90,7 @@ def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
             arrives[item.rank, block].append(rows)
         for block, rows in result_of(item):
             leaves[item.rank, block].append(rows)
+    # A block that several items read or make travels once, with the union of their rows.
     return (
         {spot: union(contents) for spot, contents in arrives.items()},
         {spot: union(contents) for spot, contents in leaves.items()},
@@ -102,6 +106,7 @@ def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables])
     #    heads  0 1 2 3 4    members 2    at * 2 // 5 = 0 0 0 1 1
     shares = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
              for place in range(len(members))]  # fmt: skip
+    # `asker` owns the queries, `owner` the keys; `rank` computes and may be either of them or a third.
     for (asker, owner), tables in by_head.items():
         for rank, mine in zip(members, shares, strict=True):
             if tiles := tuple(HeadTiles(StridedRange(head, 1), tables[head]) for head in mine if head in tables):
@@ -112,11 +117,13 @@ def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables])
 def _by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
     """The tiles by K/V head, each of a single query head."""
     single = TileTable.together(table for some in tables.values() for table in some).with_single_heads()
+    # Column 12 of a tile is its first query head, here its only one.
     kv_head = single.columns[:, 12] // problem.group
     return {head: single.take(kv_head == head) for head in sorted(set(kv_head.tolist()))}
 
 
 def _grad(item: Attend) -> AttendGrad:
     rank, ring = item.rank, item.q.ring
+    # dQ, dK and dV made here are partial sums of this rank; their owners add them up.
     seed, dq = Block(Kind.GRAD_OUT, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)
     return AttendGrad(rank, item.q, item.kv, seed, dq, Block(Kind.DKV, item.kv.owner, rank, ring), item.tiles)

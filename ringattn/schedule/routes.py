@@ -46,16 +46,19 @@ class Route:
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
         """The rank that hands `owner`'s block to `reader`."""
+        # The neighbor before the reader attended to this block one turn earlier, so it holds it now.
         return (reader - 1) % ranks if self.relay else owner
 
     def read_step(self, turn: int) -> int:
         """The step in which the block of `turn` is attended; it is sent in the step before."""
+        # Turn 0 is the rank's own block and needs no message; at once, all others are read in step 1.
         return min(turn, 1) if self.at_once else turn
 
     def steps(self, ranks: int) -> int:
         """Steps of a forward pass."""
         if self.by_head:
             return all_to_all.STEPS
+        # The farthest block is read in the last step.
         return self.read_step(ranks - 1) + 1
 
 
@@ -114,12 +117,14 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     ranks, reads = problem.world_size, read_sets_of(problem)
     copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
     work: list[list[Work]] = [[] for _ in copies]
+    # The turn of a block is its distance: in turn t this rank attends to the shard of rank - t.
     for owner, tiles in work_of(problem, rank).items():
         work[route.read_step((rank - owner) % ranks)].append(attend(rank, owner, tiles))
     for turn in range(1, ranks):
         # In turn t this rank receives one block and sends one. A relay sends to rank + 1 the block at distance t from
         # it; an owner sends its own block to rank + t. In both cases the block's owner is reader - turn.
         next_reader = (rank + 1 if route.relay else rank + turn) % ranks
+        # First what arrives here, then what leaves here.
         for reader in (rank, next_reader):
             owner = (reader - turn) % ranks
             # A relayed block still carries what all farther readers read; a direct one only what this reader reads.
@@ -135,6 +140,7 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     if not route.by_turn:
         return schedule_of(problem, route, True).restricted_to(rank)
     forward_part = forward_of_rank(problem, route, rank)
+    # K/V that the forward pass kept is not delivered again; only gradients travel.
     if route.keeps:
         return replace(transpose(forward_part, ()), kept=forward_part.arrivals()).restricted_to(rank)
     return transpose(forward_part, _deliveries_of_rank(problem, route, rank)).restricted_to(rank)
@@ -143,11 +149,13 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
 @lru_cache(maxsize=32)
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
+    # Built from the rows that are read, so there is nothing to prune.
     if route.by_head and not backward:
         return forward(problem, route)
     if not backward:
         return prune(forward(problem, route))
     there = schedule_of(problem, route, False)
+    # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
         return all_to_all.exchange(problem, route.name, backward, there.arrivals() if route.keeps else ())
     return replace(transpose(there, ()), kept=there.arrivals()) if route.keeps else transpose(there)
@@ -171,6 +179,7 @@ def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[D
             distances = (reach,) if back else tuple(range(1, reach + 1))
         for distance in distances:
             reader = (owner + distance) % ranks
+            # turn - 1 may be 0, the owner itself, which needs no delivery; beyond the reach nobody reads.
             if 1 <= distance <= reach and reads.read(owner, reader):
                 # The way back runs against the ring: from the rank one farther on.
                 source = (reader + 1) % ranks if back and distance < reach else owner

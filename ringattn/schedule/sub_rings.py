@@ -27,6 +27,7 @@ def forward(problem: Problem, name: str) -> Schedule:
     """Own keys first, then one hop of each sub-ring a step: in step t its n-th member reads the (n - t)-th's keys."""
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
     own, rings = tiles_by_ring(problem)
+    # As many steps as ranks: a sub-ring of m members is done after m of them.
     copies: list[list[Copy]] = [[] for _ in range(ranks)]
     work: list[list[Work]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
@@ -43,6 +44,7 @@ def forward(problem: Problem, name: str) -> Schedule:
             # The members in ring order from the owner on: the block passes along this chain, one hop a step.
             chain = [*members[at:], *members[:at]]
             block, content = Block(Kind.KV, owner, ring=number), whole(problem.kv_layout.counts[owner], heads)
+            # The copy to the member at distance t + 1 travels beside the work of step t and is read in step t + 1.
             for step, (src, dst) in enumerate(pairwise(chain)):
                 copies[step].append(Copy(block, src, dst, content))
     return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
@@ -51,6 +53,7 @@ def forward(problem: Problem, name: str) -> Schedule:
 def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:
     """The tiles of each rank with its own keys; and for each sub-ring those of (rank, owner of the keys)."""
     own: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
+    # Keyed by kind and segment; the order of insertion numbers the sub-rings, alike on every rank.
     rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
     for branch in problem.mask.branches:
         # Branches that differ in heads or offset only share a sub-ring: their rows travel between the same ranks.
@@ -61,6 +64,7 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
                 if owner == rank:
                     own[rank][heads].append(table)
                 else:
+                    # One block of an owner is read by all branches of the kind: their tiles are told apart by heads alone.
                     pairs = rings.setdefault((*kind, segment), {})
                     pairs.setdefault((rank, owner), defaultdict(list))[heads].append(table)
     return own, list(rings.values())
