@@ -3,7 +3,7 @@
 LongNet (arXiv 2307.02486): a branch (w, r) cuts the sequence into segments of w positions; a head keeps those that lie
 at its offset modulo r, as queries and as keys. Branches are mixed by their softmax denominators, which is one softmax
 over the keys of all of them, a key counted once for each branch that has it.
-Guarantees: a branch of the mask for each run of heads with one offset, of few integers whatever the length.
+Guarantees: a branch of the mask for each range of heads with one offset, of few integers whatever the length.
 """
 
 from __future__ import annotations

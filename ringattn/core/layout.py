@@ -1,7 +1,8 @@
 """Who owns which tokens.
 
-A layout gives every rank a tuple of position runs, its *shard*; the rank keeps the tokens in that order, so the k-th
-row of a shard is the k-th position of its runs. Every position has exactly one owner; counts may be uneven.
+A layout gives every rank a tuple of strided ranges of positions, its *shard*; the rank keeps the tokens in that order,
+so the k-th row of a shard is the k-th position of its ranges. Every position has exactly one owner; counts may be
+uneven.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Layout:
     """How `length` tokens lie over `world_size` ranks.
 
     `cuts` are the document boundaries (0, ..., length) that `per_document` follows, and (0, length) otherwise.
-    Equal fields mean equal shards, so hashing and comparing stay cheap however many runs there are.
+    Equal fields mean equal shards, so hashing and comparing stay cheap however many ranges there are.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Layout:
 
     @cached_property
     def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
-        """The position runs of each rank, in row order; empty runs are left out."""
+        """The ranges of positions of each rank, in row order; empty ranges are left out."""
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
         for start, stop in pairwise(self.cuts):

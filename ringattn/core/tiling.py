@@ -130,7 +130,7 @@ class TileTable:
 
 
 class Pieces(NamedTuple):
-    """Runs of positions that lie in one segment each: equal-length arrays, ordered by rank and first row."""
+    """Ranges of positions that lie in one segment each: equal-length arrays, ordered by rank and first row."""
 
     rank: Ints
     segment: Ints

@@ -1,7 +1,7 @@
 """The engine on torch's own fused attention kernels.
 
 Guarantees no mask tensor and no copy of a strided operand on the CPU: tiles become rectangles, and a rectangle becomes
-one call of a block op on permuted views. Only strips that need one are copied: half inputs on the CPU (computed in
+one call of a block op on permuted views. Only operands that need one are copied: half inputs on the CPU (computed in
 float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), a reversed
 rectangle, and queries where the scale is not positive. The ops recompute the weights from the merged lse, and delta
 from dout and out.
@@ -61,6 +61,7 @@ class BlockOp(NamedTuple):
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    # An lse of exactly 0 is rare, so the search for hidden rows is almost never made.
     if not lse.is_meta and (lse == 0).any():
         _show_hidden(out, lse, q, k, causal)
     return out, lse
@@ -82,6 +83,7 @@ def _show_hidden(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -
                 # Causal from the top left corner, as the op: row i sees keys 0 .. i.
                 scores.masked_fill_(torch.arange(k.shape[2]) > rows[:, None], NEG_INF)
             greatest = scores.amax(-1)  # of numbers and a NaN it is NaN
+            # Finite scores: the lse is truly 0 and the row is right as it is.
             rows, greatest = rows[~greatest.isfinite()], greatest[~greatest.isfinite()]
             lse[batch, head, rows] = greatest
             out[batch, head, rows] = torch.where(greatest.isnan(), greatest, 0.0)[:, None].expand(-1, out.shape[3])
@@ -101,6 +103,7 @@ def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return ops._scaled_dot_product_flash_attention_backward(
+        # No cumulative lengths (every row is as long) and no dropout: 0.0 and an unread random state.
         dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
         *_no_dropout(q, torch.uint64, 2), scale=scale,
     )  # fmt: skip
@@ -194,6 +197,7 @@ class AtenEngine(Accumulating):
             raise UnsupportedError(f"engine={self.name!r} has no softcap={softmax.softcap}; use engine='plain'")
         works, square_causal_only = [], any(op.square_causal_only for op in self._ops)
         for tiles, plain in zip(steps, self._plain.prepare(steps, softmax, rows, heads), strict=True):
+            # If one op of the device asks for square causal rectangles, all are cut so: the op is chosen later.
             cut = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
             # Few rectangles, then each cut where its heads do not group evenly.
             pieces = tuple((one, part) for one in joined(cut) for part in head_groups(one.heads, softmax.group))
@@ -202,6 +206,7 @@ class AtenEngine(Accumulating):
 
     def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: AtenWork) -> None:
         """Accumulate the tiles into the state, in place."""
+        # The op is chosen for each call, since it depends on the dtype and the padded head dimension.
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0)
         if op is None:
             self._plain.attend(q, kv, state, work.plain)
@@ -216,15 +221,18 @@ class AtenEngine(Accumulating):
         """One rectangle, in a call of its own so that what it allocates is gone before the next one."""
         out, lse, rectangle = state.out.carried, state.lse, at.rectangle
         assert out is not None
+        # A rectangle of fewer keys than the op takes goes to flash.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
         q_part, k, v = (_operand(x, width) for x in (_times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
         part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, by.scale)
+        # Padding off and rows in the buffer's order before the merge, which is by row.
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
         # The op's lse is (batch, heads, rows): a reversed rectangle is flipped back along its rows.
         merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
 
     def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: AtenWork) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place."""
+        # A gradient of lse is one more column of v, which may widen the padded head dimension.
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if seed.dlse is None else 1)
         if op is None:
             self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain)
@@ -248,6 +256,7 @@ class AtenEngine(Accumulating):
         """As `_attend_rectangle`."""
         into, rectangle = dq.carried, at.rectangle
         assert into is not None
+        # As forward, by the number of keys.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
         dout, v = at.queries(seed.dout), at.keys(kv.v)
         if seed.dlse is not None:
@@ -270,8 +279,10 @@ class AtenEngine(Accumulating):
         op, width = self._op_and_width(*facts, extra_columns=1 if dlse else 0)
         if op is None:
             return self._plain.workspace_bytes(work.plain, sizes, backward)
+        # What the op computes in is what its operands are converted to.
         dtype = sizes.dtype if op.keeps_half else accumulator_dtype(sizes.dtype)
         scaled = work.scaling.of_q != 1
+        # Rectangles run one after another: the largest counts.
         pieces = (Strips(one, heads, sizes, width, dtype, dlse, scaled) for one, heads in work.rectangles)
         return max((one.backward_bytes() if backward else one.forward_bytes() for one in pieces), default=0)
 
@@ -291,7 +302,7 @@ class AtenEngine(Accumulating):
 
 
 class _Place(NamedTuple):
-    """Where a rectangle lies in row-first tensors: reads its strips and maps results back."""
+    """Where a rectangle lies in row-first tensors: reads its operands and maps results back."""
 
     rectangle: Rectangle
     heads: HeadGroup
@@ -311,6 +322,7 @@ class _Place(NamedTuple):
 
     def view_rows(self, x: Tensor) -> Tensor:
         """The rectangle's part of a (batch, query heads, rows) tensor."""
+        # lse and delta have their rows last, unlike q and dout.
         return x[:, as_slice(self.heads.q_heads), as_slice(self.rectangle.q_rows)]
 
     def queries(self, x: Tensor) -> Tensor:
@@ -327,9 +339,11 @@ class _Place(NamedTuple):
 
     def restored(self, x: Tensor, dim: int) -> Tensor:
         """A result (batch, heads, rows, padded dim) as row-first, in the buffer's order, without the padding."""
+        # Cut before the flip, so that padding is not copied.
         return self._ordered(x.permute(2, 0, 1, 3)[..., :dim], 0)
 
     def _ordered(self, x: Tensor, axis: int) -> Tensor:
+        # A reversed rectangle is anti-causal: with both sides flipped it is causal from the top left corner.
         return x.flip(axis) if self.rectangle.reversed else x
 
 
@@ -344,5 +358,6 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _operand(x: Tensor, width: int) -> Tensor:
-    """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of the strip."""
+    """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of it."""
+    # Zero columns add nothing to q . k and give output columns of 0, which `restored` cuts off.
     return (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).permute(1, 2, 0, 3)

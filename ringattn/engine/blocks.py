@@ -90,7 +90,7 @@ def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int
 
 
 def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
-    """K/V heads with the same query heads in a run of stride 1, and these, counted from the K/V head's first."""
+    """K/V heads with the same query heads in a range of stride 1, and these, counted from the K/V head's first."""
     # Whole groups first .. last - 1, and what sticks out on either side:
     #    group 4, query heads 2..9:   . . x x | x x x x | x x . .
     #    K/V head                        0         1         2
@@ -109,7 +109,7 @@ def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, S
 
 
 def _unstrided(heads: StridedRange) -> Iterator[StridedRange]:
-    """The run itself, or its members one by one."""
+    """The range itself, or its members one by one."""
     yield from (heads,) if heads.stride == 1 else (StridedRange(head, 1) for head in heads.members())
 
 
@@ -145,7 +145,7 @@ def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
 
 
 def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, list[int]]]:
-    """Runs of stride 1 cut at all their borders: each piece that some hold, and the indices of those that do."""
+    """Ranges of stride 1 cut at all their borders: each piece that some hold, and the indices of those that do."""
     borders = sorted({edge for span in spans for edge in (span.start, span.start + span.count)})
     holders: list[list[int]] = [[] for _ in borders]
     for index, span in enumerate(spans):

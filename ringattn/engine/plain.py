@@ -54,6 +54,7 @@ class PlainEngine(Accumulating):
         """Accumulate the tiles into the state, in place."""
         assert state.out.carried is not None
         for tile, heads in work.tiles:
+            # Score matrices of all batches and query heads of the group are there at once.
             for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
                 _attend_part(q, _held(kv, heads), heads, state, _chunk(part, q.device), work.softmax)
 
@@ -84,8 +85,10 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
     assert out is not None
     q_heads = as_slice(heads.q_heads)
     s = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax)[0]
+    # The rows' own lse; a row whose keys are all masked gets -inf and weighs nothing in the merge.
     part_lse = s.logsumexp(-1)
     p = weights(s, part_lse.unsqueeze(-1))
+    # Letters: n query rows, m key rows, b batches, h K/V heads, g query heads of one K/V head, d dims.
     part_out = torch.einsum("bhgnm,mbhd->nbhgd", p, kv.v[cols].to(p.dtype)).flatten(2, 3)
     merge_(out[rows, :, q_heads], lse[:, q_heads, rows], part_out, part_lse.flatten(1, 2))
 
@@ -98,12 +101,17 @@ def _grad_of_part(
     q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
     k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)
     s, slope = _scores(q_part, k_part, chunk, softmax)
+    # By the merged lse: the weights among all keys of a row, so parts add up.
     p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
+    # dV = P^T dO; the sum over g adds the query heads of a K/V head.
     dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", p, dout))
+    # dS = P * (dO V^T - delta) * scale, in place, so that three score matrices are the most at once.
     ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
     ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
+    # The softcap's derivative: S = cap * tanh(x / cap).
     if slope is not None:
         ds.mul_(slope)
+    # dQ = dS K, then dK = dS^T Q.
     into[rows, :, q_heads].add_(torch.einsum("bhgnm,mbhd->nbhgd", ds, k_part).flatten(2, 3))
     dkv.k[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", ds, q_part))
 
@@ -119,10 +127,12 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backwa
     # einsum copies what does not become a batch of matrices by views alone.
     grouped, apart = heads.q_heads.count > heads.kv_heads.count, sizes.batch > 1 and heads.kv_heads.count > 1
     forbidden = 0 if part.is_full() else rows * cols
+    # Held throughout: the scores and, with a softcap, its derivative; weighing adds two and a mask.
     held, weighing = scores + (scores if capped else 0), 2 * scores + scores // item
     scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
     if backward:
         q_copy, out_copy = (x * (grouped or apart) for x in (q, out))
+        # Converted operands are copies in the accumulator dtype.
         more = (q + out + k + v) * converted
         ends = max(scores_copy + q + k_copy, out_copy + v_copy, q_copy + k)  # dq, the gradient of the scores, dk
         return forbidden + more + held + max(weighing, 2 * scores + ends)
@@ -132,12 +142,13 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backwa
 
 
 def as_slice(run: StridedRange) -> slice:
-    """A run of indices as a slice, so that indexing with it gives a view."""
+    """A strided range of indices as a slice, so that indexing with it gives a view."""
     return slice(run.start, run.stop, run.stride)
 
 
 def _held(kv: KV, heads: HeadGroup) -> KV:
     """Views of K and V, or of their gradients, for the K/V heads of a group."""
+    # Received K/V may begin at a later head than 0.
     chosen = as_slice(heads.kv_heads._replace(start=heads.kv_heads.start - kv.first_head))
     return KV(kv.k[:, :, chosen], kv.v[:, :, chosen], heads.kv_heads.start)
 
@@ -145,6 +156,7 @@ def _held(kv: KV, heads: HeadGroup) -> KV:
 def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
     """The tile a few query rows at a time, `matrices` score matrices together in bounds."""
     q, k, band = tile.q.positions, tile.k.positions, tile.band
+    # At least one row, whatever its scores take.
     step = max(1, SCORES_BYTES // max(1, matrices * k.count * item_bytes))
     for first in range(0, q.count, step):
         rows = StridedRange(first, min(step, q.count - first))
@@ -164,6 +176,7 @@ def _forbidden(tile: Tile, device: torch.device) -> Tensor:
     """(q, k) booleans: the pairs outside the band."""
     runs = (tile.q.positions, tile.k.positions)
     q, k = (torch.arange(run.start, run.stop, run.stride, device=device) for run in runs)
+    # A band allows lo <= q - k <= hi.
     distance = q[:, None] - k[None, :]
     return (distance < tile.band.lo) | (distance > tile.band.hi)
 
@@ -182,6 +195,7 @@ def _scores(q: Tensor, k: Tensor, chunk: _Chunk, softmax: Softmax) -> tuple[Tens
     """Scores (batch, kv heads, q heads per kv head, q rows, k rows), -inf where forbidden; the softcap's derivative."""
     s, slope = torch.einsum("nbhgd,mbhd->bhgnm", q, k).mul_(softmax.scale), None
     if softmax.softcap is not None:
+        # S = cap * tanh(x / cap), in place; its derivative by x is 1 - tanh^2.
         s.div_(softmax.softcap).tanh_()
         slope = 1 - s * s
         s.mul_(softmax.softcap)

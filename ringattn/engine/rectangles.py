@@ -35,7 +35,7 @@ class HeadGroup(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A rectangle in indices of the tile's strips."""
+    """A rectangle in indices of the tile's token ranges."""
 
     rows: StridedRange
     cols: StridedRange
@@ -55,7 +55,7 @@ def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectang
 def joined(found: list[Rectangle]) -> list[Rectangle]:
     """The same pairs of the same heads in fewer rectangles, where the rows of several tiles lie side by side.
 
-    Two causal squares and the full one between them become one causal square (the two runs of a zigzag shard); full
+    Two causal squares and the full one between them become one causal square (the two ranges of a zigzag shard); full
     ones with equal rows on one side and adjacent rows on the other become one. Repeated rectangles are all kept.
     """
     # Repeated rectangles count twice in a mask of several branches; a dict would lose them.
@@ -83,14 +83,14 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
 
 
 def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
-    """A run of query heads cut so that each part can go to a kernel that understands grouped heads.
+    """A range of query heads cut so that each part can go to a kernel that understands grouped heads.
 
-    `group`: query heads per K/V head. A run that starts or ends inside a group gives up to three parts.
+    `group`: query heads per K/V head. A range that starts or ends inside a group gives up to three parts.
     """
     start, shape = 0, (0, 0)  # Of the part being grown: its first index, heads per K/V head and K/V stride.
     parts: list[HeadGroup] = []
     while start < heads.count:
-        # The K/V head of the next query head, and how many of the run's heads share it.
+        # The K/V head of the next query head, and how many of the range's heads share it.
         kv_head = (heads.start + start * heads.stride) // group
         served = heads.between(kv_head * group, kv_head * group + group - 1).count
         grown = parts[-1] if parts else None
@@ -135,7 +135,7 @@ def _continues(first: Rectangle, second: Rectangle) -> bool:
 
 
 def _follows(first: StridedRange, second: StridedRange) -> bool:
-    """Whether the second run goes on where the first ends."""
+    """Whether the second range goes on where the first ends."""
     return first.stride == second.stride and second.start == first.last + first.stride
 
 

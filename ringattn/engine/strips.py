@@ -15,11 +15,13 @@ import torch
 from ringattn.engine.base import Sizes
 from ringattn.engine.rectangles import HeadGroup, Rectangle
 
+# Keys of one block of scores in torch's kernel (kvSplitSize).
 KEY_BLOCK = 512
 
 
 def query_block(q_rows: int) -> int:
     """Query rows that a thread of the CPU kernel works on at once."""
+    # torch's own steps: qSplitSize of its flash_attention kernels.
     return min(q_rows, 256 if q_rows >= 768 else 64 if q_rows >= 192 else 32)
 
 
@@ -54,9 +56,12 @@ class Strips(NamedTuple):
     def forward_bytes(self) -> int:
         """The most at once: copies of operands with the kernel's call, with its order restored, or with the merge."""
         sizes, item = self.sizes, self.dtype.itemsize
+        # One number for each query row and head: the size of an lse.
         rows = self._q(1)
+        # The op's output, of padded columns, with its lse.
         result = self._q(self.width) + rows
         inside = kernel_bytes(self.rectangle.q_rows.count, self.rectangle.k_rows.count, self.width, item, False)
+        # A flip along the rows is a copy without the padding.
         restored = self._q(sizes.value_dim) if self.rectangle.reversed else 0
         # Of `partial.merge_`: the merged lse, a weight, and of the other one its mask and its exponential twice.
         merging = 4 * rows + rows // item + (rows if self.rectangle.reversed else 0)
@@ -72,10 +77,12 @@ class Strips(NamedTuple):
     def backward_bytes(self) -> int:
         """The same of the gradient, which is added where it belongs without a merge."""
         sizes, rectangle = self.sizes, self.rectangle
+        # dq, dk and dv of the op, of padded columns.
         grads = self._q(self.width) + 2 * self._k(self.width)
         inside = kernel_bytes(rectangle.q_rows.count, rectangle.k_rows.count, self.width, self.dtype.itemsize, True)
         if not self._dout_is_contiguous():
             inside += self._q(self.width)  # the kernel's `grad_out.contiguous()`
+        # Inside the call the flipped lse is held; after it the gradients are flipped one at a time.
         if rectangle.reversed:
             inside = max(inside + self._q(1), self._q(sizes.head_dim), self._k(max(sizes.head_dim, sizes.value_dim)))
         # A gradient of lse is one more column of dout and of v.
@@ -84,6 +91,7 @@ class Strips(NamedTuple):
         counts = (self._q, self._q, self._k, self._k, self._q)  # dout, q, k, v, out
         operands = tuple(count(dim) for count, dim in zip(counts, dims, strict=True))
         padded = tuple(count(self.width) for count in counts)
+        # In the order of `dims`; dout and v are new tensors with the column of lse.
         made = (self.dlse, self.scaled, False, self.dlse, False)
         return self._copied(operands, padded, dims, grads + inside, made)
 
@@ -113,12 +121,13 @@ class Strips(NamedTuple):
         return self.sizes.dtype != self.dtype
 
     def _dout_is_contiguous(self) -> bool:
-        """As (batch, rows, heads, dim); copies of strips are, and padded ones have rows outermost."""
+        """As (batch, rows, heads, dim); copies of operands are, and padded ones have rows outermost."""
         if self.dlse or self.sizes.value_dim < self.width:
             return self.sizes.batch == 1 or self.rectangle.q_rows.count == 1
         if self._converted or self.rectangle.reversed:
             return True
         rows, heads = self.rectangle.q_rows, self.heads.q_heads
+        # A view of rows and heads is contiguous where it leaves out none between two that it has.
         whole_rows = rows.stride == 1 and (self.sizes.batch == 1 or rows.count == self.sizes.rows)
         return whole_rows and (heads.count == self.sizes.heads or self.sizes.batch * rows.count == 1)
 

@@ -40,6 +40,7 @@ class PassTables:
     ) -> None:
         """`more`: no step of these is the last that adds to a row."""
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
+        # Outputs of other ranks are still merged after these steps, so the state must be kept.
         self.more = more
         self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
 
@@ -49,6 +50,7 @@ class PassTables:
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
         """Key blocks of `config.block_n` rows; their entries are in query blocks of `config.block_m`."""
+        # K/V heads own the blocks here, so an entry also says which query heads of its group.
         make = partial(key_blocks, group=self.softmax.group)
         return self._kept("key", make, config.block_n, config.block_m, device)
 
@@ -61,6 +63,7 @@ class PassTables:
             known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
             # Every block the first and last on its rows: one step does all its work.
             alone = known and all((one.blocks[:, FLAGS] == FIRST | LAST).all() for one in made)
+            # What the specialized kernel can take: at most one entry in a block.
             single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
             tables = [
                 # Copied after `flagged`, which writes the flags into the host arrays.

@@ -70,13 +70,16 @@ class TritonEngine(Accumulating):
 
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
+        # The blocks of `attend`: their flags say which launches read a state.
         config = self._configs_for(q, value_dim).forward
         if works and config.form == "gluon":
             values, softcap = q.new_empty(1, 1, 1, value_dim), works[0].whole.softmax.softcap
             if why := gluon_takes(q, q, values, architecture(q.device), softcap):
                 raise UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")
+        # Without flags every launch reads the state, so it must be set.
         if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
             return super().begin(works, q, value_dim, sinks)
+        # The FIRST block of a row does not read its lse, so it need not be filled.
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
         return SoftmaxState(_uninitialized(q, value_dim, tables.alone), lse, sinks)
 
@@ -90,8 +93,10 @@ class TritonEngine(Accumulating):
             config = self._configs_for(q, v.shape[3]).forward
             tables = work.whole.by_query(config, q.device)
             table = tables.steps[work.step]
+            # The specialized kernel takes one entry in a block, read by descriptors.
             if config.form == "specialized" and not (tables.single[work.step] and describable(q)):
                 config = config._replace(num_warps=8, form="descriptors")
+            # Strides or borders of K/V may be none that a descriptor can have.
             config = _loadable(config, k, v)
             if config.form == "gluon":
                 facts = _facts(kv, work)
@@ -117,7 +122,9 @@ class TritonEngine(Accumulating):
 
     def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
+        # The same blocks as `attend_grad` takes for dQ: their flags say what is read.
         config = self._configs_for(q, value_dim).grad_q
+        # The fused backward adds to dQ atomically, so dQ must begin at zero.
         if works and self._deterministic and (tables := works[0].whole.by_query(config, q.device)).flagged:
             return _uninitialized(q, q.shape[3], tables.alone)
         return super().begin_grad(works, q, value_dim)
@@ -130,14 +137,17 @@ class TritonEngine(Accumulating):
             dq: Tensor | None, result: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
             configs, rows = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta)
+            # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
             by_key = _loadable(configs.grad_kv if self._deterministic else configs.grad_fused, q, dout)
             keys = work.whole.by_key(by_key, q.device).steps[work.step]
             if not self._deterministic:
                 assert dq is not None
                 return [grad_fused(*rows, dq, dk, dv, keys, by_key, **_facts(kv, work))]
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
+            # Query blocks read k and v.
             by_query = _loadable(configs.grad_q, k, v)
             return [
+                # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
                 grad_q(*rows, dq, queries, by_query, result=result, **_facts(kv, work)),
                 grad_kv(*rows, dk, dv, keys, by_key, **_facts(kv, work)),
             ]
@@ -156,10 +166,12 @@ class TritonEngine(Accumulating):
         q = operands[0]
         assert q is not None
         device = q.get_device()
+        # Triton launches on the current device, whatever the tensors' own.
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self._launch(work, kv, operands, describe)
             return
+        # What a compiled launch depends on; addresses are given anew in each call.
         key = (device, kv.first_head, q.dtype, q.shape, kv.v.shape, layouts(operands))
         launches = work.launches.get(key)
         if launches is None:
@@ -171,6 +183,7 @@ class TritonEngine(Accumulating):
             launch(operands)
 
     def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
+        # One table of block sizes: the wider of keys and values decides.
         dim = max(q.shape[3], value_dim)
         if q.dtype not in DTYPES:
             raise UnsupportedError(f"engine 'triton' does not support {q.dtype}; use engine='plain'")
@@ -195,6 +208,7 @@ def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
     """(rows, batch, heads, dim) views, batches outermost: the result, and where not `alone` what is carried."""
     shape = (q.shape[1], q.shape[0], q.shape[2], dim)
     result = q.new_empty(shape).transpose(0, 1)
+    # A float32 result is its own state; else the state is float32 beside a result in the dtype of q.
     if alone or q.dtype == torch.float32:
         return Output(None if alone else result, result)
     return Output(q.new_empty(shape, dtype=torch.float32).transpose(0, 1), result)

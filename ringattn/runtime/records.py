@@ -86,7 +86,7 @@ class PackedBuffer:
         return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
 
     def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
-        """Where the rows of a part lie here, run by run."""
+        """Where the rows of a part lie here, range by range."""
         # A content has one part for each range of heads.
         return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
 
@@ -120,7 +120,7 @@ class LocalTensors:
         return KV(k, v, heads.start)
 
     def spots(self, part: HeadRows) -> Iterator[list[Overlap]]:
-        """Where the rows of a part lie here, run by run: where they say."""
+        """Where the rows of a part lie here, range by range: where they say."""
         # All rows are here at their own number, so a range is an overlap with itself.
         return ([Overlap(StridedRange(0, run.count), run)] for run in part.rows)
 

@@ -29,7 +29,7 @@ class HeadRows(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether all runs have stride 1, and so ascend with gaps between them."""
+        """Whether all ranges have stride 1, and so ascend with gaps between them."""
         return all(run.stride == 1 for run in self.rows)
 
     def offsets(self, rows: np.ndarray) -> np.ndarray:
@@ -106,9 +106,9 @@ def union(contents: Iterable[Content]) -> Content:
 
 
 def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
-    """The union of runs, as disjoint runs: of stride 1 in order and not touching, others without what denser ones have.
+    """The union, as disjoint ranges: of stride 1 in order and not touching, others without what denser ones have.
 
-    Equal sets of runs of stride 1 give equal values; with other strides the values depend on the runs as well.
+    Equal sets of ranges of stride 1 give equal values; with other strides the values depend on the ranges as well.
     """
     # Ranges of one stride and residue are intervals once divided by the stride, and intervals merge by sorting:
     #    stride 4:  1 5 9     -> residue 1, 0..2      13 17 -> residue 1, 3..4      union: residue 1, 0..4

@@ -237,7 +237,7 @@ def _reads(problem: Problem, branch: Branch, k: Pieces) -> Reads:
 
 
 def _join_adjacent(start: Ints, end: Ints) -> tuple[StridedRange, ...]:
-    """Disjoint ascending intervals start .. end - 1 as runs that do not touch."""
+    """Disjoint ascending intervals start .. end - 1 as ranges that do not touch."""
     if not len(start):
         return ()
     # An interval that starts where the one before ends continues it.

@@ -64,7 +64,7 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
                 if owner == rank:
                     own[rank][heads].append(table)
                 else:
-                    # One block of an owner is read by all branches of the kind: their tiles are told apart by heads alone.
+                    # A block is read by all branches of its kind; their tiles are told apart by heads alone.
                     pairs = rings.setdefault((*kind, segment), {})
                     pairs.setdefault((rank, owner), defaultdict(list))[heads].append(table)
     return own, list(rings.values())
