@@ -27,6 +27,8 @@ from ringattn.ring import Ring
 from ringattn.runtime.activation import activate, active_sequence
 from ringattn.sequence import Sequence
 
+__all__ = ["context_parallel", "context_parallel_unshard", "recompute_context"]
+
 _last: WeakKeyDictionary[Ring, tuple[Layout, tuple[int, ...] | None]] = WeakKeyDictionary()
 """Layout and documents of the last sequence; without the sequence, which would keep its ring."""
 
@@ -40,15 +42,31 @@ def context_parallel(
     no_restore_buffers: Iterable[Tensor] | None = None,
     cu_seqlens: Many[int] | None = None,
 ) -> Iterator[Sequence]:
-    """Inside, `buffers` hold this rank's tokens, and SDPA attends over all ranks' tokens; gives the sequence.
+    """Inside, `buffers` hold this rank's tokens, and SDPA attends over all ranks' tokens.
 
-    `mesh`: one with a dimension `cp` or with one dimension, whose ring is opened at its first use and stays open as
-    long as its process group; or an open ring. `buffers`: whole tensors, alike on all ranks, with as many tokens in
-    dimension `buffer_seq_dims` of each; sharded in place without a copy of the whole, and given their old memory
-    back afterwards, but for `no_restore_buffers`. Labels must be shifted before. `cu_seqlens`: documents.
-    Positions are a buffer, or `seq.positions()`. Checkpointed regions need `context_fn=recompute_context`: without it
-    torch's comparison of what was saved raises, and `use_reentrant=True` is refused. Raises `InputError` for
-    buffers that cannot be sharded, before anything has changed.
+    Buffers are sharded in place without a copy of the whole, and given their old memory back afterwards. Positions are
+    a buffer, or `seq.positions()`. Checkpointed regions need `context_fn=recompute_context`: without it torch's
+    comparison of what was saved raises, and `use_reentrant=True` is refused.
+
+    Args:
+        mesh: A mesh with a dimension `cp` or with one dimension, whose ring is opened at its first use and stays open
+            as long as its process group; or an open ring.
+        buffers: Whole tensors, alike on all ranks, with equally many tokens. Labels are shifted before. At least one.
+        buffer_seq_dims: The dimension of the tokens, for each buffer.
+        no_restore_buffers: Those of `buffers` that keep their shards afterwards. None: none.
+        cu_seqlens: Cumulative document lengths [0, ..., length]. None: one sequence.
+
+    Returns:
+        A context manager that gives the sequence.
+
+    Raises:
+        InputError: The buffers cannot be sharded, before anything has changed; the mesh has several dimensions and none
+            called cp; or what `Ring.activate` raises at its end.
+        UnsupportedError: A buffer is no tensor; or, inside, a call would attend to this rank's tokens alone.
+
+    Example:
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
     """
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = {id(one) for one in no_restore_buffers or ()}
@@ -75,11 +93,27 @@ def context_parallel(
 def context_parallel_unshard(
     mesh: DeviceMesh | Ring, buffers: Many[Tensor], seq_dims: Many[int], load_balancer: Sequence | None = None
 ) -> list[Tensor]:
-    """The whole tensors of sharded ones, in order, on every rank; without gradients. A collective call.
+    """The whole tensors of sharded ones; without gradients. A collective call.
 
-    `load_balancer`: the sequence that `context_parallel` gave. None: the active one, and outside of the `with` that of
-    the last `context_parallel` on this mesh or ring. Raises `InputError` where there was none, and for shards of other
-    lengths; shards of another sequence with as many tokens a rank cannot be told, so name theirs.
+    Shards of another sequence with as many tokens a rank cannot be told, so name theirs.
+
+    Args:
+        mesh: As in `context_parallel`.
+        buffers: This rank's shards.
+        seq_dims: The dimension of the tokens, for each buffer.
+        load_balancer: The sequence that `context_parallel` gave. None: the active one, and outside of the `with` that
+            of the last `context_parallel` on this mesh or ring.
+
+    Returns:
+        The whole tensors, tokens in order, on every rank.
+
+    Raises:
+        InputError: `load_balancer` is no sequence, nothing was sharded on this mesh yet, or shards have other lengths.
+        ValueError: There are not as many `seq_dims` as `buffers`.
+        RingError: What else `Sequence.gather` raises.
+
+    Example:
+        (out,) = context_parallel_unshard(mesh, [out], [2], seq)
     """
     if load_balancer is not None and not isinstance(load_balancer, Sequence):
         raise InputError(f"load_balancer must be the sequence that context_parallel gave, got {load_balancer!r}")
@@ -93,10 +127,16 @@ def context_parallel_unshard(
 
 
 def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=recompute_context)` inside.
+    """The `context_fn` of a checkpoint inside of `context_parallel`.
 
     The region's second run is redirected as its first, wherever backward is called: torch calls backward passes with
     the redirection off.
+
+    Returns:
+        The context managers of the first and of the second run.
+
+    Example:
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
     first, second = context.recompute_context()
     return first, _again(second)

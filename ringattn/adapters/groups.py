@@ -24,11 +24,23 @@ _rings: WeakKeyDictionary[Any, Ring] = WeakKeyDictionary()
 
 
 def ring_of(group: Any = None) -> Ring:
-    """The ring of `group`: a Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
+    """The ring of `group`. A collective call of the group's ranks at its first use.
 
-    A collective call of the group's ranks at its first use, see there for what is raised. A ring that has failed is
-    returned as it is, and says so when it is used. Raises `InputError` for a mesh of several dimensions without `cp`,
-    and for None where that is one rank while a ring of several is open: its parts would each attend to themselves.
+    A ring that has failed is returned as it is, and says so when it is used.
+
+    Args:
+        group: A Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
+
+    Returns:
+        The ring, the same at every call.
+
+    Raises:
+        InputError: A mesh of several dimensions has none called cp; or `group` is None, which is one rank here, while a
+            ring of several is open: its parts would each attend to themselves.
+        RingError: What `Ring` raises when it is opened.
+
+    Example:
+        ring = ring_of(mesh)
     """
     if isinstance(group, Ring):
         return group
@@ -52,6 +64,14 @@ def ring_of(group: Any = None) -> Ring:
 
 
 def close_rings() -> None:
-    """Close every ring that `ring_of` opened, before `destroy_process_group`; the next call opens new ones."""
+    """Close every ring that `ring_of` opened, before `destroy_process_group`; the next call opens new ones.
+
+    Raises:
+        RingError: What `Ring.close` raises.
+
+    Example:
+        close_rings()
+        torch.distributed.destroy_process_group()
+    """
     while _rings:
         _rings.popitem()[1].close()

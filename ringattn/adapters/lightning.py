@@ -23,6 +23,8 @@ from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
+__all__ = ["RingMixin"]
+
 CHECKED = ("2.6",)
 require_checked("lightning", *CHECKED)
 
@@ -38,9 +40,13 @@ class _OnException(Callback):
 
 
 class RingMixin:
-    """Stands before LightningModule: `class Model(RingMixin, LightningModule)`. `ring` lives from setup to teardown.
+    """Stands before LightningModule. `ring` lives from setup to teardown.
 
     An exception that ends the trainer ends the ring too, on every rank and with this cause; `setup` sees to it.
+
+    Example:
+        class Model(RingMixin, LightningModule):
+            ring_size = 4
     """
 
     ring_size: int | None = None
@@ -50,7 +56,15 @@ class RingMixin:
     _replica: tuple[int, int]
 
     def setup(self, stage: str) -> None:
-        """Opens the ring. Raises `InputError` where the trainer's ranks do not divide into rings."""
+        """Opens the ring. A collective call of all ranks of the trainer.
+
+        Args:
+            stage: As in Lightning.
+
+        Raises:
+            InputError: The trainer's ranks do not divide into rings of `ring_size`.
+            RingError: What `Ring` raises when it is opened.
+        """
         super().setup(stage)  # type: ignore[misc]  # of the LightningModule that this stands before
         world, rank = self.trainer.world_size, self.trainer.global_rank
         size = self.ring_size or world
@@ -66,22 +80,61 @@ class RingMixin:
         self._replica = rank // size, world // size
 
     def teardown(self, stage: str) -> None:
-        """Closes the ring."""
+        """Closes the ring.
+
+        Args:
+            stage: As in Lightning.
+
+        Raises:
+            RingError: What `Ring.close` raises.
+        """
         self.ring.close()
         super().teardown(stage)  # type: ignore[misc]  # of the LightningModule that this stands before
 
     def ring_sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
-        """A sampler that gives all ranks of a ring the same examples; `options` are those of DistributedSampler."""
+        """A sampler that gives all ranks of a ring the same examples.
+
+        Args:
+            dataset: The data, with a length.
+            options: Those of DistributedSampler but num_replicas and rank.
+
+        Returns:
+            The sampler.
+
+        Raises:
+            TypeError: An option is not known to DistributedSampler.
+
+        Example:
+            loader = DataLoader(data, batch_size=2, sampler=self.ring_sampler(data))
+        """
         rank, replicas = self._replica
         return DistributedSampler(dataset, replicas, rank, **options)
 
     def ring_shard(
         self, tokens: Tensor, labels: Tensor | None = None, layout: LayoutName | str = "auto"
     ) -> tuple[Sequence, Tensor, Tensor]:
-        """The sequence of a batch (batch, tokens) that every rank of the ring holds, and this rank's tokens and labels.
+        """The sequence of a batch, and this rank's tokens and labels. A collective call, on the host.
 
-        `labels`: aligned with tokens already; None for the next tokens, shifted over the whole sequence. Raises
-        `InputError` on every rank where the ring's ranks hold different batches, as under Lightning's own sampler.
+        Args:
+            tokens: The whole batch, the same on every rank of the ring.
+            labels: Aligned with tokens already. None: the next tokens, shifted over the whole sequence.
+            layout: As in `Ring.sequence`.
+
+        Shape:
+            tokens: (batch, tokens)
+            labels: (batch, tokens)
+
+        Returns:
+            The sequence, and this rank's tokens and labels, (batch, local tokens) each.
+
+        Raises:
+            DisagreementError: The ring's ranks hold different batches, as under Lightning's own sampler; every rank
+                raises.
+            InputError: The layout is not known, or labels have another length than tokens.
+            RingError: What else `Ring.all_gather_text` raises.
+
+        Example:
+            seq, tokens, labels = self.ring_shard(batch[0])
         """
         batch = {"tokens": tokens} if labels is None else {"tokens": tokens, "labels": labels}
         check_alike(
@@ -92,10 +145,23 @@ class RingMixin:
         return seq, seq.shard(tokens), seq.shard_labels(tokens) if labels is None else seq.shard(labels)
 
     def ring_mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """The loss to return of `total`, the sum over this rank's targets, and `count`, how many of them there are.
+        """The loss to return, of sums over this rank's targets. A collective call.
 
         Averaged over all ranks, as DDP does with its gradient and `self.log(..., sync_dist=True)` with its value, it is
         the mean over all targets of a ring, averaged over rings. 0 where a ring has no target.
+
+        Args:
+            total: The sum of the losses of this rank's targets, a scalar.
+            count: How many targets this rank has.
+
+        Returns:
+            The loss, a scalar in the dtype of `total`.
+
+        Raises:
+            RingError: What `Ring.all_reduce` raises.
+
+        Example:
+            loss = self.ring_mean(total, (labels != -100).sum())
         """
         targets = torch.as_tensor(count, dtype=torch.float64, device=total.device).clone()
         self.ring.all_reduce([targets])

@@ -30,6 +30,8 @@ from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence, check_documents
 
+__all__ = ["RingCoreAttention"]
+
 CHECKED = ("0.16",)
 require_checked("megatron-core", *CHECKED)
 
@@ -39,12 +41,28 @@ _SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "a
 
 
 class RingCoreAttention(MegatronModule):
-    """Self-attention of (tokens, batch, heads, dim), or packed (tokens, heads, dim); see Megatron for the arguments.
+    """Self-attention of a layer over the ring of its context parallel group; see Megatron for the arguments.
 
-    `cp_comm_type`: None (auto), p2p, all_gather, a2a. The ring of `pg_collection.cp` is opened at the first forward and
-    kept, see `groups.ring_of`. `k_channels` and `v_channels`, which latent attention (MLA) passes, are not needed: the
-    dimensions are those of the tensors. Raises `InputError` for dropout, cross attention, other `cp_comm_type`s, and
-    configs with `qk_clip` or `log_max_attention_logit`.
+    The ring of `pg_collection.cp` is opened at the first forward and kept, see `groups.ring_of`.
+
+    Args:
+        config: The config of the transformer.
+        layer_number: The number of the layer, which `window_attn_skip_freq` asks for.
+        attn_mask_type: The mask where forward is given none.
+        attention_type: "self".
+        attention_dropout: 0. None: that of the config, which must be 0.
+        softmax_scale: Factor of the scores. None: 1 / sqrt(head_dim).
+        cp_comm_type: None (the schedule auto), p2p (ring), all_gather or a2a (all_to_all).
+        pg_collection: The groups `cp` and `tp`. None: Megatron's own.
+        k_channels: Not read; latent attention (MLA) passes it, and the dimensions are those of the tensors.
+        v_channels: Not read, like k_channels.
+
+    Raises:
+        InputError: There is dropout, cross attention, another `cp_comm_type` or `softmax_type`, or the config has
+            `qk_clip` or `log_max_attention_logit`.
+
+    Example:
+        spec.submodules.self_attention.submodules.core_attention = RingCoreAttention
     """
 
     def __init__(
@@ -108,10 +126,30 @@ class RingCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns (tokens, batch, heads * dim), or packed (tokens, heads * dim).
+        """Attention of this rank's shards, zigzag; differentiable.
 
-        `packed_seq_params` may bring a `cp_group`, and `local_cp_size`, its ranks; 1 without a group: this rank alone.
-        Raises `InputError` for any mask, and for a `local_cp_size` that the group has not.
+        Args:
+            query: Queries.
+            key: Keys; they may have fewer heads.
+            value: Values, like keys.
+            attention_mask: None.
+            attn_mask_type: causal or no_mask, and packed (thd) also padding_causal or padding. None: that of the layer.
+            attention_bias: None.
+            packed_seq_params: The documents of the whole group. It may bring a `cp_group`, and `local_cp_size`, its
+                ranks; 1 without a group: this rank alone. None: a batch of sequences.
+
+        Shape:
+            query: (tokens, batch, heads, dim), or packed (tokens, heads, dim)
+            key: (tokens, batch, kv_heads, dim), or packed (tokens, kv_heads, dim)
+            value: (tokens, batch, kv_heads, value_dim), or packed (tokens, kv_heads, value_dim)
+
+        Returns:
+            (tokens, batch, heads * value_dim), or packed (tokens, heads * value_dim).
+
+        Raises:
+            InputError: There is a mask or a bias, the mask type is another one, the group has not `local_cp_size`
+                ranks, or tokens or documents are not two equal chunks a rank; every rank raises.
+            RingError: What else `ring_of` and `Ring.attention` raise.
         """
         mask = attn_mask_type or self.attn_mask_type
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None

@@ -23,6 +23,8 @@ from ringattn.adapters.loss import GRADIENTS, GradientReduction
 from ringattn.errors import InputError, RingError
 from ringattn.sequence import Sequence
 
+__all__ = ["parity"]
+
 Step = Callable[[nn.Module, Sequence], Tensor]
 """What a trainer does before `backward()`: a model, and the sequence whose shards it takes -> the loss, a scalar."""
 
@@ -76,13 +78,29 @@ def parity(
 ) -> Parity:
     """Compare `step` over `seq` with the same step over a ring of one rank. A collective call.
 
-    `step` shards its batch by the sequence it is given, which is active then, runs the model and returns the loss it
-    would call backward on; of rings it knows only the sequence's own. `gradients`: "mean" or "sum", as for
-    `loss_scale`; they are reduced here. The batch must fit one process. The models are float64 copies, without FSDP or
-    DDP. `tolerance`: relative, of the loss, of all gradients together and of each parameter's own; float32 inside a
-    model leaves about 1e-6, the mistakes that `docs/embedding.md` lists 2e-3 and more. A parameter whose difference is
+    The batch must fit one process. The models are float64 copies, without FSDP or DDP. A parameter whose difference is
     within rounding is not judged: that is eps of the coarsest dtype in the model, times the norms of what the ranks
-    add, times the root of the tokens. Raises `RingError` on every rank where they differ, unless `raises` is False.
+    add, times the root of the tokens.
+
+    Args:
+        model: The model; it stays as it is.
+        step: Shards its batch by the sequence it is given, which is active then, runs the model and returns the loss it
+            would call backward on; of rings it knows only the sequence's own.
+        seq: The sequence of the batch.
+        gradients: "mean" or "sum", as for `loss_scale`; they are reduced here.
+        tolerance: Relative, of the loss, of all gradients together and of each parameter's own. float32 inside a model
+            leaves about 1e-6, the mistakes that `docs/embedding.md` lists 2e-3 and more.
+        raises: Raise where the two differ.
+
+    Returns:
+        How far they differ, the same on every rank.
+
+    Raises:
+        InputError: `gradients` is not known.
+        RingError: The two differ and `raises` is True, on every rank; or what `step` and `Ring.all_reduce` raise.
+
+    Example:
+        print(parity(model, step, seq, gradients="mean"))
     """
     if gradients not in GRADIENTS:
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")

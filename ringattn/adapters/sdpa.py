@@ -51,6 +51,10 @@ def ring_sdpa(
     Raises:
         UnsupportedError: A mask, dropout, other dimensions, or other keys than the queries' are given.
         InputError: Heads do not fit each other, or nothing is active while a ring of several ranks is open.
+
+    Example:
+        with ring.activate(seq):
+            out = ring_sdpa(q, k, v, is_causal=True)
     """
     (q, k, v), whole = local_heads((query, key, value), 1)
     seq = None

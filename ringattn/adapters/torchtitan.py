@@ -30,6 +30,8 @@ from ringattn.errors import InputError
 from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence
 
+__all__ = ["RingAttention", "prepare_context_parallel_input"]
+
 CHECKED = ("0.3",)
 require_checked("torchtitan", *CHECKED)
 
@@ -40,7 +42,17 @@ _LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
 
 
 class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp_to_forward knows what to do with it
-    """Causal attention of (batch, tokens, heads, head_dim) shards; fewer key and value heads are taken as they are."""
+    """Causal attention over a ring, in place of torchtitan's inner attentions.
+
+    Args:
+        config: A `RingAttention.Config`.
+
+    Raises:
+        Nothing.
+
+    Example:
+        layer.attention.inner_attention = RingAttention.Config(window_size=(1023, 0))
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
@@ -64,12 +76,34 @@ class RingAttention(ScaledDotProductAttention):  # so that torchtitan's apply_cp
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns (batch, tokens, heads, head_dim), or what `out_transform` makes of it and lse (batch, tokens, heads).
+        """Attention of this rank's shards; differentiable.
 
-        `attention_masks`: what `prepare_context_parallel_input` made; None: the active sequence, see `sequence_of`.
         DTensors over `cp` that hold this rank's tokens, as torchtitan declares them, are taken at this rank. Those with
-        sharded heads too, and results are DTensors then; see `local_heads` for other ones. Raises `InputError` for any
-        other mask, unknown arguments, and DTensors over several ranks of `cp` of which nothing names the sequence.
+        sharded heads too, and results are DTensors then; see `local_heads` for other ones.
+
+        Args:
+            q_BLNH: Queries.
+            k_BLNH: Keys; they may have fewer heads.
+            v_BLNH: Values, like keys.
+            attention_masks: What `prepare_context_parallel_input` made. None: the active sequence, see `sequence_of`.
+            scale: Factor of the scores. None: 1 / sqrt(head_dim).
+            enable_gqa: Not read; fewer heads of keys and values are taken as they are.
+            out_transform: Makes the result of out and lse. None: the result is out.
+            kwargs: Refused.
+
+        Shape:
+            q_BLNH: (batch, tokens, q_heads, head_dim)
+            k_BLNH: (batch, tokens, kv_heads, head_dim)
+            v_BLNH: (batch, tokens, kv_heads, value_dim)
+            lse: (batch, tokens, q_heads)
+
+        Returns:
+            (batch, tokens, q_heads, value_dim), or what `out_transform` makes of it and lse.
+
+        Raises:
+            InputError: The mask is another one or has other rows, an argument is not known, DTensors are over several
+                ranks of `cp` and nothing names the sequence, or what `sequence_of` raises.
+            RingError: What `Ring.attention` raises.
         """
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
@@ -122,12 +156,34 @@ def prepare_context_parallel_input(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """This rank's tokens of `inputs` and `labels` (batch, tokens) and of `extra_kwargs["positions"]` (same shape).
+    """This rank's tokens of a batch. A collective call, on the host.
 
-    Documents begin where positions are 0. `cp_mesh`: a DeviceMesh, or a Ring. `load_balancer_type`: headtail (zigzag)
-    or None (contiguous); `device` and `ptrr_mask_key` are not needed. Labels are torchtitan's, shifted already.
-    A collective call, on the host. Raises `InputError` on every rank where one has no positions, has other attention
-    masks already or asks for another load balancer, and `DisagreementError` for batches of other shapes.
+    Documents begin where positions are 0.
+
+    Args:
+        inputs: Tokens of the whole batch.
+        labels: Labels of the whole batch; torchtitan's, shifted already.
+        extra_kwargs: What else the model gets; "positions" is needed, of the shape of inputs.
+        cp_mesh: A DeviceMesh, or a Ring.
+        device: Not read.
+        load_balancer_type: headtail (zigzag), or None (contiguous).
+        ptrr_mask_key: Not read.
+
+    Shape:
+        inputs: (batch, tokens)
+        labels: (batch, tokens)
+
+    Returns:
+        This rank's inputs, labels and `extra_kwargs`, in which "attention_masks" is the sequence of each row.
+
+    Raises:
+        InputError: There are no positions, there are attention masks already, or the load balancer is not known; every
+            rank raises.
+        DisagreementError: Batches have other shapes on other ranks.
+        RingError: What else `ring_of` raises.
+
+    Example:
+        inputs, labels, extra = prepare_context_parallel_input(inputs, labels, extra, mesh, inputs.device)
     """
     ring = ring_of(cp_mesh)
     with refused_by_all(ring):
