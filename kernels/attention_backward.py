@@ -69,6 +69,7 @@ def _add_q(
 ):  # fmt: skip
     """`dq_rows`, before scaling, after key block `at`, at an `edge` of the band or not, of an entry of `count` rows."""
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
+    # Recomputed rather than kept: scores of a whole pass would take rows x keys of memory.
     s, capped = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
     if edge:
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,12 +95,15 @@ def _grad_q(
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
+    # A program may take several items, each so many programs after the last.
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
+        # K/V may be held from a later head than 0.
         kv_head = head // group - first_kv_head
         q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K)
+        # Kept in registers for all entries: q, dout, lse and delta of the block's own query rows.
         dout_base = dout + batch * dout_batch + head * dout_head
         dout_rows = load_rows(dout_base, rows * dout_row, live, D_V, PAD_V)
         peaks = _peaks(lse, batch * lse_batch + head * lse_head + rows * lse_row, live)
@@ -108,17 +112,20 @@ def _grad_q(
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
+        # An idle item has no entry, but its loads and stores, all masked, are made.
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
             k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
             v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
             for at in tl.range(start, end):
+                # Blocks start .. full - 1 and full_end .. end - 1 cross the band's edge and need the mask.
                 dq_rows = _add_q(
                     dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, at,
                     (at < full) | (at >= full_end), in_scale, softcap,
                     D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
                 )  # fmt: skip
+        # Computed again: kept through the loop they would take registers of every thread.
         rows, live = rows_in(block, idle, BLOCK_M)
         dq_base = dq + batch * dq_batch + head * dq_head
         # dQ accumulates over the launches of a pass: a FIRST block starts from 0, a LAST one writes the result alone.
@@ -126,6 +133,7 @@ def _grad_q(
         if result is not None:
             result_base = result + batch * result_batch + head * result_head
             store_rows(result_base, rows * result_row, live & ends, total, D_K, PAD_K)
+        # A block that is not LAST leaves its sum, in float32, to the next launch.
         store_rows(dq_base, rows * dq_row, live & (ends == 0), total, D_K, PAD_K)
 
 
@@ -137,6 +145,7 @@ def _add_kv(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """(`dk_rows`, before scaling, `dv_rows`) after query block `at` of the entry. Scores are (keys, queries) here."""
+    # The entry holds queries here: `cols` count them within the entry, `rows` are their rows in q.
     cols = at * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (entry[0] + cols * entry[1]).to(tl.int64)
     live = cols < entry[2]
@@ -145,6 +154,7 @@ def _add_kv(
     s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), in_scale, softcap, SOFTCAP)
     if edge:
         s = tl.where(banded(tl.arange(0, BLOCK_N), cols, entry[2], band), s, float("-inf"))
+    # Gathered with the query block, since a key block meets many; rows past the end weigh 0.
     peaks = _peaks(lse, rows * lse_row, live)
     deltas = tl.load(delta + rows * delta_row, mask=live, other=0.0)
     dout_rows = read_block(dout_source, at, entry[2], D_V, PAD_V, BLOCK_M, DESCRIBED)
@@ -157,6 +167,7 @@ def _add_kv(
         # The weights of rows that are not held may be infinite, and infinity times their zeros no number.
         of_held = tl.where(held[:, None], ds, 0.0).to(k_rows.dtype)
         dims = tl.arange(0, PAD_K)
+        # Several key blocks add to one query row, so these additions must be atomic.
         at_dq = dq + (rows * dq_row)[:, None] + dims[None, :]
         # dQ = dS K from the transposed dS^T.
         more = tl.dot(tl.trans(of_held), k_rows, input_precision="ieee") * scale
@@ -191,6 +202,7 @@ def _grad_kv(
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
             # Columns 11 and 12 of an entry: the first query head beyond kv_head * group, and how many.
             first_head = kv_head * group + tl.load(entries + index * ENTRY_COLUMNS + 11)
+            # All query heads of the K/V head that read it, one after another in one program: no atomics for dK, dV.
             for served in tl.range(0, tl.load(entries + index * ENTRY_COLUMNS + 12), disable_licm=True):
                 head = first_head + served
                 q_base = q + batch * q_batch + head * q_head
@@ -207,6 +219,7 @@ def _grad_kv(
                         dq_row,
                         D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
                     )  # fmt: skip
+        # As in `_grad_q`: computed again after the loop.
         rows, live = rows_in(block, idle, BLOCK_N)
         dk_base = dk + batch * dk_batch + held * dk_head
         dv_base = dv + batch * dv_batch + held * dv_head
@@ -244,6 +257,7 @@ def grad_q(
     be None where all blocks are both. The form "descriptors" needs `describable` k and v.
     Raises ValueError without `dq` and `result`.
     """
+    # Where no block reads or writes dq, its argument is a stand-in that is never touched.
     state, strides = state_beside(dq, result, lse)
     in_scale, out_scale = logit_scales(scale, softcap)
     args = (
@@ -277,6 +291,7 @@ def grad_kv(
     As `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`; its
     flags are not read. The form "descriptors" needs `describable` q and dout.
     """
+    # Flags are of query rows: a key block always adds to what is there.
     facts = _Facts(scale, softcap, group, first_kv_head, programs)
     return _by_key((q, k, v, dout, lse, delta), None, dk, dv, table, config, facts)
 
@@ -333,6 +348,7 @@ def _by_key(
     args = (
         *operands, dq, dk, dv, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
         facts.group, facts.first_kv_head, facts.scale, in_scale, out_scale,
+        # Without dq its strides are not read; dk's fill their place.
         *strides_of(q, k, v, dout, dk if dq is None else dq, dk, dv), *lse.stride(), *delta.stride(),
     )  # fmt: skip
     return LaunchCall(_grad_kv, grid_of(table, q.shape[1], facts.programs), args, _meta(q, v, config, facts.softcap))

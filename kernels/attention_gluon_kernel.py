@@ -88,11 +88,15 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots)
+        # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
         if first < last:
             q_base = q + batch * q_batch + head * q_head
+            # `items` counts Q loads: its parity is that of the phase in which both consumers left Q.
             mbarrier.wait(q_empty, items & 1 ^ 1)
             run = run_of(block)
+            # `live` rows: those past the block's end are 0.
             q_rows = _described(q_base, run[0], run[1], q_row, live, q_buffer)
+            # Before the copy: the barrier flips when so many bytes have arrived.
             mbarrier.expect(q_full, q_rows.block_type.nbytes)
             tma.async_copy_global_to_shared(q_rows, [0, 0], q_full, q_buffer)
             items += 1
@@ -112,6 +116,7 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
                 v_rows = _described(v_base, rows[0], rows[1], v_row, rows[2], v_buffers.index(0))
                 for nth in range(end - start):
                     at = visited(nth, start, full, full_end) * BLOCK_N
+                    # K and V have barriers of their own: Q.K of a block may begin before its V is there.
                     slot, parity = slot_of(turn, SLOTS)
                     _bring(k_rows, at, slot, parity, k_full, k_empty, k_buffers)
                     _bring(v_rows, at, slot, parity, v_full, v_empty, v_buffers)
@@ -136,6 +141,7 @@ def _weighed(s, peak, weight, at, entry, own, scale, BLOCK_N: gl.constexpr, MASK
     if MASKED:
         first, last = seen(own, entry)
         cols = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout)), 0)
+        # Counted from the block's first key, like `cols`.
         left, right = gl.expand_dims(first - at * BLOCK_N, 1), gl.expand_dims(last - at * BLOCK_N, 1)
         s = gl.where((cols >= left) & (cols <= right), s, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(s, 1))
@@ -158,6 +164,7 @@ def _scaled(acc, by):
 def _products(q_rows, k_rows, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Start q . k."""
     ROWS: gl.constexpr = q_rows.shape[0]
+    # Not read, since use_acc is False: it gives the product its layout.
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     return hopper.warpgroup_mma(q_rows, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -169,10 +176,13 @@ def _open(
 ):  # fmt: skip
     """The attention update by the first key block, but for its values, which the next update adds."""
     slot, parity = slot_of(turn, SLOTS)
+    # barriers: q_full, q_empty, k_full, k_empty, v_full, v_empty.
     mbarrier.wait(barriers[2].index(slot), parity)
     s = hopper.warpgroup_mma_wait(0, deps=(_products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout),))
+    # The product has ended, so K's slot is free while the softmax runs.
     mbarrier.arrive(barriers[3].index(slot))
     p, peak, weight, keep = _weighed(s, peak, weight, at, entry, own, scale, BLOCK_N, True)
+    # P stays in registers, as the left operand of P.V.
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return _scaled(acc, keep), gl.convert_layout(p.to(q_rows.dtype), p_layout), peak, weight
 
@@ -187,6 +197,7 @@ def _update(
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(k_full.index(slot), parity)
     s = _products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout)
+    # P.V runs one block behind: V of turn - 1.
     old_slot, old_parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(v_full.index(old_slot), old_parity)
     # Issued before the softmax of this block: P.V of the block before runs beside it.
@@ -219,6 +230,7 @@ def _attend(
         start, full, full_end, end = visits(entry)
         # `_open` has taken block 0 of the first entry.
         met = gl.where(index == first, 1, 0)
+        # Full blocks need no block number: it is only read for the mask.
         for _ in range(met, full_end - full):
             acc, p, peak, weight = _update(
                 acc, p, peak, weight, turn, 0, entry, own, scale, q_rows, k_buffers, v_buffers, barriers,
@@ -245,6 +257,7 @@ def _attend(
 def _places(base, strides, block, batch, head, own):
     """Pointers to the `own` rows of a block."""
     run = run_of(block)
+    # `own` counts rows within the block; these are rows of the tensor.
     rows = (run[0] + own * run[1]).to(gl.int64)
     return base + batch * strides[1] + head * strides[2] + rows * strides[0]
 
@@ -261,6 +274,7 @@ def _consume(
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The attention updates of the first half of every block's rows, or of the second."""
+    # The four warps of a consumer lie along the rows, 16 rows each.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     out, lse, result, sinks = state
@@ -269,6 +283,7 @@ def _consume(
     block_count, slots, batches = sizes
     q_buffer, k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_buffer.shape[0] // CONSUMERS
+    # Two consumers share one Q buffer: each reads its own half.
     q_rows = q_buffer.slice(WHICH * ROWS, ROWS)
     own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     # The same rows in the layout of the output product.
@@ -279,6 +294,7 @@ def _consume(
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots)
         begins, ends = ends_of(block)
         live_out = gl.expand_dims(own_out < live, 1)
+        # A FIRST block has no earlier state: it begins at lse = -inf, or at the sink.
         known = begins == 0
         acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
         if out is not None:
@@ -299,6 +315,7 @@ def _consume(
                 BLOCK_N, SLOTS, s_layout,
             )  # fmt: skip
 
+        # A row that has seen no key: lse -inf and output 0, without a division by 0.
         blind = weight == 0.0
         whole = gl.where(blind, 1.0, weight)
         natural = gl.where(blind, float("-inf"), (peak + gl.log2(whole)) * LN_2)
@@ -335,6 +352,7 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    # Full: one arrival, the producer's. Empty: one of each consumer.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONSUMERS)
     for slot in gl.static_range(SLOTS):
@@ -342,6 +360,7 @@ def forward_kernel(
         mbarrier.init(k_empty.index(slot), count=CONSUMERS)
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_empty.index(slot), count=CONSUMERS)
+    # The barriers are visible to TMA before any role begins.
     hopper.fence_async_shared()
 
     state, inputs, tables = (out, lse, result, sinks), (q, k, v), (blocks, entries)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 
+# A block: first row, row stride, rows, first head, heads, first entry, one past the last, flags.
 BLOCK_COLUMNS = tl.constexpr(8)
+# An entry: first row, row stride, rows, own step, other step, lo, hi, four block numbers, first head, heads.
 ENTRY_COLUMNS = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -36,6 +38,7 @@ def rows_of(base, stride, run, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl
     # 64-bit from here: row times stride exceeds int32 for long sequences.
     first = base + run[0].to(tl.int64) * stride
     step = run[1].to(tl.int64) * stride
+    # The descriptor begins at the range's first row, so a block is found by its number alone.
     if DESCRIBED:
         source = tl.make_tensor_descriptor(first, [run[2], DIM], [step, 1], [ROWS, PADDED])
     else:
@@ -52,6 +55,7 @@ def read_block(
         # The descriptor knows count and DIM: what lies outside reads as 0.
         rows = source.load([at * ROWS, 0])
     else:
+        # A ragged last block: rows from `count` on are other tokens, and must read as 0.
         index = at * ROWS + tl.arange(0, ROWS)
         rows = load_rows(source[0], index.to(tl.int64) * source[1], index < count, DIM, PADDED)
     return rows
@@ -104,6 +108,7 @@ def run_of(block):
 def rows_in(block, idle, ROWS: tl.constexpr):
     """(int64 rows of the block, which of them live); none does where `idle`."""
     run = run_of(block)
+    # An idle item has no live row, so nothing is loaded or stored for it.
     at = tl.arange(0, ROWS)
     return (run[0] + at * run[1]).to(tl.int64), at < tl.where(idle, 0, run[2])
 
@@ -131,6 +136,7 @@ def rows_and_band(entry):
 @triton.jit
 def visits(entry):
     """Of an entry's blocks of rows: the first visible and full ones, one past the last full and visible ones."""
+    # start <= full <= full_end <= end, in blocks of the entry:  start | edge | full .. full_end | edge | end
     return tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
 
 
@@ -146,11 +152,13 @@ def logit_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     """What `logits` multiplies by: (of the products, of the capped tanh), both with the change to base 2."""
     if softcap is None:
         return scale * log2(e), 0.0
+    # tanh(x) is found from e^2x, which is where the 2 is from; both factors change to base 2.
     return 2 * scale / softcap * log2(e), softcap * log2(e)
 
 
 def grid_of(table: Table, batches: int, programs: int | None) -> tuple[int]:
     """One program for each block, head and batch, or `programs` if these are fewer; none for an empty table."""
+    # A program takes items in steps of the grid, so any number of programs covers them.
     items = table.blocks.shape[0] * table.slots * batches
     return (items if programs is None else min(items, programs),)
 
@@ -167,6 +175,7 @@ def state_beside(state: Tensor | None, result: Tensor | None, stand_in: Tensor) 
     """
     if state is None and result is None:
         raise ValueError("a launch needs the state or, where it begins and ends the pass, the result; pass one")
+    # Where one of the two is missing the other's strides stand in; they are not read.
     of = [x for x in (state, result) if x is not None]
     return stand_in if state is None else state, strides_of(of[0], of[-1])
 

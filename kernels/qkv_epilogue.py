@@ -51,6 +51,7 @@ class Finish(NamedTuple):
 
     def args(self) -> tuple[Any, ...]:
         """Arguments that every kernel of this file ends with."""
+        # A stand-in whose strides are not read: without `second` all heads are turned.
         second = self.first if self.second is None else self.second
         return (
             self.norm, self.cos, self.sin, self.first, self.second,
@@ -75,6 +76,7 @@ def epilogue_grad_call(raw: Tensor | None, grads: Finish, draw: Tensor, dnorm: T
     columns of a wider tensor. `dnorm`: `norm_parts`, whose sum over the first two dimensions is the gradient of the
     norm's weight.
     """
+    # Contiguous where it is there; without a norm it is not read.
     raw_row = grads.heads * grads.dim
     args = (raw, raw_row, draw, draw.stride(1), dnorm, *grads.args())
     return LaunchCall(epilogue_grad, (_programs(grads),), args, _meta(grads))
@@ -82,11 +84,13 @@ def epilogue_grad_call(raw: Tensor | None, grads: Finish, draw: Tensor, dnorm: T
 
 def norm_parts(finish: Finish) -> Tensor:
     """An uninitialized (blocks of tokens, turned, dim) float32 tensor for `epilogue_grad_call`."""
+    # One row of sums for each block of tokens, added up by the caller in a fixed order.
     blocks = _programs(finish) // finish.heads
     return finish.first.new_empty(blocks, finish.first.shape[2], finish.dim, dtype=torch.float32)
 
 
 def _programs(finish: Finish) -> int:
+    # One program for each head and block of tokens.
     return triton.cdiv(finish.first.shape[0] * finish.first.shape[1], BLOCK_TOKENS) * finish.heads
 
 
@@ -109,8 +113,10 @@ def load_halves(row, inside, DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.co
         column = tl.arange(0, 2 * HALF)[None, :]
         # Interleaved: a = elements 0 2 4 ..., b = elements 1 3 5 ...
         both = tl.load(row + column, mask=inside & (column < DIM), other=0.0).to(tl.float32)
+        # One load of whole vectors, then a split in registers.
         a, b = tl.split(tl.reshape(both, (row.shape[0], HALF, 2)))
     else:
+        # APART is half a head here; HALF is it rounded up to a power of two.
         half = tl.arange(0, HALF)[None, :]
         real = inside & (half < APART)
         a = tl.load(row + half, mask=real, other=0.0).to(tl.float32)
@@ -157,6 +163,7 @@ def finish_heads(
 ):  # fmt: skip
     """Finish the float32 half tiles `a` and `b` of one head and store them."""
     inside = (at < total)[:, None]
+    # Heads from `turned` on are neither normalized nor rotated.
     if head < turned:
         if norm is not None:
             # RMS normalization: x / sqrt(mean(x^2) + eps) * norm.
@@ -211,10 +218,12 @@ def epilogue_grad(
     block = tl.program_id(0) // heads
     at = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = (at < total)[:, None]
+    # int64 from here: token times row stride exceeds int32 for long sequences.
     to = draw + (at.to(tl.int64) * draw_row + head * DIM)[:, None]
     if head < turned:
         source = place(first, first_batch, first_token, first_head, at, tokens, head)
         a, b = load_halves(source, inside, DIM, HALF, APART)
+        # The forward order reversed: rotation first, then the norm.
         if cos is not None:
             c, s = load_angles(cos, sin, at, tokens, inside, DIM, HALF)
             # Its transpose rotates the gradient back.

@@ -43,6 +43,7 @@ class _Operation(Operation):
     @property
     def tag(self) -> int:
         """What must be equal on both ends."""
+        # 0 is the control plane's, so no length has it.
         return 1 + self.nbytes % LENGTH_TAGS
 
     def wait(self, deadline: float) -> None:
@@ -52,6 +53,7 @@ class _Operation(Operation):
             # deadline is a lost connection.
             remaining_ms = max(math.ceil((deadline - time.monotonic()) * 1e3), 1)
             self.work.wait(timedelta(milliseconds=remaining_ms))
+            # Lets go of gloo's handle, which keeps the connection.
             self.work = None
 
 
@@ -101,6 +103,7 @@ class GlooTransport(HostTransport):
         self._flights = FlightRecord(self.rank, self.world_size, self.name)
         self._flight_dir = flight_dir
         self._sender: HeartbeatThread | None = None
+        # A ring of one has nobody who would read its heartbeat.
         if self.world_size > 1:
             self._sender = HeartbeatThread(self._control.clone().store, self.rank, HEARTBEAT_S, self._flights.where)
 
@@ -114,6 +117,7 @@ class GlooTransport(HostTransport):
         that names the ranks which did not arrive.
         """
         try:
+            # Before connecting, which waits for all: so an error can tell who is missing.
             store.set(f"arrived/{rank}", "1")
             group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -140,12 +144,14 @@ class GlooTransport(HostTransport):
         others = [peer for peer in range(self.world_size) if peer != self.rank]
         label = f"all-gather {self._all_gathers}"
         self._all_gathers += 1
+        # head:  | length, 8 bytes | payload, up to 248 bytes |     rest:  what is left of a longer payload
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         framed += bytes(max(HEAD_BYTES - len(framed), 0))
         sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in others}
         self._swap(others, sent[:HEAD_BYTES], answers, label)
 
+        # All heads are here, so this rank knows what each other still sends.
         lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in others}
         rests = {
             peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in others
@@ -160,6 +166,7 @@ class GlooTransport(HostTransport):
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
         if self._end is None:
+            # A ring that was closed has not failed and leaves no record.
             if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
                 cause.add_note(left)
             self._fail(cause)
@@ -167,6 +174,7 @@ class GlooTransport(HostTransport):
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
+            # Before the connections fall, so that a peer that still waits finds who closed.
             self._control.leave()
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
@@ -199,12 +207,14 @@ class GlooTransport(HostTransport):
     def _finish(self, handle: GlooWorkHandle) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
+        # One deadline for all operations of the exchange, not one for each.
         deadline = time.monotonic() + self._timeout_s
         for operation in handle.operations:
             try:
                 operation.wait(deadline)
             except RuntimeError as error:
                 raise self._failure(operation, handle, error, deadline) from error
+        # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
 
@@ -216,6 +226,7 @@ class GlooTransport(HostTransport):
         kind: type[TransportError] = PeerLostError
         if deadline is not None and time.monotonic() >= deadline:
             kind = DeadlineError
+            # Asked before the heartbeats, which take time in which more may arrive.
             pending = [operation for operation in handle.operations if _unfinished(operation)]
             late = sorted({operation.peer for operation in pending})
             message = (
@@ -246,6 +257,7 @@ class GlooTransport(HostTransport):
     def _drop(self, end: BaseException) -> None:
         """Let go of everything that keeps a connection open; gloo then wakes the neighbors."""
         self._end = end
+        # Every handle, also of exchanges that nobody has waited for.
         for operation in self._in_flight:
             operation.work = None
         self._group = None

@@ -44,6 +44,7 @@ class Heartbeat:
     def send(self, status: str) -> None:
         """Write that this rank is alive. Raises `RuntimeError` when the store's host is gone."""
         self._count += 1
+        # A counter and no time of day: a reader only asks whether it changes.
         self._store.set(f"heartbeat/{self._rank}", f"{self._count} {status}")
 
     def end(self, status: str) -> None:
@@ -52,6 +53,7 @@ class Heartbeat:
 
     def last(self, rank: int) -> LastHeartbeat | None:
         """The newest heartbeat of `rank`, None before its first. Raises `RuntimeError` without the store's host."""
+        # `get` would wait for a key that is not there.
         if not self._store.check([f"heartbeat/{rank}"]):
             return None
         count, _, status = self._store.get(f"heartbeat/{rank}").decode().partition(" ")
@@ -61,6 +63,7 @@ class Heartbeat:
         """Those of `ranks` whose heartbeat does not change for `wait_s`, which must be a few intervals of theirs."""
         check = SilenceCheck(self, ranks)
         until = time.monotonic() + wait_s
+        # Ends early when all have changed; a quiet rank costs the whole time.
         while check.quiet and time.monotonic() < until:
             time.sleep(min(POLL_S, wait_s))
             check.update()
@@ -74,6 +77,7 @@ class SilenceCheck:
         """Raises `RuntimeError` when the store's host is gone, and so does `update`."""
         self._reader = reader
         self._before = {rank: reader.last(rank) for rank in ranks}
+        # A rank that ended on purpose is not silent, whatever its counter does.
         self.quiet = {rank for rank, heartbeat in self._before.items() if heartbeat is None or heartbeat.count != ENDED}
 
     def update(self) -> None:
@@ -109,6 +113,7 @@ class HeartbeatThread:
         """End the heartbeat on purpose; returns when the thread has ended or its store does not answer. Idempotent."""
         if self._stopped.is_set():
             return
+        # The thread first: a heartbeat after the final one would undo it.
         self._halt()
         if not self._thread.is_alive():
             try:
@@ -120,11 +125,13 @@ class HeartbeatThread:
     def _halt(self) -> None:
         """End the thread and write nothing: a rank that only leaves the process counts as silent."""
         self._stopped.set()
+        # Bounded: a thread that waits for a dead store must not hold up the caller.
         self._thread.join(END_S)
 
     def _live(self) -> None:
         try:
             while not self._stopped.is_set():
+                # Sent before reading, so that this rank looks alive while it reads.
                 self._heartbeat.send(self._status())
                 self._then()
                 self._stopped.wait(self._interval_s)
@@ -156,6 +163,7 @@ class HeartbeatMonitor:
         """Ranks to read besides the next one; replaced, never changed."""
         self._control = control
         self._heartbeat = Heartbeat(control.store, control.rank)
+        # Empty for a ring of one.
         self._next = {(control.rank + 1) % control.world_size} - {control.rank}
         self._sender = HeartbeatThread(
             control.store, control.rank, INTERVAL_S + PER_RANK_S * control.world_size, status, self._round, self._lose
@@ -167,6 +175,7 @@ class HeartbeatMonitor:
 
     def _round(self) -> None:
         self.cause = self._control.cause()
+        # One set is built for each round, so `wanted` may be replaced meanwhile.
         for rank in self.wanted | self._next:
             heartbeat = self._heartbeat.last(rank)
             if heartbeat is not None:
@@ -204,8 +213,10 @@ class Diagnosis:
         Returns one line; reads for `SILENCE_S` unless every heartbeat changes before.
         """
         try:
+            # Silence first: it takes the longest, and a cause may be published meanwhile.
             silent = self._reader.silent(self._others, SILENCE_S)
             found = self._silences(silent)
+            # A rank that is waited for and alive waits itself for another: its status says where.
             found += [self._whereabouts(rank) for rank in waited_for if rank not in silent]
             cause = self._control.cause()
         except RuntimeError:
@@ -217,6 +228,7 @@ class Diagnosis:
 
         Returns one line. A peer that lives and says nothing fell because of another, which then is the silent one.
         """
+        # A peer may drop its connection before its cause is in the store.
         until = time.monotonic() + CAUSE_S
         try:
             check = SilenceCheck(self._reader, self._others)
@@ -229,6 +241,7 @@ class Diagnosis:
                     return f"rank {peer} closed its ring"
                 time.sleep(CAUSE_POLL_S)
                 check.update()
+            # Nobody has published anything: the heartbeats say who is gone.
             lost = f"rank {peer} {'is gone' if peer in check.quiet else 'dropped its connection'} ({error})"
             return "; ".join([lost, *self._silences(sorted(check.quiet))])
         except RuntimeError:

@@ -57,15 +57,19 @@ class Communicator:
     def __init__(
         self, binding: Binding, device: Device, rank: int, world_size: int, config: CommConfig, timeout_s: float
     ) -> None:
+        # Where NCCL cannot open without blocking, a thread of its own bounds the open.
         if not config.blocking and Capability.NONBLOCKING not in binding.capabilities:
             config = config._replace(blocking=True)
         self.state = State.NEW
         self.handle = 0
         self.rank, self.world_size, self.config = rank, world_size, config
         self._binding, self._device, self._timeout_s = binding, device, timeout_s
+        # A fork has another process id: it is refused before it reaches NCCL.
         self.pid = os.getpid()
+        # Taken without waiting: a second thread is an error of the caller and is told so.
         self._launching = threading.Lock()
         self._using = threading.Lock()  # NCCL is asked about this communicator by the thread that holds this
+        # Makes closing and aborting exclude each other; the state says which came first.
         self._ending = threading.Lock()
 
     def open(self, unique_id: bytes, watch: FailureCheck) -> None:
@@ -82,6 +86,7 @@ class Communicator:
         self._using.acquire()
         try:
             if self.state is not State.READY or os.getpid() != self.pid:
+                # The reason of the ring's failure, if there is one, says more than the state.
                 watch()
                 self._refuse()
             binding, handle = self._binding, self.handle
@@ -97,6 +102,7 @@ class Communicator:
                     where, status = "ncclGroupEnd", 0
                 ended = binding.group_end()  # also after an error, or the thread would queue for ever
                 status = status or ended
+            # In progress, or an error: wait for it, or raise.
             if status:
                 self._settle(where, status, watch)
         finally:
@@ -108,6 +114,7 @@ class Communicator:
 
         Asking completes NCCL's pending launch, which is safe on one thread only; a launch in progress asks itself.
         """
+        # Held: a launch is in progress and looks for errors itself, so this one need not wait.
         if not self._using.acquire(blocking=False):
             return None
         try:
@@ -126,13 +133,16 @@ class Communicator:
         A launch in progress is waited for, since it sees the failure within milliseconds. One that is stuck inside a
         blocking communicator cannot be aborted: NCCL would free what it still uses.
         """
+        # First the state: a launch that waits for NCCL then finds out by its failure check.
         with self._ending:
             if self.state in (State.FAILED, State.CLOSED):
                 return True
             self.state = State.FAILED
+        # A launch in progress holds it; a non-blocking one leaves within milliseconds.
         held = self._using.acquire(timeout=LEAVE_S)
         if not held and self.config.blocking:
             return False
+        # Taken out first, so that nobody frees it twice.
         handle, self.handle = self.handle, 0
         try:
             return not handle or self._bounded(lambda: self._binding.abort(handle), join_s)
@@ -146,11 +156,13 @@ class Communicator:
             if self.state is not State.READY:
                 return self.state is State.CLOSED
             self.state = State.CLOSED
+        # No failure is expected here, so a launch or a query in progress is waited for.
         with self._using:
             handle, self.handle = self.handle, 0
             return self._bounded(lambda: self._free(handle, deadline), deadline.timeout_s)
 
     def _free(self, handle: int, deadline: Deadline) -> None:
+        # Finalize is collective: it ends when all ranks have called it.
         if Capability.FINALIZE in self._binding.capabilities:
             self._binding.finalize(handle)
             wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline)
@@ -168,7 +180,9 @@ class Communicator:
                     self.handle = self._open_blocking(what, make, deadline, watch)
                 else:
                     self.handle = make()
+                    # A non-blocking init returns at once and is in progress until all ranks have joined.
                     self._settle(what, Status.IN_PROGRESS, watch, deadline)
+                # An abort meanwhile has set FAILED, which must stay.
                 if self.state is State.OPENING:
                     self.state = State.READY
             watch()
@@ -183,6 +197,7 @@ class Communicator:
 
         def body() -> None:
             try:
+                # The current device is a matter of each thread.
                 self._device.activate()
                 made.append(make())
             except BaseException as error:  # raised again below
@@ -258,6 +273,7 @@ class RegisteredMemory:
         """
         if not self.registered or not nbytes:
             return self._device.empty(nbytes)
+        # Unused memory first, before more is asked for; only when nothing on the device can touch it.
         if self._registrations:
             quiet()
             self.free()
@@ -265,6 +281,7 @@ class RegisteredMemory:
         pointer = self._binding.mem_alloc(nbytes)
         self._registrations[pointer] = []
         block = _Block(pointer)
+        # A view's end only notes the pointer: freeing here could call NCCL from any thread, at any time.
         weakref.finalize(block, self._unused.append, pointer).atexit = False
         for communicator in self._communicators:
             self._registrations[pointer].append(
@@ -279,4 +296,5 @@ class RegisteredMemory:
             for communicator, handle in self._registrations.pop(pointer):
                 if communicator.state is State.READY:
                     self._binding.deregister(communicator.handle, handle)
+            # Last: NCCL may not hold a registration of memory that is gone.
             self._binding.mem_free(pointer)

@@ -34,10 +34,13 @@ class NcclWorkHandle:
     def wait(self) -> None:
         """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
         transport = self.transport
+        # Raises what has failed; a wait on an event of a dead ring would mean nothing.
         transport.check()
         if not self.waited:
+            # Orders streams and returns at once: the host never waits here.
             transport.gpu.current_stream().wait_event(self.done)
             self.waited = True
+            # Again: a failure meanwhile is raised before its results are used.
             transport.check()
 
     def release(self) -> None:
@@ -63,6 +66,7 @@ class NcclHop:
     def __init__(self, transport: NcclTransport, operations: Sequence[Operation]) -> None:
         self.transport, self.operations = transport, operations
         self.peers = {o.peer for o in operations}
+        # Addresses are fixed from here on, so a start looks up nothing.
         self._calls = tuple(PeerCall(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
         self._parts = tuple(
             MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
@@ -76,27 +80,34 @@ class NcclHop:
         """Put the hop on the communication stream, behind what the current stream holds now."""
         transport = self.transport
         transport.check()
+        # Without a message nothing is launched.
         if not self._calls:
             return Arrived()
         gpu, supervisor, stream = transport.gpu, transport.supervisor, transport.stream
         capturing = gpu.is_capturing()
+        # Events recorded in a capture belong to the graph: they are never queried nor used again.
         if capturing or not supervisor.free:
             ready, done = gpu.new_event(), gpu.new_event()
         else:
             ready, done = supervisor.free.popleft()
+        # What the caller has computed so far is what may be sent, and buffers it has read may be overwritten.
         ready.record(gpu.current_stream())
         stream.wait_event(ready)
+        # Recorded before the launch, so that a launch that hangs is in the record.
         flight = transport.record.begin(0, self._parts)
         flight.state = LAUNCHING
         supervisor.where = self._parts[0].label
+        # The deadline of a launch counts from here: NCCL may block inside while it connects peers.
         supervisor.launching = self, time.monotonic()
         try:
             transport.launch(self._calls)
         finally:
             supervisor.launching = None
         flight.state = CAPTURED if capturing else POSTED
+        # On the communication stream, behind the group: passed when the hop has arrived.
         done.record(stream)
         handle = NcclWorkHandle(self, flight, ready, done)
+        # A captured hop runs when its graph is replayed, and is watched as part of the `Replay`.
         if not capturing:
             supervisor.handles.append(handle)
         return handle

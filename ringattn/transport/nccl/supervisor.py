@@ -63,10 +63,12 @@ class Supervisor:
             calls,
         )
         self._others = {rank for rank in control.everyone() if rank != control.rank}
+        # A clone for the thread that publishes: a store that does not answer holds up that one alone.
         self._control, self._telling = control, control.clone()
         self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
         self._unwaited: list[NcclWorkHandle] = []
         self._ticking = threading.Lock()
+        # Taken by the first failure and never given back: locked means failed.
         self._first = threading.Lock()
         self._told, self._ended, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._monitor: HeartbeatMonitor | None = None
@@ -87,6 +89,7 @@ class Supervisor:
 
     def watch(self) -> None:
         """Raise the failure, if there is one. What every wait on the host does between its naps."""
+        # The failure may still be being attributed, so this waits for its words, but not for ever.
         if self._first.locked():
             self._told.wait(2 * TELL_S)
             raise self.failure or RingError(f"rank {self._rank}: this ring is failing")
@@ -98,11 +101,13 @@ class Supervisor:
 
         `attribute`: find out which rank is at fault, and name it in the error.
         """
+        # A later failure follows from the first: it waits until that has ended the ring.
         if not self._first.acquire(blocking=False):
             self._ended.wait(ABORT_S + TELL_S)
             return
         for handle in list(self.handles):
             handle.flight.state = FAILED
+        # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
         stuck: list[Communicator] = []
         aborting = [
             threading.Thread(target=self._abort, args=(communicator, stuck), daemon=True)
@@ -112,6 +117,7 @@ class Supervisor:
             thread.start()
         telling = threading.Thread(target=self._tell, args=(error, attribute), name="ringattn-tell", daemon=True)
         telling.start()
+        # Callers are told in time, with or without the rank at fault.
         telling.join(TELL_S)
         if self.failure is None:
             self.failure = _said(error, "; the store does not answer: its host has stopped or is gone")
@@ -120,17 +126,20 @@ class Supervisor:
         for thread in aborting:
             thread.join()
         self._ended.set()
+        # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
         if stuck and threading.current_thread() is self._thread:
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     def tick(self) -> None:
         """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
         with self._ticking:
+            # Hops run in order on one stream, so the first that has not arrived ends the search.
             while self.handles and self.handles[0].done.query():
                 handle = self.handles.popleft()
                 handle.flight.state, handle.flight.done_s = DONE, time.time()
                 handle.release()
                 self._unwaited.append(handle)
+            # Events are used again only when the caller has waited: its wait may still be to come.
             waited = [handle for handle in self._unwaited if handle.waited]
             self._unwaited = [handle for handle in self._unwaited if not handle.waited]
             self.free.extend((handle.ready, handle.done) for handle in waited)
@@ -172,11 +181,13 @@ class Supervisor:
         """One round. Raises what ends the ring."""
         monitor = self._monitor
         assert monitor is not None
+        # Another rank's cause comes first: what is seen here may only follow from it.
         if monitor.cause is not None:
             raise PeerLostError(f"rank {self._rank}: {monitor.cause}{self._pending()}")
         if monitor.lost is not None:
             host = "the store's host (rank 0, or torchrun's agent) is gone"
             raise PeerLostError(f"rank {self._rank}: {host}: {monitor.lost}{self._pending()}")
+        # Before the deadline: a rank that makes another call would else be reported as late.
         for rank, heartbeat in list(monitor.heartbeats.items()):
             if (difference := self._calls.differs(heartbeat.status)) is not None:
                 raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
@@ -184,6 +195,7 @@ class Supervisor:
             if (broken := communicator.error()) is not None:
                 raise BrokenCommunicatorError(f"rank {self._rank}: {broken}{self._pending()}")
         self.tick()
+        # Besides the next rank, only peers that this one waits for are read from the store.
         monitor.wanted = self._waited_for()
         self._hold_launch()
         self._hold_exchange(monitor)
@@ -199,12 +211,14 @@ class Supervisor:
         if not self.handles:
             return
         handle = self.handles[0]
+        # Own computation before the exchange does not count: the time begins when `ready` has passed.
         if not handle.started_at:
             if handle.ready.query():
                 handle.started_at = time.monotonic()
                 handle.flight.started_s, handle.flight.state = time.time(), RUNNING
             return
         peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
+        # All peers have left and the bytes are not here: they are not going to be.
         if peers <= monitor.closed and not handle.done.query():
             who = ", ".join(f"rank {peer}" for peer in sorted(peers))
             raise PeerLostError(f"rank {self._rank}: {who} closed its ring{self._pending()}")
@@ -266,6 +280,7 @@ class StoreAllGather:
         self._supervisor.where = f"all-gather {self._number}"
         self._next_look = Deadline(3 * INTERVAL_S)
         try:
+            # Written before waiting, so that no rank waits for one that waits for it.
             control.write(f"{stem}/{control.rank}", payload)
             if not wait_until(lambda: control.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
                 missing = control.missing(stem)
@@ -288,6 +303,7 @@ class StoreAllGather:
         if not self._next_look.passed:
             return
         self._next_look = Deadline(3 * INTERVAL_S)
+        # A missing rank is either late or gone or elsewhere: its heartbeat tells which.
         for rank in self._control.missing(stem):
             if self._control.holds(f"closed/{rank}"):
                 raise PeerLostError(f"rank {rank} closed its ring")

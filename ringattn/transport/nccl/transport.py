@@ -78,6 +78,7 @@ class NcclTransport:
         self.record = FlightRecord(control.rank, control.world_size, self.name)
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
+        # Shared with the supervisor and the memory; filled when ranks have met.
         self._communicators: list[Communicator] = []
         self._calls = CallWindow()
         self.supervisor = Supervisor(
@@ -111,9 +112,11 @@ class NcclTransport:
         gpu.activate()
         ring = cls(ControlStore(store, rank, world_size), binding, gpu, options, timeout_s, flight_dir, leave or _leave)
         try:
+            # Before the ranks meet: a stuck open must be seen, too.
             ring.supervisor.start()
             ring._meet(host)
         except DeadlineError as error:
+            # Which rank did not arrive is in the store, even where the communicator never opened.
             named = DeadlineError(f"{error}{attribute_failure(ring._control, ring._calls, set())}")
             ring.abort(named)
             raise named from error
@@ -181,6 +184,7 @@ class NcclTransport:
         """Return when every exchange has arrived. Raises what has failed."""
         self.check()
         for handle in list(self.supervisor.handles):  # one after another, as they run; the supervisor is the stricter
+            # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
             if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
                 raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
         self.check()
@@ -189,6 +193,7 @@ class NcclTransport:
         """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        # The first time the failure itself, later `ClosedError` with it as the cause.
         try:
             self.supervisor.watch()
         except RingError as failure:
@@ -199,6 +204,7 @@ class NcclTransport:
         """See `Transport.abort`."""
         if self._end is None:
             self._end = cause
+        # Communicators end before the memory that they may still write to is freed.
         self.supervisor.fail(cause)
         self.supervisor.stop()
         self._memory.free()
@@ -217,6 +223,7 @@ class NcclTransport:
         except RingError as error:
             self.abort(error)
             raise
+        # Told only after the drain: this rank waits for nothing more.
         self._control.leave()
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together = False
@@ -225,12 +232,14 @@ class NcclTransport:
             together = wait_until(lambda: self._control.complete("closed"), linger, self.supervisor.watch)
         self.supervisor.stop()
         self.supervisor.tick()  # lets go of the last buffers
+        # A communicator that does not end may still touch its memory, which is then left alone.
         if self._free(together):
             self._memory.free()
         _open.discard(self)
 
     def _quiet(self) -> None:
         """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
+        # Exchanges first, then what the caller has put on its stream behind them.
         self.drain()
         self.supervisor.tick()
         computed = self.gpu.new_event()
@@ -256,6 +265,7 @@ class NcclTransport:
         communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
         self._communicators.append(communicator)
         communicator.open(unique_id, watch)
+        # Before ranks are ready: the first message connects peers, and may take long.
         self._warm_up()
         all_ready(control, deadline, watch)
         self.supervisor.where = "idle"
@@ -265,6 +275,7 @@ class NcclTransport:
         if self.world_size == 1:
             return
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        # Both directions of the ring; each rank posts them in the same order, so they pair.
         for dst, src in ((after, before), (before, after)):
             there, here = self.gpu.empty(1), self.gpu.empty(1)
             self.exchange([Message(dst, there, "warm-up")], [Message(src, here, "warm-up")]).wait()
@@ -301,5 +312,6 @@ def _close_all() -> None:
     """Close the rings that are still open, briefly and without a hang."""
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
+            # Not in a fork, whose communicators are its parent's.
             if ring._communicators and ring._communicators[0].pid == os.getpid():
                 ring.close(EXIT_LINGER_S)
