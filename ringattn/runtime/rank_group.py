@@ -37,6 +37,7 @@ class RankGroup:
         """
         self.transport = transport
         self._agreement = ConsistencyCheck(transport)
+        # Why the group can no longer be used; None while it can.
         self._end: str | None = None
 
     @property
@@ -52,6 +53,7 @@ class RankGroup:
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
+        # A ring of one exchanges nothing, so it takes the caller's current device.
         if self.world_size == 1 and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return self.transport.device
@@ -172,20 +174,24 @@ class RankGroup:
         self.check_open()
         if refusal is not None:
             attended()
+        # Alone there is nobody to ask.
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal
             return 0
         mine = self._agreement.announced(summary, refusal, always, backward_of)
+        # Asked before: the transport notices a rank that makes another call.
         if mine is None:
             return self._agreement.calls
         try:
             with self.guarded(), unseen():
                 answers = self._agreement.ask(mine)
         except RingError:
+            # The own refusal says more than that the check failed.
             if refusal is not None:
                 raise refusal from None
             raise
+        # Raised after the check, so that the other ranks have been told and do not wait for this one.
         if refusal is not None:
             raise refusal
         self._agreement.settle(summary, backward_of, answers)
@@ -253,6 +259,7 @@ class RankGroup:
         self.check_open()
         try:
             yield
+        # Also KeyboardInterrupt: peers must not wait for a rank that has left a call half way.
         except BaseException as error:
             self.end(error)
             raise
@@ -266,6 +273,7 @@ class RankGroup:
         Raises:
             Nothing.
         """
+        # First the reason, then the abort: a call that comes meanwhile already finds it.
         self._end = f"it was aborted: {cause}"
         self.transport.abort(cause)
 
@@ -297,6 +305,7 @@ class RankGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # An error inside `with` may have left peers waiting: abort, where close would wait for them.
         if error is not None and self._end is None:
             self.end(error)
         self.close()
