@@ -27,6 +27,8 @@ from ringattn.ring import Ring
 from ringattn.runtime.activation import activate, active_sequence
 from ringattn.sequence import Sequence
 
+__all__ = ["JointSequence", "RingAttnProcessor", "RingFluxAttnProcessor"]
+
 CHECKED = ("0.42",)
 require_checked("diffusers", *CHECKED)
 
@@ -35,23 +37,72 @@ class JointSequence(Sequence):
     """Text tokens and image tokens as one sequence, of which every rank has a part of both, its text first.
 
     To be activated for models with joint attention. Ranks' parts of a stream differ by one token at the most.
+
+    Example:
+        joint = JointSequence(ring, text_tokens=512, image_tokens=4096)
+        with ring.activate(joint):
+            (out,) = model(hidden_states=joint.shard_image(image), encoder_hidden_states=joint.shard_text(text), **rest)
+        whole = joint.gather_image(out)
     """
 
     def __init__(self, ring: Ring, text_tokens: int, image_tokens: int) -> None:
+        """Lay both streams over the ranks.
+
+        Args:
+            ring: The ring.
+            text_tokens: Tokens of the whole text.
+            image_tokens: Tokens of the whole image.
+
+        Raises:
+            Nothing.
+        """
         total = text_tokens + image_tokens
         super().__init__(ring, Layout("contiguous", total, ring.world_size, (0, text_tokens, total)), None)
         self.text_tokens, self.image_tokens = text_tokens, image_tokens
 
     def shard_text(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of what belongs to all text tokens; differentiable."""
+        """This rank's rows of what belongs to all text tokens; differentiable.
+
+        Args:
+            x: The whole tensor.
+            dim: The dimension of the tokens.
+
+        Returns:
+            A tensor like x with this rank's text tokens in `dim`.
+
+        Raises:
+            InputError: `x` has not as many tokens there.
+        """
         return self._part(x, dim, 0, self.text_tokens)
 
     def shard_image(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of what belongs to all image tokens; differentiable."""
+        """This rank's rows of what belongs to all image tokens; differentiable.
+
+        Args:
+            x: The whole tensor.
+            dim: The dimension of the tokens.
+
+        Returns:
+            A tensor like x with this rank's image tokens in `dim`.
+
+        Raises:
+            InputError: `x` has not as many tokens there.
+        """
         return self._part(x, dim, self.text_tokens, self.length)
 
     def gather_image(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All image tokens of the ranks' parts, in order; with errors, and differentiable, as `Sequence.gather` is."""
+        """All image tokens of the ranks' parts, in order; differentiable as `Sequence.gather` is. A collective call.
+
+        Args:
+            x: This rank's image tokens.
+            dim: The dimension of the tokens, from 0 on.
+
+        Returns:
+            A tensor like x with all image tokens in `dim`.
+
+        Raises:
+            RingError: What `Sequence.gather` raises.
+        """
         text = int((self.positions() < self.text_tokens).sum())
         whole = self.gather(torch.cat([x.new_zeros(*x.shape[:dim], text, *x.shape[dim + 1 :]), x], dim), dim)
         return whole.narrow(dim, self.text_tokens, self.image_tokens)
@@ -67,6 +118,9 @@ class RingFluxAttnProcessor:
     """For `FluxAttention`, in place of `FluxAttnProcessor`: joint attention of text and image, not causal.
 
     The active sequence is a `JointSequence`, or any other that counts a rank's text and image tokens together.
+
+    Example:
+        model.set_attn_processor(RingFluxAttnProcessor())
     """
 
     def __call__(
@@ -116,6 +170,9 @@ class RingAttnProcessor(AttnProcessor2_0):
 
     Cross attention over a ring is told by `cross_attention_kwargs={"kv_seq": ...}` what its text is: a Sequence whose
     shards the ranks hold, or "whole", which every rank holds and attends to by itself; its gradient is then a part.
+
+    Example:
+        attention.set_processor(RingAttnProcessor())
     """
 
     def __call__(
