@@ -35,6 +35,9 @@ tests = failed=0; \
 test: lint ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
 	@$(call tests,and not slow,quick)
 
+# Slow tests start processes of their own, which fill the cores.
+test-rest test-all: WORKERS = 2
+
 test-rest: $(STAMP) ## the tests that `make test` leaves out
 	@$(call tests,and slow,slow)
 
