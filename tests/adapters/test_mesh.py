@@ -11,6 +11,9 @@ from ringattn.launch.ranks import run_ranks_in_processes
 CASES = ("with_fsdp", "with_ddp", "with_tensor_parallel", "with_context_parallel")
 
 
+pytestmark = pytest.mark.slow  # four processes that import torch, FSDP and a model: 38 s
+
+
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
     """Of four processes, every case one after the other."""
