@@ -55,7 +55,7 @@ def exchange(
             if some:
                 item = attend(rank, rank, some)
                 work[step].append(attend_grad(item) if backward else item)
-    # The heads of a sub-ring are divided among its own ranks only: nobody else holds tokens of it.
+    # The heads of a sub-ring are divided among its own ranks only: no other rank holds tokens of it.
     for number, pairs in enumerate(rings):
         for item in _served(problem, number, pairs):
             work[SERVE].append(_grad(item) if backward else item)

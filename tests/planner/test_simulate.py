@@ -243,7 +243,7 @@ def test_plans_that_do_not_match_are_refused() -> None:
 
 
 def test_work_of_every_kind_is_counted() -> None:
-    # By all_to_all guests are served and outputs merged; halving the copy rate must cost each of them time.
+    # By all_to_all received heads are computed and outputs merged; halving the copy rate must cost each of them time.
     for backward in (False, True):
         plans = plans_of(problem_of(2, tokens=48), "all_to_all", backward)
         kinds = {type(item) for plan in plans for step in plan.steps for item in step.work}

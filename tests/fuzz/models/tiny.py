@@ -148,7 +148,7 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
         given = {**values, "rope_parameters": {**rope, "mrope_section": section}}
     try:
         config = kind(**given)
-    except Exception:
+    except Exception:  # a class that validates its sections otherwise: as it comes; what cannot be built is counted so
         config = kind(**values)
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
