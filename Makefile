@@ -32,8 +32,14 @@ tests = failed=0; \
 		--junitxml=build/tests-$(2)-alone.xml || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
-test: lint ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
-	@$(call tests,and not slow,quick)
+RUFF = $(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+# mypy runs beside the tests, much of whose time is waiting.
+test: $(STAMP) ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
+	@$(RUFF)
+	@mkdir -p build; $(BIN)/mypy . > build/mypy.log 2>&1 & types=$$!; \
+	( $(call tests,and not slow,quick) ) || failed=1; \
+	wait $$types || failed=1; cat build/mypy.log; exit $${failed:-0}
 
 # Slow tests start processes of their own, which fill the cores.
 test-rest test-all: WORKERS = 2
@@ -51,8 +57,7 @@ durations: $(STAMP) ## write what the tests took, of the last `make test` and `m
 	$(BIN)/python -m tests.durations
 
 lint: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(RUFF)
 	$(BIN)/mypy .
 
 demo: $(STAMP) ## the tour: several ranks on this machine, exact against one dense attention

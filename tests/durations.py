@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_suffix(".json")
 Durations = dict[str, dict[str, float]]
 """By run, then by file: "quick" and "slow" share the cores, those of "quick-alone" and "slow-alone" do not."""
 BUDGET_CORE_S = 760.0
-"""For all of `make test` but lint, which takes 60: under eight minutes on two cores."""
+"""For all of `make test` but ruff and mypy, which take 60: under eight minutes on two cores."""
 UNKNOWN_S = 10.0
 RUNS = ("quick", "quick-alone", "slow", "slow-alone")
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parent.parent
 
 
-OTHER_CHECKS = (1, "fp64"), (4, "fp64"), (4, "fp32")
+CHECKS = (1, "fp64"), (2, "fp64"), (4, "fp64"), (4, "fp32")
 MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
@@ -45,9 +45,8 @@ def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype"), [(2, "fp64"), *(pytest.param(*more, marks=pytest.mark.slow) for more in OTHER_CHECKS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "dtype"), CHECKS)
 def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "tokens=61",

@@ -1,4 +1,4 @@
-"""Half a minute of fresh layers, sequences, disagreements and processes, and seeds that once found something."""
+"""Some seconds of fresh layers, sequences, disagreements and processes, and seeds that once found something."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import pytest
 from tests.fuzz import session
 from tests.fuzz.draw import draw
 
-SECONDS = float(os.environ.get("RINGATTN_FUZZ_SECONDS", "28"))
+QUICK_S, SLOW_S = 10.0, 50.0
 KINDS = ("layers", "sequences", "order", "disagree", "processes")
 
 
-def test_fresh_seeds() -> None:
+@pytest.mark.parametrize("default_s", [QUICK_S, pytest.param(SLOW_S, marks=pytest.mark.slow)])
+def test_fresh_seeds(default_s: float) -> None:
+    seconds = float(os.environ.get("RINGATTN_FUZZ_SECONDS", default_s))
     start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
-    print(f"python -m tests.fuzz start={start} kinds={','.join(KINDS)} seconds={SECONDS:.0f}")
-    tally = session.run(SECONDS, start=start, kinds=KINDS)
+    print(f"python -m tests.fuzz start={start} kinds={','.join(KINDS)} seconds={seconds:.0f}")
+    tally = session.run(seconds, start=start, kinds=KINDS)
     print(tally)
     assert tally.cases
     assert not tally.failures, "\n".join(map(str, tally.failures))

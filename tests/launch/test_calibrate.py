@@ -105,6 +105,7 @@ def test_everything_that_is_fitted_is_measured() -> None:
     assert run_ranks(2, on_rank) == [{name for name in made_up(REFERENCE) if not name.startswith("processor")}] * 2
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "here.json"
     assert main(["calibrate", "rounds=1", "transport=gloo", f"out='{out}'"]) == 0

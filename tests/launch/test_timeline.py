@@ -69,6 +69,7 @@ def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
     assert pale.mean() > 0.01
 
 
+@pytest.mark.slow
 def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
     assert main(["timeline", "ranks=2", "tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
