@@ -1,0 +1,1 @@
+"""Copy engines between the GPUs of one node: no multiprocessor works on an exchange."""

@@ -1,0 +1,1 @@
+"""Memory, words and file descriptors that the ranks of one machine share."""
