@@ -1,43 +1,71 @@
 """The control store: a key-value store of torch's, under a prefix that no other ring has.
 
-Keys of one ring, besides its heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and what a
-transport adds. Guarantees: the first cause wins and never changes; no method waits, except `read`; any number of rings
-may be open at once, beside the user's own process groups and before or after them; a restarted job never reads the keys
-of the run before it.
+Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, what `gather`
+and a transport add. Guarantees: the first cause wins and never changes; every method ends by its deadline, also
+when the store's host is stopped or cannot be reached; any number of rings may be open at once, beside the user's own
+process groups and before or after them; a restarted job never reads the keys of the run before it.
 """
 
 from __future__ import annotations
 
 import itertools
+import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from hashlib import sha256
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.errors import DeadlineError, InputError
 from ringattn.transport.base import first_cause
+from ringattn.transport.bounded_store import BoundedStore, bounded, host_of
+from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
+
+CALL_S = 30.0
+"""The limit of a call that has no nearer deadline."""
+GRACE_S = 1.0
+"""What a call that decides a deadline has after it: one that began just before it must not count as unanswered."""
+NAPS_PER_RANK_S = 2e-5, 3e-4
+"""The first and the longest nap between two looks of `gather`, for each rank: all together ask 3,300 times a second."""
 
 
 class ControlStore:
-    """One rank's view. Used by one thread at a time: `clone` makes another. All methods but `publish_cause` and
-    `leave` raise `RuntimeError` when the store's host is gone."""
+    """One rank's view. Used by one thread at a time: `clone` makes another.
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+    All methods but `publish_cause` and `leave` raise `DeadlineError` when the store's host does not answer, and another
+    `RuntimeError` when it is gone.
+    """
+
+    def __init__(self, store: dist.Store | BoundedStore, rank: int, world_size: int, timeout_s: float = CALL_S) -> None:
+        """`timeout_s` is the limit of each call. Nothing else may use `store` from here on, except to clone it."""
+        self.store = store if isinstance(store, BoundedStore) else BoundedStore(store, timeout_s)
+        self.rank, self.world_size = rank, world_size
 
     def clone(self) -> ControlStore:
         """The same store over a connection of its own."""
-        return ControlStore(self.store.clone(), self.rank, self.world_size)  # type: ignore[attr-defined]
+        return ControlStore(self.store.clone(), self.rank, self.world_size)
+
+    def until(self, deadline: Deadline) -> ControlStore:
+        """The same connection; each call ends by `deadline` too."""
+        return ControlStore(self.store.until(deadline), self.rank, self.world_size)
 
     def write(self, key: str, value: str | bytes) -> None:
         """Put one entry up."""
-        self.store.set(key, value)  # type: ignore[arg-type]
+        self.store.set(key, value)
 
     def read(self, key: str) -> bytes:
         """An entry that is known to be up."""
         return self.store.get(key)
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Entries that are known to be up, in one request."""
+        return self.store.multi_get(keys) if keys else []
+
+    def add(self, key: str, n: int = 1) -> int:
+        """Add to a counter, which begins at 0; returns what it is then."""
+        return self.store.add(key, n)
 
     def holds(self, key: str) -> bool:
         """Whether an entry is up."""
@@ -48,19 +76,44 @@ class ControlStore:
         return self.store.check([f"{stem}/{rank}" for rank in self.everyone()])
 
     def missing(self, stem: str) -> list[int]:
-        """The ranks whose entry `stem/RANK` is not up."""
-        return [rank for rank in self.everyone() if not self.holds(f"{stem}/{rank}")]
+        """The ranks whose entry `stem/RANK` is not up: few requests where few are missing."""
+        return self._missing(stem, self.everyone())
 
     def everyone(self) -> range:
         """All ranks."""
         return range(self.world_size)
+
+    def gather(
+        self, name: str, payload: bytes, deadline: Deadline, watch: Callable[[], None] | None = None
+    ) -> list[bytes]:
+        """Every rank's payload, by rank, by O(ranks) requests. A name is used once in a ring.
+
+        `watch` is called while it waits and may raise. Raises `DeadlineError` that names the ranks which are missing.
+        """
+        control, combined = self.until(deadline.plus(GRACE_S)), f"{name}/all"
+        control.write(f"{name}/{self.rank}", payload)
+        keys = [f"{name}/{rank}" for rank in self.everyone()]
+        # The last to arrive knows that all have, and reads for the others.
+        if control.add(f"{name}/count") == self.world_size:
+            payloads = control.read_many(keys)
+            control.write(combined, _joined(payloads))
+            return payloads
+        first, longest = (self.world_size * each for each in NAPS_PER_RANK_S)
+        naps_s = first, max(longest, LONGEST_NAP_S)
+        if wait_until(lambda: control.holds(combined), deadline, watch, naps_s):
+            return _split(control.read(combined))
+        if missing := control.missing(name):
+            raise DeadlineError(
+                f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"
+            )
+        return control.read_many(keys)  # the last to arrive ended before it had read for the others
 
     def publish_cause(self, error: BaseException) -> None:
         """Say why this rank fails, unless another was first. Never raises."""
         try:
             self.store.compare_set("cause", "", first_cause(self.rank, error))
         except RuntimeError:
-            pass  # the store's host is gone, so the cause cannot be published
+            pass  # the store's host is gone or does not answer, so the cause cannot be published
 
     def cause(self) -> str | None:
         """The first cause."""
@@ -72,6 +125,26 @@ class ControlStore:
             self.store.set(f"closed/{self.rank}", "1")
         except RuntimeError:
             pass
+
+    def _missing(self, stem: str, ranks: range) -> list[int]:
+        if self.store.check([f"{stem}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return [ranks[0]]
+        half = len(ranks) // 2
+        return self._missing(stem, ranks[:half]) + self._missing(stem, ranks[half:])
+
+
+def _joined(payloads: Sequence[bytes]) -> bytes:
+    """One entry of many: their number, their lengths, and then the bytes of each."""
+    return struct.pack(f"<{len(payloads) + 1}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
+
+
+def _split(entry: bytes) -> list[bytes]:
+    """The inverse of `_joined`."""
+    (count,) = struct.unpack_from("<I", entry)
+    ends = list(itertools.accumulate(struct.unpack_from(f"<{count}I", entry, 4), initial=4 + 4 * count))
+    return [entry[start:end] for start, end in itertools.pairwise(ends)]
 
 
 # The n-th ring that a process opens must meet the n-th of every other process, so openings are counted per origin.
@@ -88,21 +161,27 @@ def rendezvous_store(
     `run_id` and `restart_count` are torchrun's. Every process must open its rings in the same order. Raises
     `DeadlineError` when the store's host does not answer.
     """
-    origin = f"ringattn/{run_id}/{restart_count}"
+    origin, deadline = f"ringattn/{run_id}/{restart_count}", Deadline(timeout_s)
     if (rank, world_size) not in _met:
-        timeout = timedelta(seconds=timeout_s)
+        late = f"rank {rank}: no store at MASTER_ADDR within {timeout_s} s"
         try:
-            _met[rank, world_size], _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            _met[rank, world_size] = bounded(
+                lambda: next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0],
+                deadline.plus(GRACE_S),
+                f"{late}: its host takes the connection and does not answer",
+            )
+        except DeadlineError:
+            raise
         except RuntimeError as error:
-            raise DeadlineError(f"rank {rank}: no store at MASTER_ADDR within {timeout_s} s: {error}") from error
-    return _prefixed(origin, _met[rank, world_size])
+            raise DeadlineError(f"{late}: {error}") from error
+    return _prefixed(origin, _met[rank, world_size], rank, deadline.plus(GRACE_S))
 
 
-def group_store(group: dist.ProcessGroup | None = None) -> tuple[dist.Store, int, int]:
+def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_S) -> tuple[dist.Store, int, int]:
     """(store, rank, world size) for one more ring over the ranks of a user's group, None for the default group.
 
     Every process of the group must open its rings in the same order. Raises `InputError` without a default process
-    group, or when this process is not in `group`.
+    group, or when this process is not in `group`, and `DeadlineError` when the store's host does not answer.
     """
     if not dist.is_initialized():
         raise InputError("there is no default process group; call init_process_group, or pass no group")
@@ -110,10 +189,17 @@ def group_store(group: dist.ProcessGroup | None = None) -> tuple[dist.Store, int
     if dist.get_rank() not in members:
         raise InputError(f"rank {dist.get_rank()} is not in the group of ranks {members}")
     name = dist.distributed_c10d._get_process_group_name(group or dist.distributed_c10d._get_default_group())
-    origin = f"ringattn/group/{name}/{'-'.join(map(str, members))}"
-    return _prefixed(origin, _get_default_store()), members.index(dist.get_rank()), len(members)
+    # A digest of the members: listed, they would make each key of a ring of 1,024 ranks 4 KB long.
+    origin = f"ringattn/group/{sha256(repr((name, members)).encode()).hexdigest()[:16]}"
+    rank = members.index(dist.get_rank())
+    return _prefixed(origin, _get_default_store(), rank, Deadline(timeout_s)), rank, len(members)
 
 
-def _prefixed(origin: str, store: dist.Store) -> dist.Store:
+def _prefixed(origin: str, store: dist.Store, rank: int, deadline: Deadline) -> dist.Store:
     """One more ring's own keys, over a connection of its own: a client that waits blocks all its other users."""
-    return dist.PrefixStore(f"{origin}/{next(_openings[origin])}", store.clone())  # type: ignore[attr-defined]
+    own = bounded(
+        lambda: store.clone(),  # type: ignore[attr-defined]
+        deadline,
+        f"rank {rank}: {host_of(store)} takes a connection and does not answer",
+    )
+    return dist.PrefixStore(f"{origin}/{next(_openings[origin])}", own)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ringattn.transport.bounded_store import BoundedStore
 from ringattn.transport.control_store import ControlStore
 
 ENDED = 0
@@ -36,7 +37,7 @@ class LastHeartbeat:
 class Heartbeat:
     """Writes one rank's heartbeat and reads those of others. One thread uses `store`: clone it for another."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store | BoundedStore, rank: int) -> None:
         self._store = store
         self._rank = rank
         self._count = ENDED
@@ -93,7 +94,7 @@ class HeartbeatThread:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | BoundedStore,
         rank: int,
         interval_s: float,
         status: Callable[[], str],

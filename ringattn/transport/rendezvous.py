@@ -39,7 +39,7 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, store = 0, None
     if group is not None or (dist.is_available() and dist.is_initialized()):
-        store, rank, world_size = group_store(group)
+        store, rank, world_size = group_store(group, timeout_s)
     elif world_size > 1:
         try:
             rank = int(os.environ["RANK"])

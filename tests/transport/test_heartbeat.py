@@ -218,7 +218,7 @@ def received(ring: GlooTransport, peer: int, label: str) -> None:
 def waits_in_a_chain(rank: int, world_size: int, stops: bool) -> tuple[str, str, float]:
     """0 waits for 2, which waits for 1, which is stopped or sleeps; (error, message, seconds)."""
     ring = opened(rank, world_size, 2.0)
-    store = ring._control.store
+    store = ring._control.store._connection.store  # torch's own, which can wait
     if rank == 1:
         store.set("pid", str(os.getpid()))
         handle = ring.exchange([], [Message(0, torch.zeros(4), "step 1: KV0")])

@@ -68,7 +68,7 @@ def test_a_common_id_for_all_communicators_is_refused(gpus: list[int], monkeypat
 def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(opening, "group_store", lambda group: (dist.HashStore(), 0, 1))
+    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 1))
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with pytest.warns(UserWarning, match="rank 0: .*NCCL_LAUNCH_ORDER_IMPLICIT=1"):
         Ring(transport="nccl").close()

@@ -1,19 +1,19 @@
-"""What the NCCL transport asks of CUDA (streams, events, memory, in torch's own words), and waiting on the host.
+"""What the NCCL transport asks of CUDA: streams, events, memory, in torch's own words.
 
-Guarantees: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one; no
-wait without a deadline; no sleep longer than `LONGEST_NAP_S`, so that a signal is served in time.
+Guarantees: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 
 from ringattn.errors import UnsupportedError
+from ringattn.transport.deadline import LONGEST_NAP_S as LONGEST_NAP_S
+from ringattn.transport.deadline import Deadline as Deadline
+from ringattn.transport.deadline import wait_until as wait_until
 
 RELAXED = 2
 """`cudaStreamCaptureModeRelaxed`."""
@@ -130,36 +130,3 @@ class CudaDevice:
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""
         return torch.cuda.is_current_stream_capturing()
-
-
-SPIN_S = 200e-6
-"""How long to ask again and again before the first nap: a launch is over within that."""
-FIRST_NAP_S = 50e-6
-LONGEST_NAP_S = 0.02
-
-
-class Deadline:
-    """A moment on the monotonic clock, `timeout_s` from its making."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._at = time.monotonic() + timeout_s
-
-    @property
-    def passed(self) -> bool:
-        """Whether the moment has passed."""
-        return time.monotonic() >= self._at
-
-
-def wait_until(ready: Callable[[], bool], deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
-    """Nap until `ready()`; False when the deadline passed first. `watch` runs before each nap and may raise."""
-    nap_s, spun = FIRST_NAP_S, time.monotonic() + SPIN_S
-    while not ready():
-        if deadline.passed:
-            return False
-        if watch is not None:
-            watch()
-        if time.monotonic() >= spun:
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, LONGEST_NAP_S)
-    return True

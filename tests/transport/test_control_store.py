@@ -1,0 +1,292 @@
+"""The control store keeps its deadlines, whatever its host does, and gathers with few requests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ringattn.errors import DeadlineError
+from ringattn.transport import control_store
+from ringattn.transport.bounded_store import BoundedStore, bounded
+from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
+from ringattn.transport.deadline import Deadline
+from tests.transport.store_hosts import StoreHost, store_host
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL_S = 0.3
+SLACK_S = 1.5
+"""What a loaded machine may add to a deadline."""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[StoreHost]:
+    with store_host() as started:
+        yield started
+
+
+@pytest.fixture
+def host(started: StoreHost) -> Iterator[StoreHost]:
+    yield started
+    started.resume()
+
+
+def control_of(host: StoreHost, rank: int = 0, world_size: int = 4) -> ControlStore:
+    return ControlStore(dist.PrefixStore("ring", host.client()), rank, world_size, CALL_S)
+
+
+def refused_in_time(call: Callable[[], Any], limit_s: float = CALL_S) -> str:
+    start = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        call()
+    assert time.monotonic() - start < limit_s + SLACK_S
+    return str(caught.value)
+
+
+CALLS: list[Callable[[ControlStore], Any]] = [
+    lambda control: control.read("up"),
+    lambda control: control.read_many(["up", "up"]),
+    lambda control: control.holds("key"),
+    lambda control: control.complete("stem"),
+    lambda control: control.missing("stem"),
+    lambda control: control.add("counter"),
+    lambda control: control.cause(),
+    lambda control: control.clone(),
+    lambda control: control.write("big", bytes(2**26)),  # what fits into the buffers of a socket is not waited for
+    lambda control: control.store.delete_key("up"),
+    lambda control: control.gather("facts", b"mine", Deadline(CALL_S)),
+]
+
+
+def test_every_call_ends_in_time_when_the_host_is_stopped(host: StoreHost) -> None:
+    controls = [control_of(host) for _ in CALLS]
+    controls[0].write("up", "1")
+    host.stop()
+    with ThreadPoolExecutor(len(CALLS)) as pool:
+        said = list(pool.map(lambda call, control: refused_in_time(lambda: call(control)), CALLS, controls))
+    for text in said:
+        assert f"the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{host.port})" in text
+        assert f"did not answer within {CALL_S} s" in text
+
+
+def test_a_lost_connection_is_not_used_again(host: StoreHost) -> None:
+    control = control_of(host)
+    host.stop()
+    refused_in_time(lambda: control.holds("key"))
+    host.resume()
+    start = time.monotonic()
+    for again in (control, control.until(Deadline(20.0))):
+        with pytest.raises(DeadlineError, match="did not answer within"):
+            again.holds("key")
+    control.publish_cause(ValueError("no heads"))  # neither raises nor waits
+    control.leave()
+    assert time.monotonic() - start < CALL_S
+    fresh = control_of(host)
+    assert fresh.cause() is None and not fresh.holds("closed/0")
+
+
+def test_a_nearer_deadline_wins(host: StoreHost) -> None:
+    control = ControlStore(host.client(), 0, 1, 60.0)
+    host.stop()
+    refused_in_time(lambda: control.until(Deadline(CALL_S)).holds("key"))
+
+
+def test_a_deadline_that_has_passed_says_nothing_of_the_host(host: StoreHost) -> None:
+    control = control_of(host)
+    with pytest.raises(DeadlineError, match="was not asked"):
+        control.until(Deadline(0.0)).holds("key")
+    assert not control.holds("key")
+
+
+def test_a_host_that_is_gone_is_another_error() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    control = ControlStore(host.clone(), 0, 1, CALL_S)
+    control.write("key", "value")
+    control.read("key")
+    del host
+    with pytest.raises(RuntimeError) as caught:
+        control.read("key")
+    assert not isinstance(caught.value, DeadlineError)
+    control.publish_cause(ValueError("no heads"))
+    control.leave()
+
+
+def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(host.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(control_store, "GRACE_S", 0.1)
+    monkeypatch.setattr(control_store, "_met", {(1, 3): host.client()})
+    host.stop()
+    assert "takes a connection and does not answer" in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
+    told = refused_in_time(lambda: rendezvous_store(1, 2, CALL_S))
+    assert told.startswith(f"rank 1: no store at MASTER_ADDR within {CALL_S} s")
+
+
+def test_what_is_made_too_late_is_dropped() -> None:
+    gate, made = threading.Event(), []
+    assert refused_in_time(lambda: bounded(lambda: made.append(gate.wait(20.0)), Deadline(0.05), "late")) == "late"
+    gate.set()
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 // 0, Deadline(20.0), "late")
+
+
+LEAVES = """
+import threading
+from torch.distributed import TCPStore
+from ringattn.transport.control_store import ControlStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def ask(control):
+    while True:
+        control.write("key", "value")
+controls = [ControlStore(store.clone(), rank, 16) for rank in range(16)]
+for control in controls:
+    threading.Thread(target=ask, args=(control,), daemon=True).start()
+controls[0].clone().read("key")
+"""
+
+
+def test_a_process_leaves_in_the_middle_of_a_call() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "terminate" not in done.stderr
+
+
+def test_an_unused_connection_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+    control = ControlStore(dist.HashStore(), 0, 1)
+    control.write("key", "value")
+    assert control.until(Deadline(20.0)).read("key") == b"value"
+    (thread,) = set(threading.enumerate()) - before
+    del control
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+def test_a_fork_is_refused() -> None:
+    control = ControlStore(dist.HashStore(), 0, 1)
+    control.write("key", "value")
+    child = os.fork()
+    if child == 0:
+        try:
+            control.holds("key")
+        except RuntimeError as error:
+            os._exit(17 if "forked" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+
+# --- gather ----------------------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """Counts the requests to a store, by method."""
+
+    def __init__(self, store: dist.Store, requests: list[str]) -> None:
+        self._store, self._requests = store, requests
+
+    def __getattr__(self, name: str) -> Any:
+        self._requests.append(name)
+        return getattr(self._store, name)
+
+
+def gathered(stores: list[Any], payload: Callable[[int], bytes], timeout_s: float = 20.0) -> list[Any]:
+    def one(rank: int) -> Any:
+        control = ControlStore(stores[rank], rank, len(stores))
+        try:
+            return control.gather("facts", payload(rank), Deadline(timeout_s))
+        except DeadlineError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(one, range(len(stores))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_gather_returns_every_payload_by_rank(tmp_path: Path, ranks: int) -> None:
+    def payload(rank: int) -> bytes:
+        return bytes([rank, 0, 255]) * (rank * 1000)  # rank 0 has none
+
+    expected = [[payload(rank) for rank in range(ranks)]] * ranks
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = dist.HashStore()
+    assert gathered([dist.PrefixStore("ring", tcp.clone()) for _ in range(ranks)], payload) == expected
+    assert gathered([dist.PrefixStore("ring", shared) for _ in range(ranks)], payload) == expected
+    assert gathered([dist.FileStore(str(tmp_path / "file"), ranks) for _ in range(ranks)], payload) == expected
+
+
+def test_gather_asks_a_number_of_times_that_grows_as_the_ranks() -> None:
+    shared, requests = dist.HashStore(), []  # type: ignore[var-annotated]
+    gathered([CountingStore(shared, requests) for _ in range(24)], lambda rank: b"x")
+    asked = {name: requests.count(name) for name in set(requests)}
+    assert (asked["set"], asked["add"], asked["multi_get"]) == (25, 24, 1)
+    assert asked["get"] == 23
+
+
+def test_gather_names_the_missing() -> None:
+    shared = dist.HashStore()
+    ControlStore(shared, 4, 9).write("facts/4", b"")
+    control = ControlStore(shared, 0, 9)
+    with pytest.raises(DeadlineError) as caught:
+        control.gather("facts", b"", Deadline(0.05))
+    assert str(caught.value) == "rank 0: ranks [1, 2, 3, 5, 6, 7, 8] did not arrive at 'facts' within 0.05 s"
+
+
+def test_gather_does_without_the_one_that_reads_for_all() -> None:
+    shared = dist.HashStore()
+    shared.add("facts/count", 1)
+    shared.set("facts/1", b"one")  # type: ignore[arg-type]
+    shared.add("facts/count", -1)  # rank 1 ended between its entry and its count
+    assert ControlStore(shared, 0, 2).gather("facts", b"zero", Deadline(0.05)) == [b"zero", b"one"]
+
+
+def test_gather_looks_at_the_watch_while_it_waits() -> None:
+    def watch() -> None:
+        raise ValueError("the ring has failed")
+
+    with pytest.raises(ValueError, match="the ring has failed"):
+        ControlStore(dist.HashStore(), 0, 2).gather("facts", b"", Deadline(20.0), watch)
+
+
+def test_missing_asks_little() -> None:
+    requests: list[str] = []
+    control = ControlStore(CountingStore(dist.HashStore(), requests), 0, 1024)  # type: ignore[arg-type]
+    for rank in set(control.everyone()) - {700}:
+        control.write(f"arrived/{rank}", "1")
+    requests.clear()
+    assert control.missing("arrived") == [700]
+    assert len(requests) == 21
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_of_a_group_is_short_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    origins: dict[tuple[int, ...], str] = {}
+    for members in (tuple(range(1024)), tuple(range(1, 1025)), (0, 1), (0, 11)):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda members=members: members[0])
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, members=members: list(members))
+        monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_name", lambda group: "cp")
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: None)
+        monkeypatch.setattr(control_store, "_get_default_store", dist.HashStore)
+        store, rank, world_size = group_store()
+        assert (rank, world_size) == (0, len(members))
+        assert isinstance(store, dist.PrefixStore)
+        store.set("key", "value")
+        origins[members] = store.prefix if hasattr(store, "prefix") else next(reversed(control_store._openings))
+    assert len(set(origins.values())) == len(origins)
+    assert all(len(origin) < 40 for origin in origins.values())
+
+
+def test_a_bounded_store_is_taken_as_it_is() -> None:
+    store = BoundedStore(dist.HashStore(), 1.0)
+    assert ControlStore(store, 0, 1).store is store
