@@ -43,7 +43,7 @@ def test_exact(name: str, ranks: int, lazy: bool) -> None:
     ("options", "capabilities"),
     [
         (NcclOptions(register=False), EVERYTHING),
-        (NcclOptions(blocking=True, max_ctas=4), EVERYTHING),
+        (NcclOptions(blocking=True, sm_margin=4, channels_per_net_peer=2), EVERYTHING),
         (NcclOptions(), EVERYTHING - {Capability.MEMORY}),
         (NcclOptions(), frozenset()),
     ],

@@ -96,6 +96,8 @@ class Engine(Protocol):
     """The block kernels of one rank."""
 
     name: str
+    sm_margin: int
+    """Multiprocessors of a GPU that its kernels leave free, so that exchanges run beside them; 0 where it cannot."""
 
     def prepare(
         self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
@@ -138,6 +140,8 @@ class Engine(Protocol):
 
 class Accumulating:
     """The part of an engine that carries in accumulators from the first step to the last."""
+
+    sm_margin = 0
 
     def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Nothing seen yet but the sinks."""

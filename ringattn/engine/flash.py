@@ -12,7 +12,8 @@ Not covered: ranks, schedules, softcap (refused).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -28,15 +29,27 @@ FA3_LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
 FA3_DETERMINISTIC_DIM = 192
 
 
-def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _fa3_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, sm_margin: int = 0
+) -> tuple[Tensor, Tensor]:
     q, k, v = (_rows_first(x) for x in (q, k, v))
     # One split: more of them are merged by a second kernel, and how many would depend on the number of SMs.
-    out, lse = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
+    out, lse = torch.ops.flash_attn_3.fwd(
+        q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, sm_margin=sm_margin
+    )[:2]
     return out.transpose(1, 2), lse
 
 
 def _fa3_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and q.shape[-1] > FA3_DETERMINISTIC_DIM:
@@ -46,7 +59,7 @@ def _fa3_backward(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(
         dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv,
-        softmax_scale=scale, is_causal=causal, deterministic=deterministic,
+        softmax_scale=scale, is_causal=causal, deterministic=deterministic, sm_margin=sm_margin,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -84,13 +97,21 @@ def _fa4() -> Any:
 
 FA3 = BlockOp("fa3", _fa3_forward, _fa3_backward, True, True, 8, 256)
 FA4 = BlockOp("fa4", _fa4_forward, _fa4_backward, True, True, 8, 256)
+# Forward and backward of the ops with an argument `sm_margin`; the recorded signature of FlashAttention 4 has none.
+# The backward kernel of FlashAttention 3 takes it without effect: its grid is one block a tile of keys.
+KNOW_A_MARGIN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"fa3": (_fa3_forward, _fa3_backward)}
 
 
 class FlashEngine(AtenEngine):
     """Attention by `op` for half inputs that it takes, and as the aten engine computes it for others."""
 
-    def __init__(self, device: torch.device, op: BlockOp) -> None:
+    def __init__(self, device: torch.device, op: BlockOp, sm_margin: int = 0) -> None:
+        """`sm_margin`: multiprocessors left to an exchange meanwhile, where the op can."""
         super().__init__(device)
+        if sm_margin and op.name in KNOW_A_MARGIN:
+            self.sm_margin = sm_margin
+            forward, backward = (partial(function, sm_margin=sm_margin) for function in KNOW_A_MARGIN[op.name])
+            op = op._replace(forward=forward, backward=backward)
         self.name, self.op, self._ops = op.name, op, (op, *self._ops)
 
     def _chosen(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
@@ -113,7 +134,7 @@ NEEDS = {
 }
 
 
-def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int) -> FlashEngine:
+def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int, sm_margin: int = 0) -> FlashEngine:
     """The engine "fa3" or "fa4" for inputs of this dtype and greatest head dimension.
 
     Raises UnsupportedError for a device, dtype or dimension that the kernels do not take and, naming what to install,
@@ -130,7 +151,7 @@ def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int) 
     if dim > need.max_dims[major]:
         raise UnsupportedError(f"engine='{name}' takes head dimensions to {need.max_dims[major]}, not {dim}; {advice}")
     _import_one(name, need)
-    return FlashEngine(device, need.op._replace(max_dim=need.max_dims[major]))
+    return FlashEngine(device, need.op._replace(max_dim=need.max_dims[major]), sm_margin)
 
 
 def _import_one(name: str, need: _Need) -> None:

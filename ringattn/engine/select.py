@@ -72,7 +72,11 @@ def _engine(name: str, call: _Call) -> Engine:
         return _triton(call)
     if call.softcap is not None:
         raise UnsupportedError(f"engine={name!r} has no softcap; use engine='auto' or engine='plain'")
-    return AtenEngine(call.device) if name == "aten" else flash_engine(name, call.device, call.dtype, call.dim)
+    return (
+        AtenEngine(call.device)
+        if name == "aten"
+        else flash_engine(name, call.device, call.dtype, call.dim, call.sm_margin)
+    )
 
 
 def _first_in_order(call: _Call) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -88,6 +89,7 @@ class Runtime(RankGroup):
         self._executors: dict[tuple[Any, ...], Executor] = {}
         self._captured: list[Executor] = []
         self._recording: Recording | None = None
+        self._margin_told = False
         _open.add(self)
 
     def counters(self) -> dict[str, int]:
@@ -182,7 +184,23 @@ class Runtime(RankGroup):
         Raises:
             UnsupportedError: The engine that was asked for does not compute such a call.
         """
-        return self.choice(*facts).engine
+        engine = self.choice(*facts).engine
+        self._tell_margin(engine, facts[0])
+        return engine
+
+    def _tell_margin(self, engine: Engine, device: torch.device) -> None:
+        """Warn once a ring where an exchange shares the GPU with kernels that leave it no multiprocessor."""
+        margin = self.transport.sm_margin
+        if self._margin_told or device.type != "cuda" or not margin or engine.sm_margin:
+            return
+        self._margin_told = True
+        if self.rank == 0:
+            warnings.warn(
+                f"engine {engine.name!r} leaves no multiprocessor free, so that an exchange may wait until the kernels "
+                f"that fill the GPU end: engine='fa3' and engine='triton' leave sm_margin={margin}, and "
+                "NcclOptions(sm_margin=0) accepts it",
+                stacklevel=2,
+            )
 
     def executor_of(self, call: AttentionCall, backward: bool) -> Executor:
         """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use.

@@ -21,7 +21,7 @@ from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.nccl.bootstrap import Host
 from ringattn.transport.nccl.device import CudaDevice
-from ringattn.transport.nccl.options import NcclOptions, open_binding, warnings_for
+from ringattn.transport.nccl.options import NcclOptions, open_binding, overlap_warnings, warnings_for
 from ringattn.transport.nccl.transport import NcclTransport
 
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
@@ -87,7 +87,8 @@ def _on_gpu(
         )
     binding = open_binding(options)
     others = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    for warning in warnings_for(os.environ, binding.version, others):
+    overlap = [] if world_size == 1 else overlap_warnings(os.environ, options, binding.capabilities)
+    for warning in [*warnings_for(os.environ, binding.version, others), *overlap]:
         warnings.warn(f"rank {rank}: {warning}", stacklevel=5)
     name = socket.gethostname()
     nccl_id = os.environ.get("NCCL_HOSTID", name)

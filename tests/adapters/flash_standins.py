@@ -79,7 +79,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
         defaults = _defaults(torch.ops.flash_attn_3.fwd.default._schema)
         a = defaults | dict(zip(defaults, given, strict=False)) | named
         calls.append(("forward", a))
-        _only(a, defaults, "q", "k", "v", "softmax_scale", "is_causal", "num_splits")
+        _only(a, defaults, "q", "k", "v", "softmax_scale", "is_causal", "num_splits", "sm_margin")
         out, lse = _forward(a["q"], a["k"], a["v"], a["is_causal"], a["softmax_scale"])
         return out, lse, torch.empty(0), torch.empty(0)
 
@@ -88,7 +88,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
         a = defaults | dict(zip(defaults, given, strict=False)) | named
         calls.append(("backward", a))
         operands, grads = ("dout", "q", "k", "v", "out", "softmax_lse"), ("dq", "dk", "dv")
-        _only(a, defaults, *operands, *grads, "softmax_scale", "is_causal", "deterministic")
+        _only(a, defaults, *operands, *grads, "softmax_scale", "is_causal", "deterministic", "sm_margin")
         # "Deterministic backward not supported for hdim 256."
         assert not a["deterministic"] or a["q"].shape[-1] <= 192
         found = _backward(*(a[name] for name in operands), a["is_causal"], a["softmax_scale"])

@@ -128,6 +128,18 @@ def test_deterministic_algorithms_are_asked_for(
     assert [arguments["deterministic"] for arguments in calls.named("backward")] == [wanted]
 
 
+@pytest.mark.parametrize("margin", [0, 6])
+def test_a_margin_reaches_every_kernel_of_an_op_that_knows_one(margin: int) -> None:
+    """FlashAttention 4 has no such argument in its recorded signature, and says so."""
+    for op, heard in ((FA3, margin), (FA4, 0)):
+        trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
+        engine = FlashEngine(HOST, op, margin)
+        with standin(op) as calls:
+            trial.run(engine)
+        assert engine.sm_margin == heard
+        assert len(calls) > 2 and {arguments.get("sm_margin", 0) for _, arguments in calls} == {heard}
+
+
 def test_fa3_wide_heads_repeat_by_torchs_flash_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """FA3 has no deterministic backward above 192."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

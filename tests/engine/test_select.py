@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.engine import select
+from ringattn.engine import flash, select
 from ringattn.engine.plain import PlainEngine
-from ringattn.engine.select import Choice, choose
+from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import UnsupportedError
+from ringattn.transport.local import LocalTransport
 
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -113,6 +115,36 @@ def test_triton_is_refused_before_a_pass_what_it_would_refuse_in_one() -> None:
         choose("triton", CUDA, torch.float64, 8, 8, None)
     with pytest.raises(UnsupportedError, match="to 256, not 300"):
         choose("triton", CUDA, HALF, 8, 300, None)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_a_margin_reaches_every_engine_that_knows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_import_one", lambda name, need: None)
+    found = {name: choose(name, CUDA, HALF, 8, 8, None, 5).engine.sm_margin for name in ENGINES}
+    assert found == {"auto": 0, "aten": 0, "plain": 0, "triton": 5, "fa3": 5, "fa4": 0}
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_an_engine_that_leaves_nothing_free_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an exchange needs multiprocessors, and nowhere else."""
+    monkeypatch.setattr(LocalTransport, "sm_margin", 8)
+    with Ring() as ring, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ring.engine = "triton"
+        ring.engine_for(CUDA, HALF, 8, 8, None)
+        ring.engine = "auto"
+        ring.choice(CUDA, HALF, 8, 8, None)
+        ring.engine_for(HOST, HALF, 8, 8, None)
+        assert not told
+        for _ in range(3):
+            ring.engine_for(CUDA, HALF, 8, 8, None)
+        (warning,) = told
+        words = "engine 'aten' leaves no multiprocessor free"
+        assert words in str(warning.message) and "NcclOptions(sm_margin=0)" in str(warning.message)
+    monkeypatch.setattr(LocalTransport, "sm_margin", 0)
+    with Ring() as ring, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ring.engine_for(CUDA, HALF, 8, 8, None).name == "aten"
 
 
 def test_a_choice_is_made_once() -> None:

@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import (
     WINDOW,
     Arrival,
@@ -24,7 +25,10 @@ from ringattn.transport.nccl.bootstrap import (
     share_unique_id,
 )
 from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
-from ringattn.transport.nccl.options import NcclOptions, warnings_for
+from ringattn.transport.nccl.options import NcclOptions, config_of, overlap_warnings, warnings_for
+from tests.transport.nccl_rings import on_gpus, results
+from tests.transport.simulated.library import SimLibrary
+from tests.transport.simulated.world import SimWorld
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
@@ -95,7 +99,9 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
         ({"ringattn_version": "0.2.0"}, DisagreementError, r"ringattn version: .*0\.2\.0 on ranks \[1\]"),
         ({"registers": False}, DisagreementError, r"registered slots: .*False on ranks \[1\]"),
         ({"options": NcclOptions(binding="cupy")}, DisagreementError, r"binding: .*cupy on ranks \[1\]"),
-        ({"options": NcclOptions(max_ctas=4)}, DisagreementError, r"max_ctas: None on ranks \[0, 2\]; 4 on ranks"),
+        ({"options": NcclOptions(sm_margin=4)}, DisagreementError, r"sm_margin: None on ranks \[0, 2\]; 4 on ranks"),
+        ({"options": NcclOptions(cga_cluster_size=2)}, DisagreementError, r"cga_cluster_size: .*2 on ranks \[1\]"),
+        ({"options": NcclOptions(channels_per_net_peer=3)}, DisagreementError, r"channels_per_net_peer: .*3 on ranks"),
         ({"options": NcclOptions(name="x")}, DisagreementError, r"name: .*x on ranks \[1\]"),
         ({"options": NcclOptions(blocking=True)}, DisagreementError, r"blocking: .*True on ranks \[1\]"),
         ({"gpu_uuid": "GPU-2"}, InputError, r"rank 1 \(process 101\), rank 2 \(process 102\) use the same GPU GPU-2"),
@@ -170,9 +176,73 @@ def test_advice() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    for bad, words in (({"binding": "nccl4py"}, "ctypes, cupy"), ({"max_ctas": 0}, "between 1 and 64")):
+    for bad, words in (
+        ({"binding": "nccl4py"}, "ctypes, cupy"),
+        ({"sm_margin": -1}, "sm_margin must lie between 0 and 64, got -1"),
+        ({"sm_margin": 65}, "between 0 and 64"),
+        ({"cga_cluster_size": 9}, "cga_cluster_size must lie between 0 and 8"),
+        ({"channels_per_net_peer": 0}, "channels_per_net_peer must lie between 1 and 64"),
+    ):
         with pytest.raises(InputError, match=words):
             NcclOptions(**bad)
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (NcclOptions(), CommConfig(False, 8, "ringattn", 1, None)),
+        (NcclOptions(sm_margin=4, cga_cluster_size=0, channels_per_net_peer=2), CommConfig(False, 4, "ringattn", 0, 2)),
+        (NcclOptions(sm_margin=0), CommConfig(False, None, "ringattn", 1, None)),
+    ],
+)
+def test_the_margin_is_the_limit_of_thread_blocks_too(options: NcclOptions, config: CommConfig) -> None:
+    """NCCL alone takes clusters of four on Hopper, which find no place in a margin of a few multiprocessors."""
+    assert config_of(options, frozenset(Capability)) == config
+    assert options.margin == (config.max_ctas or 0)
+
+
+def test_defaults_go_where_the_library_can_and_what_was_asked_for_always() -> None:
+    """A binding refuses what reaches it and it lacks."""
+    assert config_of(NcclOptions(blocking=True), frozenset()) == CommConfig(True)
+    assert NcclOptions(blocking=True).margin == 8
+    asked = config_of(NcclOptions(blocking=True, sm_margin=8, cga_cluster_size=1, channels_per_net_peer=2), frozenset())
+    assert asked.needs() == (Capability.MAX_CTAS, Capability.CGA, Capability.NET_CHANNELS)
+    assert config_of(NcclOptions(blocking=True, sm_margin=0), frozenset()).needs() == ()
+
+
+def test_an_environment_that_undoes_the_margin_is_told() -> None:
+    every = frozenset(Capability)
+    fine = {"NCCL_MAX_CTAS": "8", "NCCL_MIN_CTAS": "2", "NCCL_CGA_CLUSTER_SIZE": "1"}
+    assert overlap_warnings({}, NcclOptions(), every) == overlap_warnings(fine, NcclOptions(), every) == []
+    for variable, value in (("NCCL_MAX_CTAS", "16"), ("NCCL_MIN_CTAS", "9"), ("NCCL_CGA_CLUSTER_SIZE", "4")):
+        (told,) = overlap_warnings({**fine, variable: value}, NcclOptions(), every)
+        assert told.startswith(f"{variable}={value} overrides") and "sm_margin=8" in told
+        assert overlap_warnings({**fine, variable: value}, NcclOptions(sm_margin=0), every) == []
+    assert overlap_warnings({"NCCL_CGA_CLUSTER_SIZE": "4"}, NcclOptions(cga_cluster_size=4), every) == []
+    cupy = NcclOptions(binding="cupy", blocking=True)
+    blocks, clusters = overlap_warnings({}, cupy, frozenset())
+    assert "set NCCL_MAX_CTAS=8" in blocks and "set NCCL_CGA_CLUSTER_SIZE=1" in clusters
+    assert overlap_warnings(fine, cupy, frozenset()) == []
+
+
+@pytest.mark.parametrize(("options", "margin"), [(NcclOptions(), 8), (NcclOptions(sm_margin=0), 0)])
+def test_engines_and_communicators_hear_of_one_margin(
+    options: NcclOptions, margin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[CommConfig] = []
+    init = SimLibrary.init
+
+    def noted(library: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
+        made.append(config)
+        return init(library, world_size, unique_id, rank, config)
+
+    monkeypatch.setattr(SimLibrary, "init", noted)
+    assert results(on_gpus(SimWorld(2), lambda ring: ring.sm_margin, options=options)) == [margin] * 2
+    assert [(config.max_ctas or 0, config.cga_cluster_size) for config in made] == [(margin, 1)] * 2
+    assert results(on_gpus(SimWorld(1), lambda ring: ring.sm_margin, options=options)) == [0]
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------

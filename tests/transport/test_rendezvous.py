@@ -38,9 +38,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_nccl_alone(gpus: list[int]) -> None:
-    with Ring(transport="nccl", nccl=NcclOptions(max_ctas=2)) as ring:
+    with Ring(transport="nccl", nccl=NcclOptions(sm_margin=2)) as ring:
         assert isinstance(ring.transport, NcclTransport) and ring.world_size == 1
-        assert ring.transport.options.max_ctas == 2
+        assert ring.transport.options.sm_margin == 2
         ring.barrier()
     assert gpus == [0]
 

@@ -134,6 +134,8 @@ def test_a_split_makes_children_by_color_in_the_order_of_their_keys() -> None:
     [
         (Capability.NONBLOCKING, lambda me: me.library.init(1, bytes(128), 0, CommConfig())),
         (Capability.MAX_CTAS, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, max_ctas=2))),
+        (Capability.CGA, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, cga_cluster_size=1))),
+        (Capability.NET_CHANNELS, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, None, None, None, 2))),
         (Capability.NAME, lambda me: me.library.init(1, bytes(128), 0, CommConfig(True, name="ring"))),
         (Capability.FINALIZE, lambda me: me.library.finalize(me.comm)),
         (Capability.MEMORY, lambda me: me.library.mem_alloc(8)),

@@ -39,6 +39,8 @@ class Capability(Enum):
     NONBLOCKING = "config.blocking"
     """Communicators that open and launch without blocking the host; needs IN_PROGRESS to be a status, not an error."""
     MAX_CTAS = "config.maxCTAs"
+    CGA = "config.cgaClusterSize"
+    NET_CHANNELS = "config.nChannelsPerNetPeer"
     NAME = "config.commName"
     FINALIZE = "ncclCommFinalize"
     MEMORY = "ncclMemAlloc"
@@ -47,11 +49,28 @@ class Capability(Enum):
 
 
 class CommConfig(NamedTuple):
-    """How a communicator is made. `max_ctas`: thread blocks a launch may hold, None for NCCL's own choice."""
+    """How a communicator is made; None leaves a field undefined, which is NCCL's own choice.
+
+    `max_ctas`: thread blocks a launch may hold. `cga_cluster_size`: of them that start together in one GPC of the GPU.
+    `channels_per_net_peer`: connections to a rank on another machine.
+    """
 
     blocking: bool = False
     max_ctas: int | None = None
     name: str | None = None
+    cga_cluster_size: int | None = None
+    channels_per_net_peer: int | None = None
+
+    def needs(self) -> tuple[Capability, ...]:
+        """What a library must have for it."""
+        asked = (
+            (Capability.NONBLOCKING, not self.blocking),
+            (Capability.MAX_CTAS, self.max_ctas is not None),
+            (Capability.NAME, self.name is not None),
+            (Capability.CGA, self.cga_cluster_size is not None),
+            (Capability.NET_CHANNELS, self.channels_per_net_peer is not None),
+        )
+        return tuple(capability for capability, needed in asked if needed)
 
 
 class NcclError(TransportError):

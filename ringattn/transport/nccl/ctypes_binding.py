@@ -206,15 +206,17 @@ class CtypesBinding:
         made = Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION)
         for field, kind in Config._fields_[3:]:
             setattr(made, field, UNDEFINED_INT if kind is c_int else None)
-        if not config.blocking:
-            self._library.require(Capability.NONBLOCKING)
+        for capability in config.needs():
+            self._library.require(capability)
         made.blocking = int(config.blocking)
-        if config.max_ctas is not None:
-            self._library.require(Capability.MAX_CTAS)
-            made.maxCTAs = config.max_ctas
-        if config.name is not None:
-            self._library.require(Capability.NAME)
-            made.commName = _kept(config.name)
+        for field, value in (
+            ("maxCTAs", config.max_ctas),
+            ("cgaClusterSize", config.cga_cluster_size),
+            ("nChannelsPerNetPeer", config.channels_per_net_peer),
+            ("commName", None if config.name is None else _kept(config.name)),
+        ):
+            if value is not None:
+                setattr(made, field, value)
         return made
 
 

@@ -64,13 +64,8 @@ class CupyBinding:
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
         """See `Binding.init`; `config` must be blocking and otherwise empty."""
-        for capability, asked in (
-            (Capability.NONBLOCKING, not config.blocking),
-            (Capability.MAX_CTAS, config.max_ctas is not None),
-            (Capability.NAME, config.name is not None),
-        ):
-            if asked:
-                raise _missing(capability)
+        for capability in config.needs():
+            raise _missing(capability)
         check_unique_id(unique_id)
         communicator = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
         _keep(communicator)  # before it holds anything, for an init that fails may leave a handle behind

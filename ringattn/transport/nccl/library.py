@@ -51,9 +51,11 @@ NEEDS = {
     Capability.NONBLOCKING: Need(21400),
     Capability.FINALIZE: Need(21400, ("ncclCommFinalize",)),
     Capability.MAX_CTAS: Need(21700),
+    Capability.CGA: Need(21700),
     Capability.MEMORY: Need(21900, ("ncclMemAlloc", "ncclMemFree")),
     Capability.REGISTER: Need(21900, ("ncclCommRegister", "ncclCommDeregister")),
     Capability.NAME: Need(22700),
+    Capability.NET_CHANNELS: Need(22800),
 }
 
 

@@ -1,20 +1,30 @@
 """What a user may choose about NCCL, the binding that follows, and what the environment makes impossible.
 
-Sources: NCCL user guide, environment variables and "Using multiple NCCL communicators concurrently"; Megatron-LM sets
+Sources: NCCL user guide, environment variables and "Using multiple NCCL communicators concurrently"; NCCL's init.cc for
+what is undefined (clusters of 4, as many thread blocks as channels) and for the environment, which overrides a config;
+MagiAttention's "kernel overlap" for 4 to 8 free multiprocessors with clusters of 0 or 1; Megatron-LM sets
 CUDA_DEVICE_MAX_CONNECTIONS=1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ringattn.errors import InputError
-from ringattn.transport.nccl.binding import Binding, version_text
+from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, version_text
 
 BINDINGS = ("ctypes", "cupy")
 BindingName = Literal["ctypes", "cupy"]
+
+DEFAULT_SM_MARGIN = 8
+DEFAULT_CGA_CLUSTER_SIZE = 1
+DEFAULT_NAME = "ringattn"
+MOST_CTAS = 64
+"""NCCL's MAXCHANNELS."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,12 @@ class NcclOptions:
     Args:
         binding: ctypes, or cupy (blocking communicators only).
         library: Path of a libnccl. None: the one that this process has loaded, else the wheel's.
-        max_ctas: Thread blocks that an exchange may hold on the GPU, 1 to 64. None: NCCL's choice.
+        sm_margin: Multiprocessors of the GPU that exchanges share with nobody: at most so many thread blocks carry
+            an exchange (`maxCTAs`), and so many every engine that can leaves free. 0: NCCL chooses, no engine leaves
+            any, and an exchange may wait for the kernels that fill the GPU. None: 8.
+        cga_cluster_size: Thread blocks that begin together in one part (GPC) of the GPU, 0 to 8. NCCL alone takes 4 on
+            Hopper, which then wait for four free multiprocessors of one part. None: 1.
+        channels_per_net_peer: Connections to each rank on another machine, 1 to 64. None: NCCL's choice.
         name: Of the communicators in NCCL's log. None: "ringattn" where names are known.
         register: Take staging buffers from `ncclMemAlloc`, registered, where all ranks' libraries can; else plain
             memory.
@@ -32,12 +47,14 @@ class NcclOptions:
             stuck inside it cannot be aborted, and ends the process instead.
 
     Raises:
-        InputError: `binding` is not known, or `max_ctas` does not lie between 1 and 64.
+        InputError: `binding` is not known, or a number is out of range.
     """
 
     binding: BindingName = "ctypes"
     library: str | None = None
-    max_ctas: int | None = None
+    sm_margin: int | None = None
+    cga_cluster_size: int | None = None
+    channels_per_net_peer: int | None = None
     name: str | None = None
     register: bool = True
     blocking: bool = False
@@ -46,8 +63,32 @@ class NcclOptions:
         """Raises `InputError` for a value that cannot be."""
         if self.binding not in BINDINGS:
             raise InputError(f"binding={self.binding!r} is not known; choose one of {', '.join(BINDINGS)}")
-        if self.max_ctas is not None and not 1 <= self.max_ctas <= 64:
-            raise InputError(f"max_ctas must lie between 1 and 64, got {self.max_ctas}")
+        for name, least, most in (
+            ("sm_margin", 0, MOST_CTAS), ("cga_cluster_size", 0, 8), ("channels_per_net_peer", 1, MOST_CTAS)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise InputError(f"{name} must lie between {least} and {most}, got {value}")
+
+    @property
+    def margin(self) -> int:
+        """`sm_margin`, or its default."""
+        return DEFAULT_SM_MARGIN if self.sm_margin is None else self.sm_margin
+
+
+def config_of(options: NcclOptions, capabilities: Collection[Capability]) -> CommConfig:
+    """What was asked for, which a binding that lacks it refuses, and defaults where the library can have them."""
+
+    def chosen(asked: T | None, default: T, needed: Capability) -> T | None:
+        return default if asked is None and needed in capabilities else asked
+
+    return CommConfig(
+        options.blocking,
+        chosen(options.sm_margin, DEFAULT_SM_MARGIN, Capability.MAX_CTAS) or None,
+        chosen(options.name, DEFAULT_NAME, Capability.NAME),
+        chosen(options.cga_cluster_size, DEFAULT_CGA_CLUSTER_SIZE, Capability.CGA),
+        options.channels_per_net_peer,
+    )
 
 
 LAUNCH_ORDER_SINCE = 22600
@@ -86,6 +127,34 @@ def warnings_for(environment: Mapping[str, str], nccl_version: int, other_nccl_g
             "CUDA_DEVICE_MAX_CONNECTIONS=1 with two communicators lets one wait behind the other for ever; set it to 8 "
             "or more"
         )
+    return found
+
+
+def overlap_warnings(
+    environment: Mapping[str, str], options: NcclOptions, capabilities: Collection[Capability]
+) -> list[str]:
+    """What lets an exchange need more multiprocessors than engines leave free: the environment, or the binding."""
+    config, margin = config_of(options, capabilities), options.margin
+    if not margin:
+        return []
+    found = []
+    for variable, limit, limited, what in (
+        ("NCCL_MAX_CTAS", margin, config.max_ctas is not None, "thread blocks carry an exchange"),
+        ("NCCL_MIN_CTAS", margin, True, "thread blocks carry an exchange at least"),
+        ("NCCL_CGA_CLUSTER_SIZE", max(1, options.cga_cluster_size or DEFAULT_CGA_CLUSTER_SIZE),
+         config.cga_cluster_size is not None, "thread blocks begin together"),
+    ):  # fmt: skip
+        value = environment.get(variable, "")
+        if value.isdecimal() and int(value) > limit:
+            found.append(
+                f"{variable}={value} overrides the ring's own {limit}: {value} {what}, and may wait for the kernels "
+                f"beside which sm_margin={margin} multiprocessors are free; unset it, or choose by NcclOptions"
+            )
+        elif not value and not limited:
+            found.append(
+                f"binding={options.binding!r} cannot limit how many {what}; set {variable}={limit} before anything "
+                "opens NCCL, so that an exchange begins beside kernels, or take binding='ctypes'"
+            )
     return found
 
 

@@ -25,7 +25,7 @@ from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
+from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import (
     Arrival,
     CallWindow,
@@ -39,7 +39,7 @@ from ringattn.transport.nccl.bootstrap import (
 from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
 from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, Replay, Started
-from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.options import NcclOptions, config_of
 from ringattn.transport.nccl.supervisor import BrokenCommunicatorError, StoreAllGather, Supervisor
 
 CLOSE_S = 10.0
@@ -47,14 +47,9 @@ CLOSE_S = 10.0
 EXIT_LINGER_S = 1.0
 GRACE_S = 5.0
 """What a wait on the host grants the supervisor, which knows better what went wrong."""
-DEFAULT_NAME = "ringattn"
 STUCK_ABORT_EXIT_CODE = 75
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
-
-SM_MARGIN = 4
-"""Multiprocessors left free where NCCL chooses its own thread blocks: 4 to 8 are enough for its sends and receives to
-begin beside a kernel that fills the others (MagiAttention, docs/source/blog/kernel_overlap.md)."""
 
 
 class NcclTransport:
@@ -250,7 +245,7 @@ class NcclTransport:
     @property
     def sm_margin(self) -> int:
         """See `Transport`; none alone."""
-        return 0 if self.world_size == 1 else self.options.max_ctas or SM_MARGIN
+        return 0 if self.world_size == 1 else self.options.margin
 
     def _meet(self, host: Host) -> None:
         """From the store to a warm communicator."""
@@ -260,8 +255,7 @@ class NcclTransport:
         )
         check_fit(gather_arrivals(control, mine, deadline, watch))
         unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
-        name = self.options.name or (DEFAULT_NAME if Capability.NAME in self._binding.capabilities else None)
-        config = CommConfig(self.options.blocking, self.options.max_ctas, name)
+        config = config_of(self.options, self._binding.capabilities)
         communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
         self._communicators.append(communicator)
         communicator.open(unique_id, watch)

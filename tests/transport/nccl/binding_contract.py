@@ -241,6 +241,8 @@ def what_is_missing_is_refused_by_name(bench: Bench) -> None:
     uses: dict[Capability, list[Callable[[], object]]] = {
         Capability.NONBLOCKING: [lambda: binding.init(1, bytes(128), 0, plain._replace(blocking=False))],
         Capability.MAX_CTAS: [lambda: binding.init(1, bytes(128), 0, plain._replace(max_ctas=2))],
+        Capability.CGA: [lambda: binding.init(1, bytes(128), 0, plain._replace(cga_cluster_size=1))],
+        Capability.NET_CHANNELS: [lambda: binding.init(1, bytes(128), 0, plain._replace(channels_per_net_peer=1))],
         Capability.NAME: [lambda: binding.init(1, bytes(128), 0, plain._replace(name="ring"))],
         Capability.FINALIZE: [lambda: binding.finalize(comm)],
         Capability.MEMORY: [lambda: binding.mem_alloc(64), lambda: binding.mem_free(64)],

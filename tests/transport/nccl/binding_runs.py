@@ -24,6 +24,7 @@ from tests.transport.nccl.stub import Stub
 
 OPTIONAL = {
     Capability.NAME,
+    Capability.NET_CHANNELS,
     Capability.MEMORY,
     Capability.REGISTER,
     Capability.FINALIZE,
@@ -41,13 +42,14 @@ def every_capability_is_there(bench: Bench) -> None:
 
 
 def config_arrives(bench: Bench) -> None:
-    bench.binding.init(2, bytes(128), 0, CommConfig(blocking=False, max_ctas=4, name="ring é"))
+    every = CommConfig(blocking=False, max_ctas=4, name="ring é", cga_cluster_size=1, channels_per_net_peer=3)
+    bench.binding.init(2, bytes(128), 0, every)
     bench.binding.init(2, bytes(128), 0, BLOCKING)
-    rest = f"netName=- commName={{}} sched={UNDEFINED}"
-    head = f"size=80 version=22800 blocking={{}} minCTAs={UNDEFINED} maxCTAs={{}} "
+    form = f"size=80 version=22800 blocking={{}} cga={{}} minCTAs={UNDEFINED} maxCTAs={{}} "
+    form += f"netName=- commName={{}} net={{}} sched={UNDEFINED}"
     first, second = (line.split(" ", 4)[4] for line in bench.stub.calls("ncclCommInitRankConfig"))
-    assert first == head.format(0, 4) + rest.format("ring é")
-    assert second == head.format(1, UNDEFINED) + rest.format("-")
+    assert first == form.format(0, 1, 4, "ring é", 3)
+    assert second == form.format(1, UNDEFINED, UNDEFINED, "-", UNDEFINED)
 
 
 def in_progress_is_no_error(bench: Bench) -> None:

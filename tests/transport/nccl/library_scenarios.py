@@ -75,11 +75,15 @@ def capabilities_follow_the_version(path: str, second: str) -> None:
     for version in (22300, 22699):
         stub.set_version(version)
         old = load_library(path)
-        assert frozenset(Capability) - old.capabilities == {Capability.NAME}
+        assert frozenset(Capability) - old.capabilities == {Capability.NAME, Capability.NET_CHANNELS}
         text = refusal(lambda old=old: old.require(Capability.NAME), MissingError)
         assert "config.commName needs NCCL 2.27.0" in text
         old.require(Capability.MEMORY)
+        text = refusal(lambda old=old: old.require(Capability.NET_CHANNELS), MissingError)
+        assert "config.nChannelsPerNetPeer needs NCCL 2.28.0" in text
     stub.set_version(22700)
+    assert load_library(path).capabilities == frozenset(Capability) - {Capability.NET_CHANNELS}
+    stub.set_version(22800)
     assert load_library(path).capabilities == frozenset(Capability)
     stub.set_version(VERSION)
 

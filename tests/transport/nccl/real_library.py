@@ -39,7 +39,7 @@ def transcript(binding: Binding) -> dict[str, object]:
         "after_init": binding.group_end(),
     }
     if Capability.NONBLOCKING in binding.capabilities:
-        config = CommConfig(blocking=False, max_ctas=2, name="ring")
+        config = CommConfig(False, 2, "ring", cga_cluster_size=1, channels_per_net_peer=2)
         told["nonblocking_init"] = answer(lambda: binding.init(1, ids[1], 0, config))
         told["after_nonblocking_init"] = binding.group_end()
     if Capability.MEMORY in binding.capabilities:

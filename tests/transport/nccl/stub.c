@@ -174,11 +174,12 @@ static Result make(Comm **comm, int size, int rank, const Config *config) {
     **comm = (Comm){.rank = rank, .size = size, .blocking = blocking};
     return launch(*comm);
 }
-#define CONFIG_FORMAT "size=%zu version=%u blocking=%d minCTAs=%d maxCTAs=%d netName=%s commName=%s sched=%d"
+#define CONFIG_FORMAT "size=%zu version=%u blocking=%d cga=%d minCTAs=%d maxCTAs=%d netName=%s commName=%s net=%d sched=%d"
 #define CONFIG_VALUES(c)                                                                                                \
-    (c) ? (c)->size : 0, (c) ? (c)->version : 0, (c) ? (c)->blocking : INT_MIN, (c) ? (c)->minCTAs : INT_MIN,           \
-        (c) ? (c)->maxCTAs : INT_MIN, (c) && (c)->netName ? (c)->netName : "-",                                         \
-        (c) && (c)->commName ? (c)->commName : "-", (c) ? (c)->nvlinkCentricSched : INT_MIN
+    (c) ? (c)->size : 0, (c) ? (c)->version : 0, (c) ? (c)->blocking : INT_MIN,                                         \
+        (c) ? (c)->cgaClusterSize : INT_MIN, (c) ? (c)->minCTAs : INT_MIN, (c) ? (c)->maxCTAs : INT_MIN,                \
+        (c) && (c)->netName ? (c)->netName : "-", (c) && (c)->commName ? (c)->commName : "-",                           \
+        (c) ? (c)->nChannelsPerNetPeer : INT_MIN, (c) ? (c)->nvlinkCentricSched : INT_MIN
 
 /* --- NCCL: what needs no communicator, and how one lives --------------------------------------------------------- */
 

@@ -48,13 +48,8 @@ class Checks:
 
     def config(self, config: CommConfig) -> None:
         """Raise `MissingError` for what the library cannot configure."""
-        for asked, needed in (
-            (not config.blocking, Capability.NONBLOCKING),
-            (config.max_ctas is not None, Capability.MAX_CTAS),
-            (config.name is not None, Capability.NAME),
-        ):
-            if asked:
-                self.capability(needed)
+        for needed in config.needs():
+            self.capability(needed)
 
     def no_graph(self, function: str, end: Communicator) -> None:
         """Raise while a graph lives: NCCL spins in destroy and abort until then (commDestroySync)."""
