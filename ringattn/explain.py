@@ -41,7 +41,8 @@ from ringattn.sequence import Sequence
 class Explanation:
     """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
 
-    `engine`: the name of the engine; `engine_why`: one sentence that begins with it.
+    `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
+    GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that.
     """
 
     problem: Problem
@@ -57,6 +58,8 @@ class Explanation:
     engine: str
     engine_why: str
     better_layout: str | None
+    sm_margin: int = 0
+    margin_us: float = 0.0
 
     @property
     def balance(self) -> float:
@@ -83,6 +86,11 @@ class Explanation:
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
         lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
+        if self.sm_margin and self.cluster.sms:
+            lines.append(
+                f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
+                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: {self.margin_us:.0f} us of that prediction"
+            )
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
             lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
         if others := _beside(self):
@@ -128,6 +136,7 @@ def explain(
     kv_seq: Sequence | None = None,
     schedule: ScheduleName | str = "auto",
     cluster: Cluster | str = REFERENCE,
+    sm_margin: int | None = None,
 ) -> Explanation:
     """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
 
@@ -157,12 +166,15 @@ def explain(
         kv_seq: As for `attention`.
         schedule: As for `attention`.
         cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
+        sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
+            as the engine of this ring leaves on its device.
 
     Returns:
         The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
 
     Raises:
-        InputError: Sizes are missing, a name is not known, options do not fit, or there are too many pieces to plan.
+        InputError: Sizes are missing, a name is not known, options do not fit, there are too many pieces to plan, or
+            the cluster does not have so many multiprocessors.
         UnsupportedError: The engine does not compute this call.
 
     Example:
@@ -191,6 +203,11 @@ def explain(
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
     areas = _pairs(problem)
+    own = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
+    margin = own if sm_margin is None else sm_margin
+    machine = cluster.leaving(margin)
+    predicted_us = sum(simulate(one, machine).total_us for one in plans)
+    whole_us = sum(simulate(one, cluster).total_us for one in plans) if margin else predicted_us
     return Explanation(
         problem=problem,
         forward=schedule_of(problem, route, backward=False),
@@ -200,11 +217,13 @@ def explain(
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
         pairs=areas,
         peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
-        predicted_us=sum(simulate(one, cluster).total_us for one in plans),
+        predicted_us=predicted_us,
         cluster=cluster,
         engine=chosen.engine.name,
         engine_why=chosen.why,
         better_layout=_better_layout(ring, seq, kv_seq, problem, areas),
+        sm_margin=margin,
+        margin_us=predicted_us - whole_us,
     )
 
 

@@ -6,7 +6,7 @@ Guarantees: a preset says where its figures come from; what was measured on the 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class Cluster:
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
     pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
     `cores` is set. `calibrated`: whether the constants were measured on the machine itself. `source`: where they come
-    from. Raises `InputError` for constants that cannot be.
+    from. `sms`: multiprocessors of a rank's GPU; None: not known, or none.
+    Raises `InputError` for constants that cannot be.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Cluster:
     pass_s: float = 0.0
     wire_cores: float = 0.0
     calibrated: bool = False
+    sms: int | None = None
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""
@@ -75,17 +77,31 @@ class Cluster:
         latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
         return latency_s, self.node_bandwidth or self.bandwidth
 
+    def leaving(self, sm_margin: int) -> Cluster:
+        """The same machines, on which attention leaves `sm_margin` multiprocessors of each GPU to exchanges.
+
+        Raises `InputError` where no multiprocessor is left, or where nobody knows how many there are.
+        """
+        if not sm_margin:
+            return self
+        if self.sms is None or not 0 < sm_margin < self.sms:
+            known = "of an unknown number" if self.sms is None else f"of {self.sms}"
+            raise InputError(f"sm_margin={sm_margin}: cannot leave so many multiprocessors {known} ({self.name})")
+        share = (self.sms - sm_margin) / self.sms
+        backward = None if self.backward_flops is None else self.backward_flops * share
+        return replace(self, flops=self.flops * share, backward_flops=backward)
+
 
 UNITS = {
     "flops": "FLOP/s", "backward_flops": "FLOP/s", "bandwidth": "bytes/s", "node_bandwidth": "bytes/s",
     "copy_bytes_s": "bytes/s", "latency_s": "s", "node_latency_s": "s", "call_s": "s", "tile_s": "s", "pass_s": "s",
     "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
-    "wire_cores": "processors",
+    "wire_cores": "processors", "sms": "multiprocessors",
 }  # fmt: skip
 
 REFERENCE = Cluster(
     "H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
-    source="a stated point of reference, not a measurement of the machine at hand",
+    source="a stated point of reference, not a measurement of the machine at hand", sms=132,
 )  # fmt: skip
 
 _STATED = "latency: stated, not measured; NICs: line rate"
@@ -94,31 +110,31 @@ CLUSTERS: dict[str, Cluster] = {
     "reference": REFERENCE,
     "a100": Cluster(
         "A100 SXM 80 GB, 8 a machine, 200G NICs (published)", 230e12, 240e9, 15e-6, backward_flops=196e12,
-        copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128, sms=108,
         source="FlashAttention-2 (arXiv:2307.08691): up to 230 TFLOP/s forward, 63 % of the peak of 312 backward; "
         f"NVLink 3: half of 480 GB/s both ways (NVIDIA/nccl-tests issue 149); memory: A100 datasheet; {_STATED}",
     ),
     "h100": Cluster(
         "H100 SXM, 8 a machine, 400G NICs (published)", 648e12, 371e9, 15e-6, backward_flops=561e12,
-        copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
         source="FlashAttention-3 (arXiv:2407.08608), head dimension 128, 16k tokens, no mask; NVLink 4: half of 742 "
         f"GB/s both ways (NVIDIA/nccl issue 1264); memory: H100 datasheet; {_STATED}",
     ),
     "h200": Cluster(
         "H200 SXM, 8 a machine, 400G NICs (published)", 702e12, 371e9, 15e-6, backward_flops=612e12,
-        copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
         source="cuDNN 9.19 on H200 (cudnn-frontend's benchmark tables), head dimension 128, 16k tokens, no mask; "
         f"NVLink 4 as the H100's; memory: H200 datasheet; {_STATED}",
     ),
     "b200": Cluster(
         "B200, 8 a machine, 400G NICs (published)", 1613e12, 900e9, 15e-6, backward_flops=1070e12,
-        copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=148,
         source="FlashAttention-4 (Dao et al. 2026, abstract): up to 1613 TFLOP/s forward; backward: MagiAttention's "
         f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; {_STATED}",
     ),
     "rtx4090": Cluster(
         "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
-        copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128, sms=128,
         source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the 165 TFLOP/s of the "
         f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
     ),

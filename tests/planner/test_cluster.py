@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +118,26 @@ def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.
     assert len({re.search(r"predicted (\d+) us", text)[1] for text in shown.values()}) == 3  # type: ignore[index]
     assert main(["explain", *sizes, "cluster=h20"]) == 2
     assert "did you mean h200?" in capsys.readouterr().err
+
+
+# --- a margin of multiprocessors -------------------------------------------------------------------------------------
+
+
+def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> None:
+    h100 = CLUSTERS["h100"]
+    left = h100.leaving(8)
+    assert (left.flops, left.backward_flops) == (648e12 * 124 / 132, 561e12 * 124 / 132)
+    assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops) == h100
+    assert REFERENCE.leaving(4).backward_flops is None and h100.leaving(0) is h100
+    assert {name: cluster.sms for name, cluster in CLUSTERS.items()} == {
+        "reference": 132, "a100": 108, "h100": 132, "h200": 132, "b200": 148, "rtx4090": 128, "cpu": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "margin", "words"),
+    [("h100", 132, "multiprocessors of 132"), ("h100", -1, "of 132"), ("cpu", 4, "of an unknown number")],
+)
+def test_a_margin_that_cannot_be_is_refused(name: str, margin: int, words: str) -> None:
+    with pytest.raises(InputError, match=f"sm_margin={margin}: cannot leave so many .*{words}"):
+        CLUSTERS[name].leaving(margin)

@@ -57,6 +57,23 @@ SLOW_LINK = Cluster("a link as slow as work", 65.536e6, 8.192e6, 200e-6)
 """A full block takes 1000 us, a message 200 + 1000 us."""
 
 
+def test_a_margin_slows_every_step_and_no_message() -> None:
+    """A quarter of the multiprocessors is left to messages: a block takes 4/3, and a message what it took."""
+    gpu = replace(SLOW_LINK, sms=100)
+    fast = replace(gpu, bandwidth=gpu.bandwidth * 1e6, latency_s=0.0)
+    for cluster, exchange_us in ((gpu, 1200.0), (fast, shard_us(fast))):
+        time = simulate(plans_of(problem_of(2)), cluster.leaving(25))
+        assert time.total_us == pytest.approx(max(exchange_us, 4000 / 3) + 4000 / 3)
+
+
+def test_messages_that_wait_for_work_follow_it() -> None:
+    """1000 us of work, then 1200 us of messages, in every step but the last, which has none."""
+    for ranks in (2, 4):
+        time = simulate(plans_of(problem_of(ranks)), SLOW_LINK, overlap=False)
+        assert time.total_us == pytest.approx((ranks - 1) * 2200 + 1000)
+        assert simulate(plans_of(problem_of(ranks)), SLOW_LINK).total_us == pytest.approx((ranks - 1) * 1200 + 1000)
+
+
 def test_two_ranks_by_hand() -> None:
     # Step 0: both attend their own block, 1000 us, while messages take 1200. Step 1: 1000 us more.
     time = simulate(plans_of(problem_of(2)), SLOW_LINK)
