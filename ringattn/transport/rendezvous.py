@@ -64,7 +64,8 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     if transport == "nccl" or (transport == "auto" and torch.cuda.is_available()):
         return _open_nccl(store or dist.HashStore(), rank, world_size, timeout_s, nccl or NcclOptions(), flight_dir)
     assert store is not None
-    return GlooTransport.open(store, rank, world_size, timeout_s, flight_dir)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface)
 
 
 def _open_nccl(
