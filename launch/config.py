@@ -5,7 +5,6 @@ Guarantees: a wrong key, type or value raises `InputError` with a message that b
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,13 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.errors import InputError
 from ringattn.launch.options import CONF, check_limits, coded_presets, groups, leaves, presets_of
+from ringattn.launch.spelling import no_such_key, spelled
 
 T = TypeVar("T")
-
-ALIASES = {"nproc": "ranks", "ring": "ranks", "length_tokens": "tokens", "q_heads": "heads", "attention": "mask"}
-"""Keys as earlier versions spelled them: read as the new key by a command that has this one and not the old one."""
-DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Every command takes either name of a dtype, and keeps the one that is among its choices."""
 
 
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
@@ -49,35 +44,6 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     assert isinstance(config, schema)
     check_limits(config)
     return config
-
-
-def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
-    """The words in the spelling of a command that takes the keys of `schemas`: see `ALIASES` and `DTYPES`.
-
-    Raises `InputError` for a key that is given in two spellings.
-    """
-    known = {leaf: field.metadata.get("choices") for schema in schemas for leaf, _, field in leaves(schema())}
-    given = {word.partition("=")[0] for word in words}
-    found = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        new = ALIASES.get(key)
-        if key == "dtype" and (choices := known.get(key)):
-            found.append(f"{key}{equals}{','.join(_dtype(one, choices) for one in value.split(','))}")
-            continue
-        if new is None or key in known or new not in known:
-            found.append(word)
-            continue
-        if other := next((one for one in sorted(given - {key}) if ALIASES.get(one, one) == new), None):
-            raise InputError(f"{key}: is another spelling of {new}, and {other} is given too; give only {new}")
-        found.append(f"{new}{equals}{value}")
-    return found
-
-
-def _dtype(name: str, choices: Sequence[str]) -> str:
-    """The other name of a dtype, where a command knows it by that one."""
-    other = DTYPES.get(name) or next((long for long, short in DTYPES.items() if short == name), name)
-    return other if name not in choices and other in choices else name
 
 
 @contextmanager
@@ -129,12 +95,6 @@ def _check_key(override: Override, schema: Any) -> None:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
         raise no_such_key(key, [*(group for group in groups(schema) if presets_of(schema, group)), *known])
-
-
-def no_such_key(key: str, known: Sequence[str]) -> InputError:
-    """The error for a key that is not among those known; it names the nearest."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return InputError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "; --help lists the keys"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ringattn.errors import InputError
-from ringattn.launch.config import load
 from ringattn.launch.measure.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
 from ringattn.launch.measure.constants import Fit, constants_of
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import UNITS, Cluster
 
 JOB_TIMEOUT_S = 900.0
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("calibrate", PURPOSE, CalibrateConfig))
         return 0
-    config = load(argv, CalibrateConfig)
+    config = load_plain(argv, CalibrateConfig)
     gpus = torch.cuda.device_count()
     nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
     if nccl and config.ranks > gpus:

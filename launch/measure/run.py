@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import spelled, swept
+from ringattn.launch.config import swept
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of, words_of
 from ringattn.launch.options import help_text
@@ -24,6 +24,7 @@ from ringattn.launch.ranks import (
     run_ranks_in_processes,
     threads_for,
 )
+from ringattn.launch.spelling import spelled
 
 PURPOSE = """\
 Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.

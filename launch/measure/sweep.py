@@ -18,7 +18,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import load, no_such_key, parse, spelled, swept
+from ringattn.launch.config import load, parse, swept
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
@@ -27,6 +27,7 @@ from ringattn.launch.measure.run_config import RunConfig, load_run
 from ringattn.launch.measure.sweep_progress import SweepProgress
 from ringattn.launch.options import CONF, group, groups, help_text, leaves, option, presets_of
 from ringattn.launch.ranks import place_in_torchrun, threads_for
+from ringattn.launch.spelling import no_such_key, spelled
 
 PURPOSE = """\
 Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from ringattn.errors import InputError, NonFiniteError, RingError
-from ringattn.launch.config import ALIASES
 from ringattn.launch.folders import FolderLock, not_written
 from ringattn.launch.options import leaves
 from ringattn.launch.ranks import restarts_of_torchrun, torchrun_job
+from ringattn.launch.spelling import ALIASES
 from ringattn.launch.train.checkpoint_files import (
     RUN,
     DamagedError,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,9 +16,12 @@ from ringattn.bench import prediction
 from ringattn.bench.gate import GateError
 from ringattn.cli import main
 from ringattn.errors import InputError, RingError
+from ringattn.launch.config import load
 from ringattn.launch.measure import calibrate, calibration
+from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, finalized
 from ringattn.launch.measure.constants import constants_of, least_squares, link_fit
+from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import UNITS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import COPIED, call_work, computed_pairs, work_s
@@ -128,6 +133,49 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
         calibrate.main(["transport=gloo", "dtype=float8"])
     with pytest.raises(InputError, match="its folder does not exist"):
         calibrate.main(["transport=gloo", f"out='{tmp_path / 'no' / 'file.json'}'"])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("rank=2", "rank: no such key; did you mean ranks"),
+        ("ranks=two", "ranks=two: should be int"),
+        ("ranks=2,4", "ranks=2,4: should be int"),
+        ("ranks", "ranks: write options as key=value"),
+        ("+ranks=2", r"\+ranks: no such key"),
+        ("--cfg=job", "--cfg=job: write options"),
+        ("rounds=0", "rounds=0: must be at least 1"),
+    ],
+)
+def test_bad_words_are_refused(word: str, says: str) -> None:
+    with pytest.raises(InputError, match=f"^{says}"):
+        calibrate.main([word])
+
+
+def test_words_are_read_as_hydra_reads_them() -> None:
+    """`calibrate` runs where there is no Hydra, and understands what other commands do."""
+    for words in (
+        ["nproc=3", "dtype=bf16", "rounds=2"],
+        ["dtype=null", "out='with a blank.json'"],
+        ["transport=gloo", 'out="x.json"'],
+    ):
+        assert load_plain(words, CalibrateConfig) == load(words, CalibrateConfig), words
+
+
+def test_no_hydra_is_needed() -> None:
+    """On a GPU machine without a network there is none."""
+    program = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('hydra', 'omegaconf', 'matplotlib', 'jinja2'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from ringattn.cli import main
+sys.exit(main(["calibrate", "ranks=1"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "ringattn calibrate: ranks=1: must be at least 2\n")
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ringattn.errors import InputError
 from ringattn.launch.capacity.plan import PlanConfig
-from ringattn.launch.config import ALIASES, DTYPES, load
+from ringattn.launch.config import load
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
 from ringattn.launch.measure.points import hash_of
@@ -17,6 +17,7 @@ from ringattn.launch.measure.sweep import described
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
+from ringattn.launch.spelling import ALIASES, DTYPES
 from ringattn.launch.train.checkpoints import Checkpoints
 from ringattn.launch.train.config import TrainConfig
 
