@@ -9,7 +9,7 @@ from ringattn.errors import InputError
 
 NAMES = (
     "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
-    "recording", "hop", "launch", "faults",
+    "recording", "hop", "launch", "faults", "margin",
 )  # fmt: skip
 
 

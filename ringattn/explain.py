@@ -26,9 +26,7 @@ from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
 from ringattn.errors import InputError
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
-from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.extent import check_extent, excess
-from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
@@ -43,8 +41,8 @@ from ringattn.sequence import Sequence
 class Explanation:
     """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
 
-    `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `crossed`: of each pass, the links
-    that its messages cross, the slowest first.
+    `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
+    GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that.
     """
 
     problem: Problem
@@ -60,7 +58,8 @@ class Explanation:
     engine: str
     engine_why: str
     better_layout: str | None
-    crossed: tuple[tuple[Crossed, ...], ...] = ()
+    sm_margin: int = 0
+    margin_us: float = 0.0
 
     @property
     def balance(self) -> float:
@@ -86,8 +85,12 @@ class Explanation:
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
-        lines += _links(self)
         lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
+        if self.sm_margin and self.cluster.sms:
+            lines.append(
+                f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
+                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: {self.margin_us:.0f} us of that prediction"
+            )
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
             lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
         if others := _beside(self):
@@ -133,6 +136,7 @@ def explain(
     kv_seq: Sequence | None = None,
     schedule: ScheduleName | str = "auto",
     cluster: Cluster | str = REFERENCE,
+    sm_margin: int | None = None,
 ) -> Explanation:
     """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
 
@@ -161,14 +165,16 @@ def explain(
         softcap: As for `attention`.
         kv_seq: As for `attention`.
         schedule: As for `attention`.
-        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
-            share nodes as it says, or where it says nothing as those of the ring do.
+        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
+        sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
+            as the engine of this ring leaves on its device.
 
     Returns:
         The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
 
     Raises:
-        InputError: Sizes are missing, a name is not known, options do not fit, or there are too many pieces to plan.
+        InputError: Sizes are missing, a name is not known, options do not fit, there are too many pieces to plan, or
+            the cluster does not have so many multiprocessors.
         UnsupportedError: The engine does not compute this call.
 
     Example:
@@ -176,7 +182,6 @@ def explain(
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
-    cluster = cluster.joined(ring.links)
     if q is not None:
         batch, _, q_heads, head_dim = q.shape
         dtype = q.dtype
@@ -193,11 +198,16 @@ def explain(
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=schedule == ALL_TO_ALL.name or (schedule == "auto" and dilated))
-    route = choose_route(problem, schedule, ring.cluster)
+    route = choose_route(problem, schedule)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
     areas = _pairs(problem)
+    own = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
+    margin = own if sm_margin is None else sm_margin
+    machine = cluster.leaving(margin)
+    predicted_us = sum(simulate(one, machine).total_us for one in plans)
+    whole_us = sum(simulate(one, cluster).total_us for one in plans) if margin else predicted_us
     return Explanation(
         problem=problem,
         forward=schedule_of(problem, route, backward=False),
@@ -207,12 +217,13 @@ def explain(
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
         pairs=areas,
         peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
-        predicted_us=sum(simulate(one, cluster).total_us for one in plans),
+        predicted_us=predicted_us,
         cluster=cluster,
         engine=chosen.engine.name,
         engine_why=chosen.why,
         better_layout=_better_layout(ring, seq, kv_seq, problem, areas),
-        crossed=tuple(crossed(one, cluster) for one in plans),
+        sm_margin=margin,
+        margin_us=predicted_us - whole_us,
     )
 
 
@@ -267,28 +278,6 @@ def _beside(e: Explanation) -> str | None:
     told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
             for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
     return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
-
-
-def _links(e: Explanation) -> list[str]:
-    """Which links the hops of each pass cross and what the slowest costs; then how the ranks lie on nodes."""
-    known = e.cluster.links is not None
-    if not known and e.cluster.ranks_per_node is None:
-        return []
-    names = {kind: kind.value if known or kind is LinkClass.NETWORK else "links inside a node" for kind in LinkClass}
-    lines = []
-    for name, links in zip(("forward", "backward"), e.crossed, strict=False):
-        if links:
-            slowest, (src, dst) = links[0], links[0].slowest
-            told = ", ".join(f"{len(one.pairs)} over {names[one.kind]} ({_si(one.nbytes)}B)" for one in links)
-            lines.append(
-                f"{name} sends from rank to rank: {told}; the slowest hop, rank {src} to {dst} over "
-                f"{names[slowest.kind]}, takes {slowest.slowest_us:.3g} us, {slowest.latency_us:.3g} of them latency"
-            )
-    if known and any(one.kind is LinkClass.UNKNOWN for links in e.crossed for one in links):
-        lines.append("unknown links could not be found out on this machine; they count as any inside a node")
-    if e.cluster.links is not None and e.cluster.links.crossings:
-        lines.append(placement(e.cluster.links))
-    return lines
 
 
 def _fields(problem: Problem) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class ExplainConfig:
     backward: bool = option(True, "also the backward pass")
     cluster: str = option("reference", "what times are predicted for: a file of `ringattn calibrate`, or one of "
                           + ", ".join(CLUSTERS))  # fmt: skip
+    sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
     operations: bool = option(False, "also list every operation, one a line")
     picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
     rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)",
@@ -107,6 +108,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
             schedule=config.schedule,
             backward=config.backward,
             cluster=config.cluster,
+            sm_margin=config.sm_margin,
         )
 
     explanation = run_ranks(config.ranks, of_rank)[0]

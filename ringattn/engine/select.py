@@ -39,9 +39,10 @@ def choose(
     Raises `UnsupportedError` where a named engine cannot do the call.
     """
     call = _Call(device, dtype, max(d_k, d_v), softcap, sm_margin)
-    if name == "auto":
-        return _first_in_order(call)
-    return Choice(_engine(name, call), f"{name}: asked for by name")
+    found = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
+    if sm_margin and not found.engine.sm_margin:
+        return found._replace(why=f"{found.why}; it leaves no multiprocessor to exchanges")
+    return found
 
 
 class _Call(NamedTuple):

@@ -6,13 +6,11 @@ Guarantees: a preset says where its figures come from; what was measured on the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, one_of
-from ringattn.planner.links import LinkClass, Links
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,13 @@ class Cluster:
     it. `copy_bytes_s`: bytes/s at which rows are packed, merged and added, read and written bytes together; None: not
     counted. `cores`: ranks of a machine that compute at full speed at once, None: all. `ranks_per_node` ranks share a
     machine, None: all; messages between machines have `node_bandwidth` and `node_latency_s`, None: as the others.
-    `pcie_bandwidth`: between GPUs of a machine without NVLink, None: as the others. `links`: which link joins each pair
-    of ranks; None: known only from `ranks_per_node`.
 
     `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
     pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
     `cores` is set. `calibrated`: whether the constants were measured on the machine itself. `source`: where they come
-    from. Raises `InputError` for constants that cannot be.
+    from. `sms`: multiprocessors of a rank's GPU; None: not known, or none.
+    Raises `InputError` for constants that cannot be.
     """
 
     name: str
@@ -53,8 +50,7 @@ class Cluster:
     pass_s: float = 0.0
     wire_cores: float = 0.0
     calibrated: bool = False
-    pcie_bandwidth: float | None = None
-    links: Links | None = None
+    sms: int | None = None
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""
@@ -66,59 +62,46 @@ class Cluster:
                 least = "must not be negative" if key in may_be_zero else "must be more than 0"
                 raise InputError(f"{key}={value}: {least}")
 
-    def joined(self, links: Links | None) -> Cluster:
-        """These machines, with the links of a ring where nodes are not told here already."""
-        told = self.links is not None or self.ranks_per_node is not None
-        return self if links is None or told else replace(self, links=links)
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raise `InputError` where the links are those of another number of ranks."""
-        if self.links is not None and len(self.links.nodes) != ranks:
-            raise InputError(f"the links of {self.name} join {len(self.links.nodes)} ranks, and there are {ranks}")
+    def crosses(self, rank: int, peer: int) -> bool:
+        """Whether two ranks are on different machines."""
+        return self.node_of(rank) != self.node_of(peer)
 
     def node_of(self, rank: int) -> int:
         """The machine of a rank."""
-        if self.links is not None:
-            return self.links.nodes[rank]
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
-    def link_class(self, rank: int, peer: int) -> LinkClass:
-        """What joins two ranks; unknown between ranks of a machine whose links are not told."""
-        if self.links is not None:
-            return self.links.of(rank, peer)
-        return LinkClass.UNKNOWN if self.node_of(rank) == self.node_of(peer) else LinkClass.NETWORK
+    def link(self, across: bool) -> tuple[float, float]:
+        """Seconds of latency and bytes/s, between ranks of one machine or of two."""
+        if not across:
+            return self.latency_s, self.bandwidth
+        latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
+        return latency_s, self.node_bandwidth or self.bandwidth
 
-    def classes_inside(self) -> set[LinkClass]:
-        """What joins ranks of a machine."""
-        return (self.links.classes_inside() if self.links is not None else set()) or {LinkClass.UNKNOWN}
+    def leaving(self, sm_margin: int) -> Cluster:
+        """The same machines, on which attention leaves `sm_margin` multiprocessors of each GPU to exchanges.
 
-    def link(self, kind: LinkClass) -> tuple[float, float]:
-        """Seconds of latency and bytes/s of a link; one that is not known counts as any of the machine."""
-        if kind is LinkClass.NETWORK:
-            latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
-            return latency_s, self.node_bandwidth or self.bandwidth
-        if kind is LinkClass.PCIE:
-            return self.latency_s, self.pcie_bandwidth or self.bandwidth
-        return self.latency_s, self.bandwidth
-
-    def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
-        """`link` of the class with the least bytes/s."""
-        return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
+        Raises `InputError` where no multiprocessor is left, or where nobody knows how many there are.
+        """
+        if not sm_margin:
+            return self
+        if self.sms is None or not 0 < sm_margin < self.sms:
+            known = "of an unknown number" if self.sms is None else f"of {self.sms}"
+            raise InputError(f"sm_margin={sm_margin}: cannot leave so many multiprocessors {known} ({self.name})")
+        share = (self.sms - sm_margin) / self.sms
+        backward = None if self.backward_flops is None else self.backward_flops * share
+        return replace(self, flops=self.flops * share, backward_flops=backward)
 
 
 UNITS = {
     "flops": "FLOP/s", "backward_flops": "FLOP/s", "bandwidth": "bytes/s", "node_bandwidth": "bytes/s",
-    "pcie_bandwidth": "bytes/s",
     "copy_bytes_s": "bytes/s", "latency_s": "s", "node_latency_s": "s", "call_s": "s", "tile_s": "s", "pass_s": "s",
     "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
-    "wire_cores": "processors",
+    "wire_cores": "processors", "sms": "multiprocessors",
 }  # fmt: skip
 
 REFERENCE = Cluster(
     "H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
-    node_bandwidth=50e9, node_latency_s=30e-6, pcie_bandwidth=63e9,
-    source="a stated point of reference, not a measurement of the machine at hand; 50 GB/s and 30 us between nodes, 63 "
-    "GB/s over PCIe",
+    source="a stated point of reference, not a measurement of the machine at hand", sms=132,
 )  # fmt: skip
 
 _STATED = "latency: stated, not measured; NICs: line rate"
@@ -127,31 +110,31 @@ CLUSTERS: dict[str, Cluster] = {
     "reference": REFERENCE,
     "a100": Cluster(
         "A100 SXM 80 GB, 8 a machine, 200G NICs (published)", 230e12, 240e9, 15e-6, backward_flops=196e12,
-        copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128, sms=108,
         source="FlashAttention-2 (arXiv:2307.08691): up to 230 TFLOP/s forward, 63 % of the peak of 312 backward; "
         f"NVLink 3: half of 480 GB/s both ways (NVIDIA/nccl-tests issue 149); memory: A100 datasheet; {_STATED}",
     ),
     "h100": Cluster(
         "H100 SXM, 8 a machine, 400G NICs (published)", 648e12, 371e9, 15e-6, backward_flops=561e12,
-        copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
         source="FlashAttention-3 (arXiv:2407.08608), head dimension 128, 16k tokens, no mask; NVLink 4: half of 742 "
         f"GB/s both ways (NVIDIA/nccl issue 1264); memory: H100 datasheet; {_STATED}",
     ),
     "h200": Cluster(
         "H200 SXM, 8 a machine, 400G NICs (published)", 702e12, 371e9, 15e-6, backward_flops=612e12,
-        copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
         source="cuDNN 9.19 on H200 (cudnn-frontend's benchmark tables), head dimension 128, 16k tokens, no mask; "
         f"NVLink 4 as the H100's; memory: H200 datasheet; {_STATED}",
     ),
     "b200": Cluster(
         "B200, 8 a machine, 400G NICs (published)", 1613e12, 900e9, 15e-6, backward_flops=1070e12,
-        copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=148,
         source="FlashAttention-4 (Dao et al. 2026, abstract): up to 1613 TFLOP/s forward; backward: MagiAttention's "
         f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; {_STATED}",
     ),
     "rtx4090": Cluster(
         "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
-        copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128,
+        copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128, sms=128,
         source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the 165 TFLOP/s of the "
         f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
     ),

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan
 from ringattn.planner.work import packing_s, step_s
 
@@ -37,9 +36,13 @@ class Timeline(NamedTuple):
     spans: tuple[tuple[Span, ...], ...]
 
 
-def simulate(plans: tuple[Plan, ...], cluster: Cluster) -> Timeline:
-    """Play the plans of all ranks of one pass against each other. Raises `InputError` for plans that never end."""
-    play = _Play(plans, cluster)
+def simulate(plans: tuple[Plan, ...], cluster: Cluster, overlap: bool = True) -> Timeline:
+    """Play the plans of all ranks of one pass against each other. Raises `InputError` for plans that never end.
+
+    `overlap`: False where a step's messages begin only when its work has ended, as exchanges do that find no
+    multiprocessor free before.
+    """
+    play = _Play(plans, cluster, overlap)
     play.run()
     total = max(play.finished, default=0.0) * 1e6
     spans = tuple(tuple(found) for found in play.spans)
@@ -108,18 +111,16 @@ class _Message(NamedTuple):
 class _Play:
     """The state of all ranks."""
 
-    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster) -> None:
-        self._plans, self._cluster = plans, cluster
-        cluster.check_ranks(len(plans))
-        nodes = 1 + max(map(cluster.node_of, range(len(plans)))) if cluster.cores is not None else 1
+    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool) -> None:
+        self._plans, self._cluster, self._overlap = plans, cluster, overlap
+        nodes = cluster.node_of(len(plans) - 1) + 1 if cluster.cores is not None else 1
         self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
         self._orders = count()
         self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
-        # Bytes by rank, step, whether sent, and the class of link, which what is sent in a step shares.
-        self._loads: dict[tuple[int, int, bool, LinkClass], int] = {}
+        self._loads: dict[tuple[int, int, bool, bool], int] = {}  # bytes by rank, step, whether sent, across machines
         for message in _messages(plans):
-            kind = cluster.link_class(message.src, message.dst)
-            for key in ((message.src, message.src_step, True, kind), (message.dst, message.dst_step, False, kind)):
+            across = cluster.crosses(message.src, message.dst)
+            for key in ((message.src, message.src_step, True, across), (message.dst, message.dst_step, False, across)):
                 self._loads[key] = self._loads.get(key, 0) + message.nbytes
                 self._messages[key[0]][key[1]].append(message)
         self._at = [-1] * len(plans)
@@ -167,23 +168,29 @@ class _Play:
     def _depart(self, rank: int, now_s: float) -> None:
         """A rank lets its step's messages go and turns to its work."""
         at = self._at[rank]
-        step, messages = self._plans[rank].steps[at], self._messages[rank][at]
+        step = self._plans[rank].steps[at]
+        self._working[rank], self._left[rank] = True, len(self._messages[rank][at])
+        if self._overlap:
+            self._post(rank, now_s)
+        work = step_s(self._plans[rank], step, self._cluster)
+        self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
+
+    def _post(self, rank: int, now_s: float) -> None:
+        """This end of a rank's messages is ready."""
+        at = self._at[rank]
         self._posted_s[rank][at] = now_s
-        self._working[rank], self._left[rank] = True, len(messages)
-        for message in messages:
+        for message in self._messages[rank][at]:
             if self._posted_s[message.src][message.src_step] is not None and (
                 self._posted_s[message.dst][message.dst_step] is not None
             ):
                 self._travel(message, now_s)
-        work = step_s(self._plans[rank], step, self._cluster)
-        self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
 
     def _travel(self, message: _Message, now_s: float) -> None:
         """A message of which both ends are ready."""
         src, src_step, dst, dst_step, _ = message
-        kind = self._cluster.link_class(src, dst)
-        load = max(self._loads[src, src_step, True, kind], self._loads[dst, dst_step, False, kind])
-        latency_s, bandwidth = self._cluster.link(kind)
+        across = self._cluster.crosses(src, dst)
+        load = max(self._loads[src, src_step, True, across], self._loads[dst, dst_step, False, across])
+        latency_s, bandwidth = self._cluster.link(across)
 
         def done(end_s: float) -> None:
             for rank in (src, dst):
@@ -204,6 +211,8 @@ class _Play:
 
     def _worked(self, rank: int, now_s: float) -> None:
         self._working[rank] = False
+        if not self._overlap:
+            self._post(rank, now_s)
         self._leave(rank, now_s)
 
     def _arrived(self, rank: int, now_s: float) -> None:

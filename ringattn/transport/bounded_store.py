@@ -26,6 +26,8 @@ from ringattn.transport.deadline import Deadline
 
 T = TypeVar("T")
 
+LOOK_S = 0.1
+"""How often a caller that waits looks whether the connection was given up meanwhile."""
 RESUMED_S = 0.05
 """An answer has this long after its deadline: a process that was itself stopped finds it here when it is continued."""
 EXIT_S = 1.0
@@ -50,9 +52,14 @@ class _Request(Generic[T]):
             self._error = error
         self.answered.release()
 
-    def wait(self, seconds: float) -> bool:
-        """Whether the answer arrived in time."""
-        return self.answered.acquire(timeout=max(seconds, 0.0)) or self.answered.acquire(timeout=RESUMED_S)
+    def wait(self, deadline: Deadline, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the answer arrived in time, and before `ended()`."""
+        while not self.answered.acquire(timeout=min(max(deadline.left_s, 0.0), LOOK_S)):
+            if ended():
+                return False
+            if deadline.passed:
+                return self.answered.acquire(timeout=RESUMED_S)
+        return True
 
     def result(self) -> T:
         """The answer, or what the call raised."""
@@ -89,7 +96,7 @@ class _Connection:
             self._start()
         request = _Request(run)
         self._requests.put(request)
-        if not request.wait(deadline.left_s):
+        if not request.wait(deadline, lambda: bool(self.lost)):
             self.lost = self.lost or (
                 f"{host_of(self.store)} did not answer within {deadline.timeout_s} s (stopped, or out of reach)"
             )
@@ -158,6 +165,10 @@ class BoundedStore:
         """Whether a call was not answered in time."""
         return bool(self._connection.lost)
 
+    def abandon(self) -> None:
+        """Fail the calls that are under way, and every later one: its host is known not to answer."""
+        self._connection.lost = self._connection.lost or f"{self.host} does not answer"
+
     def set(self, key: str, value: str | bytes) -> None:
         """See `dist.Store.set`."""
         self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
@@ -205,7 +216,7 @@ def bounded(make: Callable[[], T], deadline: Deadline, late: str) -> T:
     """
     request = _Request(make)
     threading.Thread(target=request.serve, name="ringattn-bounded", daemon=True).start()
-    if not request.wait(deadline.left_s):
+    if not request.wait(deadline):
         raise DeadlineError(late)
     return request.result()
 

@@ -117,7 +117,7 @@ class ControlStore:
 
     def cause(self) -> str | None:
         """The first cause."""
-        return self.read("cause").decode() if self.holds("cause") else None
+        return self.read("cause").decode() or None if self.holds("cause") else None
 
     def leave(self) -> None:
         """Say that this rank closes in good order. Never raises."""

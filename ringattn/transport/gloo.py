@@ -20,12 +20,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ringattn.errors import ClosedError, DeadlineError, PeerLostError, TransportError
+from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
+from ringattn.transport.addresses import ADVICE, Address, devices, find_address, reachable
 from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.bounded_store import bounded, host_of
+from ringattn.transport.control_store import GRACE_S, ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.heartbeat import HEARTBEAT_S, Diagnosis, HeartbeatThread
 
+PUBLISH_S = 0.3
+"""How long a rank that fails tries to publish why."""
+PROBE_S = 0.5
+"""How long the store has to answer before its host is taken for the reason of a failed opening."""
 DATA_LANE = 0
 # Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the
 # length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
@@ -88,12 +95,12 @@ class GlooTransport(HostTransport):
     device = torch.device("cpu")
 
     def __init__(
-        self, group: dist.ProcessGroupGloo, store: dist.Store, timeout_s: float, flight_dir: Path | None = None
+        self, group: dist.ProcessGroupGloo, control: ControlStore, timeout_s: float, flight_dir: Path | None = None
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self._group: dist.ProcessGroupGloo | None = group
-        self._control = ControlStore(store, self.rank, self.world_size)
+        self._control = control
         self._diagnosis = Diagnosis(self._control)
         self._timeout_s = timeout_s
         self._all_gathers = 0
@@ -105,26 +112,60 @@ class GlooTransport(HostTransport):
         self._sender: HeartbeatThread | None = None
         # A ring of one has nobody who would read its heartbeat.
         if self.world_size > 1:
-            self._sender = HeartbeatThread(self._control.clone().store, self.rank, HEARTBEAT_S, self._flights.where)
+            self._beating = control.clone().store
+            self._sender = HeartbeatThread(self._beating, self.rank, HEARTBEAT_S, self._flights.where)
 
     @classmethod
     def open(
-        cls, store: dist.Store, rank: int, world_size: int, timeout_s: float, flight_dir: Path | None = None
+        cls,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        flight_dir: Path | None = None,
+        interface: str = "",
     ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
-        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. Raises `DeadlineError`
-        that names the ranks which did not arrive.
+        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
+        has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. Raises `DeadlineError`
+        that names the ranks which did not arrive, or the addresses that could not be reached.
         """
+        deadline, opened = Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
+        control = ControlStore(store, rank, world_size, timeout_s)
         try:
+            mine = bounded(
+                lambda: find_address(store, interface),
+                deadline.plus(GRACE_S),
+                f"the name of {host_of(store)} is not resolved within {timeout_s} s",
+            )
             # Before connecting, which waits for all: so an error can tell who is missing.
-            store.set(f"arrived/{rank}", "1")
-            group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+            addresses = [Address.parse(text) for text in control.gather("arrived", mine.text(), deadline)]
         except RuntimeError as error:
-            missing = [other for other in range(world_size) if not _holds(store, f"arrived/{other}")]
-            who = f"ranks {missing} did not arrive" if missing else "all ranks arrived, but could not connect"
-            raise DeadlineError(f"rank {rank} opened a ring of {world_size}: {who} within {timeout_s} s") from error
-        return cls(group, store, timeout_s, flight_dir)
+            said = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
+            raise DeadlineError(opened + said) from error
+        if troubles := [f"rank {other}: {one.trouble}" for other, one in enumerate(addresses) if one.trouble]:
+            raise InputError(f"{opened}{'; '.join(troubles)}")
+        addresses = [reachable(other, addresses) for other in range(world_size)]
+        listed_addresses = ", ".join(f"rank {other} at {one}" for other, one in enumerate(addresses))
+        late = (
+            f"{opened}all ranks arrived, but could not connect within {timeout_s} s ({listed_addresses}); if one of "
+            f"these cannot be reached by all others, {ADVICE}"
+        )
+        try:
+            # The store's host may stop meanwhile, and gloo's own deadline does not bound its calls of the store.
+            group = bounded(
+                lambda: _connect(store.clone(), rank, world_size, deadline.left_s, addresses[rank]),  # type: ignore[attr-defined]
+                deadline.plus(GRACE_S),
+                late,
+            )
+        except RuntimeError as error:
+            try:
+                control.until(Deadline(PROBE_S)).holds("arrived/0")
+            except DeadlineError as unanswered:
+                raise DeadlineError(f"{opened}{unanswered}") from error
+            raise DeadlineError(late) from error
+        return cls(group, control, timeout_s, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -251,7 +292,7 @@ class GlooTransport(HostTransport):
 
     def _fail(self, cause: BaseException) -> None:
         """Publish, then drop: a neighbor that wakes finds the cause."""
-        self._control.publish_cause(cause)
+        self._control.until(Deadline(PUBLISH_S)).publish_cause(cause)
         self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
@@ -262,6 +303,8 @@ class GlooTransport(HostTransport):
             operation.work = None
         self._group = None
         if self._sender is not None:
+            if self._control.store.lost:
+                self._beating.abandon()  # a heartbeat under way would be waited for in vain
             self._sender.stop()
 
     def _check_open(self) -> None:
@@ -284,9 +327,11 @@ def _part(operation: _Operation) -> MessageRecord:
     return MessageRecord(op, operation.peer, operation.nbytes, operation.buffer.data_ptr(), operation.label)
 
 
-def _holds(store: dist.Store, key: str) -> bool:
-    """Whether `key` is known to be in the store."""
-    try:
-        return store.check([key])
-    except RuntimeError:
-        return False
+def _connect(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, address: Address
+) -> dist.ProcessGroupGloo:
+    """Gloo's group, connected. Waits for the other ranks, and without end for a store whose host is stopped."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = devices(address.own, address.interface)
+    options._timeout = timedelta(seconds=max(timeout_s, 0.1))
+    return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ringattn.errors import DeadlineError
 from ringattn.transport.bounded_store import BoundedStore
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 
 ENDED = 0
 POLL_S = 0.05
@@ -197,15 +199,17 @@ SILENCE_S = 0.8
 CAUSE_S = SILENCE_S + 0.5
 CAUSE_POLL_S = 0.02
 HOST_LOST = "the store's host (rank 0) is gone"
+DIAGNOSIS_S = 1.5
+"""How long a diagnosis may take after a deadline, also where the store does not answer."""
 
 
 class Diagnosis:
-    """One rank's view of the others. Used by the thread that uses the transport."""
+    """One rank's view of the others. Used by the thread that uses the transport. Where the store does not answer in
+    time, what is known until then is told."""
 
     def __init__(self, control: ControlStore) -> None:
         """`control` is read, never written."""
         self._control = control
-        self._reader = Heartbeat(control.store, control.rank)
         self._others = [rank for rank in control.everyone() if rank != control.rank]
 
     def of_deadline(self, waited_for: Sequence[int]) -> str:
@@ -213,16 +217,19 @@ class Diagnosis:
 
         Returns one line; reads for `SILENCE_S` unless every heartbeat changes before.
         """
+        control, found = self._control.until(Deadline(DIAGNOSIS_S)), list[str]()
+        reader = Heartbeat(control.store, control.rank)
         try:
             # Silence first: it takes the longest, and a cause may be published meanwhile.
-            silent = self._reader.silent(self._others, SILENCE_S)
-            found = self._silences(silent)
+            silent = reader.silent(self._others, SILENCE_S)
+            found += _silences(reader, silent)
             # A rank that is waited for and alive waits itself for another: its status says where.
-            found += [self._whereabouts(rank) for rank in waited_for if rank not in silent]
-            cause = self._control.cause()
-        except RuntimeError:
-            return HOST_LOST
-        return "; ".join([*found, *([cause] if cause else [])])
+            found += [_whereabouts(reader, rank) for rank in waited_for if rank not in silent]
+            if cause := control.cause():
+                found.append(cause)
+        except RuntimeError as error:
+            found.append(_lost_store(error))
+        return "; ".join(found)
 
     def of_loss(self, peer: int, error: BaseException) -> str:
         """After the connection to `peer` was lost with `error`: the first cause, else who closed, else who is silent.
@@ -231,12 +238,14 @@ class Diagnosis:
         """
         # A peer may drop its connection before its cause is in the store.
         until = time.monotonic() + CAUSE_S
+        control = self._control.until(Deadline(DIAGNOSIS_S))
+        reader = Heartbeat(control.store, control.rank)
         try:
-            check = SilenceCheck(self._reader, self._others)
+            check = SilenceCheck(reader, self._others)
             while time.monotonic() < until:
                 # Asked in this order: a rank that fails publishes its cause before it ends.
-                closed = self._control.holds(f"closed/{peer}")
-                if cause := self._control.cause():
+                closed = control.holds(f"closed/{peer}")
+                if cause := control.cause():
                     return cause
                 if closed:
                     return f"rank {peer} closed its ring"
@@ -244,17 +253,26 @@ class Diagnosis:
                 check.update()
             # Nobody has published anything: the heartbeats say who is gone.
             lost = f"rank {peer} {'is gone' if peer in check.quiet else 'dropped its connection'} ({error})"
-            return "; ".join([lost, *self._silences(sorted(check.quiet))])
-        except RuntimeError:
-            return f"rank {peer} is gone, and {HOST_LOST}, so no first cause can be read"
+            return "; ".join([lost, *_silences(reader, sorted(check.quiet))])
+        except RuntimeError as lost_store:
+            # The peer may be innocent: where the store's host fails, every rank drops its connections.
+            why = f"{_lost_store(lost_store)}, so no first cause can be read"
+            return f"the connection to rank {peer} was lost ({error}), and {why}"
 
-    def _silences(self, silent: Iterable[int]) -> list[str]:
-        found = {rank: self._reader.last(rank) for rank in silent}
-        last = {rank: f"last heard in '{one.status}'" if one else "never heard" for rank, one in found.items()}
-        return [f"rank {rank} is silent (stopped, stuck or gone), {words}" for rank, words in last.items()]
 
-    def _whereabouts(self, rank: int) -> str:
-        heartbeat = self._reader.last(rank)
-        if heartbeat is None or heartbeat.count == ENDED:
-            return f"rank {rank} has left its ring"
-        return f"rank {rank} is alive in '{heartbeat.status}'"
+def _lost_store(error: RuntimeError) -> str:
+    """Why the store told nothing."""
+    return str(error) if isinstance(error, DeadlineError) else HOST_LOST
+
+
+def _silences(reader: Heartbeat, silent: Iterable[int]) -> list[str]:
+    found = {rank: reader.last(rank) for rank in silent}
+    last = {rank: f"last heard in '{one.status}'" if one else "never heard" for rank, one in found.items()}
+    return [f"rank {rank} is silent (stopped, stuck or gone), {words}" for rank, words in last.items()]
+
+
+def _whereabouts(reader: Heartbeat, rank: int) -> str:
+    heartbeat = reader.last(rank)
+    if heartbeat is None or heartbeat.count == ENDED:
+        return f"rank {rank} has left its ring"
+    return f"rank {rank} is alive in '{heartbeat.status}'"

@@ -13,7 +13,9 @@ from ringattn import Ring
 from ringattn.engine import flash, select
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import ENGINES, Choice, choose
-from ringattn.errors import UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.explain import Explanation
+from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalTransport
 
 HOST = torch.device("cpu")
@@ -193,3 +195,33 @@ def test_an_engine_may_be_given_as_an_object() -> None:
     with Ring(engine=mine) as ring:
         assert ring.choice(HOST, torch.float32, 16, 16, None).engine is mine
         assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "mine: given as an object"
+
+
+def test_explain_says_what_a_margin_costs() -> None:
+    facts = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cluster": "h100"}
+
+    def body(ring: Ring) -> list[Explanation]:
+        return [ring.explain(ring.sequence(1 << 17), sm_margin=margin, **facts) for margin in (0, 4, 8, None)]
+
+    none, four, eight, own = run_ranks(8, body)[0]
+    assert (none.sm_margin, none.margin_us) == (own.sm_margin, own.margin_us) == (0, 0.0)
+    assert "multiprocessors" not in str(none)
+    for told, share in ((four, 4 / 132), (eight, 8 / 132)):
+        assert told.predicted_us - told.margin_us == pytest.approx(none.predicted_us)
+        # Nearly all of a long ring is arithmetic, so it grows by nearly the whole share.
+        assert 0.95 * share < told.margin_us / told.predicted_us <= share
+    told = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {eight.margin_us:.0f} us of that"
+    assert told in str(eight)
+    with pytest.raises(InputError, match="of an unknown number"):
+        Ring().explain(Ring().sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_explain_takes_the_margin_that_the_engine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalTransport, "sm_margin", 8)
+    monkeypatch.setattr(Ring, "device", CUDA)
+    for engine, margin in (("triton", 8), ("aten", 0)):
+        with Ring(engine=engine) as ring:
+            told = ring.explain(ring.sequence(64), q_heads=1, head_dim=8)
+            assert told.sm_margin == margin
+            assert told.engine_why.endswith("it leaves no multiprocessor to exchanges") == (not margin)

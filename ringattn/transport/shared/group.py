@@ -1,0 +1,334 @@
+"""The ranks of one ring on one machine, met through shared pages: waits, failures, heartbeats and agreement.
+
+Guarantees: opening succeeds on all ranks or is refused on all with the same words, which name the step that failed;
+after it nothing needs the control store; every wait has a deadline; the first cause of a failure is what every rank
+tells, and it is in every page before the rank that failed gives its buffers back; a rank that is stopped or gone is
+named and no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, UnsupportedError
+from ringattn.transport.base import first_cause
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.shared.monitor import BEAT_S, BeatMonitor
+from ringattn.transport.shared.page import (
+    ALARM,
+    BELL,
+    CLOSED,
+    GATHER_BYTES,
+    GATHERED,
+    MAGIC,
+    POISON,
+    VERSION,
+    Header,
+    Page,
+)
+from ringattn.transport.shared.segment import Segment
+from ringattn.transport.shared.service import PAGE_ARENA, Descriptor, Service
+from ringattn.transport.shared.words import pause, wake
+
+END_S = 2.0
+LENGTH_BYTES = 8
+
+
+class SharedGroup:
+    """One rank's view. Used by one thread at a time, besides `trouble`, `fail` and the group's own thread."""
+
+    def __init__(
+        self, rank: int, own: Page, pages: list[Page], service: Service, timeout_s: float, where: Callable[[], str]
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, len(pages), timeout_s
+        self.own, self.pages = own, pages
+        self.facts: list[dict[str, Any]] = []
+        self.monitor = BeatMonitor(rank, own, pages)
+        self._service, self._where = service, where
+        self._mine = [own.index(word, rank) for word in range(GATHERED + 1)]
+        self._alarm = own.index(ALARM)
+        self._bell = own.index(BELL)
+        self._rings, self._beats = itertools.count(1), itertools.count(1)
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._failed = self._left = False
+        self.pid = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def open(
+        cls,
+        control: ControlStore,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        where: Callable[[], str] = lambda: "idle",
+        facts: dict[str, Any] | None = None,
+    ) -> SharedGroup:
+        """Meet all ranks; `facts` of every rank are in `SharedGroup.facts` afterwards.
+
+        Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
+        """
+        deadline = Deadline(timeout_s)
+        service, own, problem = None, None, ""
+        try:
+            segment = Segment.create(f"page-{rank}", Page.size(world_size))
+            own = Page(segment, world_size)
+            service = Service(rank)
+            service.share(segment)
+            own.write_header(_header(rank, world_size, service.nonce))
+        except (OSError, AttributeError, RingError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            offers = _gather(control, "shared/offer", deadline, {
+                "problem": problem, "uid": os.getuid(), "pid": os.getpid(), "facts": facts or {},
+                "name": service.name if service else "", "nonce": service.nonce.hex() if service else "",
+            })  # fmt: skip
+            assert own is not None and service is not None
+            return cls._connected(control, rank, own, service, offers, deadline, where)
+        except BaseException:
+            if service is not None:
+                service.close()
+            raise
+
+    @classmethod
+    def _connected(
+        cls,
+        control: ControlStore,
+        rank: int,
+        own: Page,
+        service: Service,
+        offers: list[dict[str, Any]],
+        deadline: Deadline,
+        where: Callable[[], str],
+    ) -> SharedGroup:
+        """Map every page, and agree that everybody has: a word that is stored before is lost for its reader."""
+        world_size, until = len(offers), time.monotonic() + deadline.left_s
+        group = cls(rank, own, [own] * world_size, service, deadline.timeout_s, where)
+        group.facts = [{**offer["facts"], "uid": offer["uid"], "pid": offer["pid"]} for offer in offers]
+        group._start()
+        try:
+            problem = ""
+            try:
+                for peer in range(world_size):
+                    if peer != rank:
+                        service.connect(peer, offers[peer]["name"], bytes.fromhex(offers[peer]["nonce"]), until)
+                        group.pages[peer] = group._page_of(peer, bytes.fromhex(offers[peer]["nonce"]), until)
+            except (OSError, RingError) as error:
+                problem = f"the page of rank {peer}: {type(error).__name__}: {error}"
+            _gather(control, "shared/mapped", deadline, {"problem": problem})
+        except BaseException:
+            group.drop()
+            raise
+        return group
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def tell(self, rank: int, word: int, value: int) -> None:
+        """Store this rank's word in the page of `rank`, after all that was written before, and wake it."""
+        self.pages[rank].words.store(self._mine[word], value)
+        self.ring(rank)
+
+    def ring(self, rank: int) -> None:
+        """Make a rank that holds look again, after something in this rank's page has changed."""
+        page = self.pages[rank]
+        # No two values of any rank are alike, so a bell that has not changed has not been rung.
+        page.words.store(self._bell, next(self._rings) * self.world_size + self.rank)
+        wake(page.bell_address)
+
+    # --- waits -------------------------------------------------------------------------------------------------------
+
+    def hold(
+        self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], what: Callable[[], str], until: float
+    ) -> None:
+        """Return when `ready()`, which is asked whenever a word of this page has changed.
+
+        Raises what `check` raises for the ranks `awaited()`, and `DeadlineError` at `until`, on the monotonic clock.
+        """
+        words = self.own.words
+        while True:
+            # Before asking: what is rung after this ends the pause.
+            seen = words.load(self._bell)
+            if ready():
+                return
+            if words.load(self._alarm):
+                self.check(awaited(), what)
+            if time.monotonic() >= until:
+                late = sorted(set(awaited()))
+                raise DeadlineError(
+                    f"{what()}: no answer from ranks {late} within {self.timeout_s:g} s; {self.monitor.diagnosis(late)}"
+                )
+            pause(words, self._bell, self.own.bell_address, seen, until)
+
+    def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
+        """Raise if a rank has failed, or if one of `awaited` has gone or closed.
+
+        Raises `PeerLostError`, or `DisagreementError` where that is the first cause.
+        """
+        if not self.own.words.load(self._alarm):
+            return
+        if words := self.trouble(awaited):
+            kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in words else PeerLostError
+            raise kind(f"{what() if what else f'rank {self.rank} must stop'}: {words}")
+
+    def trouble(self, awaited: Iterable[int] = ()) -> str | None:
+        """Why a wait for `awaited` is in vain, None where it is not. Any thread may ask."""
+        origins = {origin - 1 for rank in range(self.world_size) if (origin := self.own.load(POISON, rank))}
+        if origins:
+            return min(self.pages[origin].cause for origin in origins)[1]
+        awaited = set(awaited)
+        if lost := sorted(awaited & self.monitor.gone):
+            return "; ".join(f"rank {rank} is gone (its process has ended)" for rank in lost)
+        closed = [rank for rank in sorted(awaited) if self.own.load(CLOSED, rank)]
+        return "; ".join(f"rank {rank} closed its ring" for rank in closed) or None
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self, payload: bytes, progress: Callable[[], object], what: Callable[[], str], until: float
+    ) -> list[bytes]:
+        """Every rank's payload, by rank, of any length. `progress()` is called whenever a word of this page changed."""
+        self.check((), what)  # the others may have come here before they failed
+        framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+        parts = self._turn_of(framed[:GATHER_BYTES], [GATHER_BYTES] * self.world_size, progress, what, until)
+        left = [int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
+        whole = [
+            bytearray(part[LENGTH_BYTES : LENGTH_BYTES + length]) for part, length in zip(parts, left, strict=True)
+        ]
+        left = [length - len(part) for length, part in zip(left, whole, strict=True)]
+        sent = GATHER_BYTES
+        while any(left):
+            parts = self._turn_of(framed[sent : sent + GATHER_BYTES], left, progress, what, until)
+            for rank, part in enumerate(parts):
+                whole[rank] += part
+                left[rank] -= len(part)
+            sent += GATHER_BYTES
+        return [bytes(part) for part in whole]
+
+    def _turn_of(
+        self,
+        part: bytes,
+        wanted: list[int],
+        progress: Callable[[], object],
+        what: Callable[[], str],
+        until: float,
+    ) -> list[bytes]:
+        """One part of every rank. Who has got here has read all parts before the last, so two places are enough."""
+        self._turn += 1
+        turn, others = self._turn, [rank for rank in range(self.world_size) if rank != self.rank]
+        self.own.write_part(turn, part)
+        for rank in others:
+            self.tell(rank, GATHERED, turn)
+
+        def missing() -> list[int]:
+            return [rank for rank in others if self.own.load(GATHERED, rank) < turn]
+
+        def ready() -> bool:
+            progress()
+            return not missing()
+
+        self.hold(ready, missing, what, until)
+        return [self.pages[rank].read_part(turn, min(wanted[rank], GATHER_BYTES)) for rank in range(self.world_size)]
+
+    # --- descriptors -------------------------------------------------------------------------------------------------
+
+    def share(self, owner: Descriptor) -> int:
+        """Hand out the owner's descriptor to the other ranks for as long as it lives; the number to `pull` it by."""
+        return self._service.share(owner)
+
+    def pull(self, rank: int, arena: int, until: float) -> int:
+        """Another rank's descriptor, the caller's from here on. Raises what `hold` raises."""
+        return self._service.pull(rank, arena, until, lambda: self.check([rank]))
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell every rank why this one fails, unless another has told first. Idempotent, never raises."""
+        with self._lock:
+            if self._failed or self._left or os.getpid() != self.pid:
+                return
+            self._failed = True
+            origins = {origin - 1 for rank in range(self.world_size) if (origin := self.own.load(POISON, rank))}
+            if not origins:
+                self.own.write_cause(time.time_ns(), first_cause(self.rank, error))
+            origin = min(origins, key=lambda one: self.pages[one].cause) if origins else self.rank
+            self._tell_all(POISON, 1 + origin)
+
+    def leave(self) -> None:
+        """Tell every rank that this one closes the ring, and let go of everything. Idempotent."""
+        with self._lock:
+            told, self._left = self._failed or self._left or os.getpid() != self.pid, True
+        if not told:
+            self._tell_all(CLOSED, 1)
+        self.drop()
+
+    def drop(self) -> None:
+        """Hang up. The pages stay mapped while anything refers to them. Idempotent."""
+        if os.getpid() != self.pid:
+            return  # the descriptors of a forked process are closed already, and the thread is the parent's
+        self._left = True
+        if self._thread is not None:
+            self._service.wake()
+            self._thread.join(END_S)
+            self._thread = None
+        self._service.close()
+
+    def _tell_all(self, word: int, value: int) -> None:
+        for rank, page in enumerate(self.pages):
+            page.words.store(self._mine[word], value)
+            page.words.store(self._alarm, 1)
+            self.ring(rank)
+
+    def _start(self) -> None:
+        self.own.beat(next(self._beats), self._where())
+        name = f"ringattn-shared-{self.rank}"
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread.start()
+
+    def _live(self) -> None:
+        """Hand out descriptors, beat, and watch the others until the group ends."""
+        while not self._left:
+            lost = self._service.round(BEAT_S)
+            self.own.beat(next(self._beats), self._where())
+            if self.monitor.update(lost):
+                self.own.words.store(self._alarm, 1)
+                self.ring(self.rank)
+
+    def _page_of(self, peer: int, nonce: bytes, until: float) -> Page:
+        """Another rank's page, mapped. Raises `OSError`, `RingError`."""
+        segment = Segment.attach(self._service.pull(peer, PAGE_ARENA, until), writable=True)
+        if segment.nbytes < Page.size(self.world_size):
+            raise UnsupportedError(f"it has {segment.nbytes} bytes: another version of this package?")
+        page = Page(segment, self.world_size)
+        header = page.header
+        mine = _header(peer, self.world_size, nonce)
+        if header._replace(pid=mine.pid, pid_namespace=mine.pid_namespace) != mine:
+            raise UnsupportedError(f"it is of another ring or version: {header}")
+        return page
+
+
+def _header(rank: int, world_size: int, nonce: bytes) -> Header:
+    return Header(MAGIC, VERSION, rank, world_size, os.getuid(), os.getpid(), _pid_namespace(), nonce)
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _gather(control: ControlStore, name: str, deadline: Deadline, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's answer. Raises `UnsupportedError` on all ranks alike where one reports a problem."""
+    answers = [json.loads(each) for each in control.gather(name, json.dumps(mine).encode(), deadline)]
+    if problems := {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}:
+        told = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+        raise UnsupportedError(f"the ranks cannot share memory: {told}; transport='gloo' does without")
+    return answers

@@ -1,0 +1,316 @@
+"""A ring whose ranks are processes of one machine: each receiver copies straight out of the sender's memory.
+
+A start only says where its messages lie. The receiver copies them when it waits, once and without a helper thread, and
+says that it has; the sender's wait returns when all receivers have. So a rank that computes between start and wait
+holds up who waits for it, as a rank that comes late does.
+Guarantees: bits are kept; every wait of a rank copies all that has come for it, in the order of each pair, so no order
+of waits is a deadlock; both ends of a message must agree on bytes, dtype and label, or all ranks raise
+`DisagreementError`; a copy counts only if the sender had neither failed nor closed when it was done; a rank that is
+killed or stopped is named by the others, and no other rank is; a transport that has raised a failure is dead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from ringattn.errors import ClosedError, DisagreementError, TransportError
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
+from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.shared.group import SharedGroup
+from ringattn.transport.shared.page import ARRIVAL, CREDIT, LOG_ENTRIES, Entry
+from ringattn.transport.shared.segment import Segment
+from ringattn.transport.shm.memory import Arenas, Imports
+
+DATA_LANE = 0
+
+
+class _Operation(Operation):
+    """One end of a message and what its log entry says, made once for all starts."""
+
+    def __init__(self, rank: int, sends: bool, message: Message) -> None:
+        super().__init__(rank, sends, message)
+        self.buffer = self.buffer.detach()
+
+    def prepare(self, arenas: Arenas) -> None:
+        """Find the buffer. Not before all messages of the exchange have been checked."""
+        self.address = self.buffer.data_ptr()
+        self.size = self.nbytes
+        self.place = arenas.place(self.address, self.size) if self.sends else None
+        arena, offset = self.place or (0, 0)
+        self.entry = Entry(0, arena, offset, self.size, str(self.buffer.dtype), self.label)
+        self.packed = self.entry.packed()
+
+
+class _Started:
+    """An operation that has been started, and not yet taken."""
+
+    __slots__ = ("handle", "number", "operation", "stage")
+
+    def __init__(self, operation: _Operation, number: int, handle: ShmWorkHandle) -> None:
+        self.operation, self.number, self.handle = operation, number, handle
+        self.stage: tuple[int, Segment] | None = None
+
+
+class ShmWorkHandle:
+    """The operations of one exchange."""
+
+    def __init__(self, transport: ShmTransport, flight: Flight) -> None:
+        self._transport = transport
+        self.flight = flight
+        self.pending: dict[_Started, None] = {}
+        self.arrived_s: float | None = None
+        self._waited = False
+
+    def taken(self, started: _Started) -> None:
+        """One of its messages has left or arrived."""
+        del self.pending[started]
+        if not self.pending:
+            self.arrived_s = time.perf_counter()
+            self.flight.state, self.flight.done_s = DONE, time.time()
+
+    def wait(self) -> None:
+        """See `WorkHandle.wait`; `DisagreementError` where the ends of a message differ. A second does nothing."""
+        if not self._waited:
+            self._transport._finish(self)
+            self._waited = True
+
+
+class ShmHop:
+    """An exchange bound to its buffers."""
+
+    def __init__(self, transport: ShmTransport, found: list[_Operation]) -> None:
+        self._transport = transport
+        for operation in found:
+            operation.prepare(transport._arenas)
+        self._recvs = [operation for operation in found if not operation.sends]
+        self._sends = [operation for operation in found if operation.sends]
+        self._parts = tuple(_part(operation) for operation in found)
+
+    def start(self) -> ShmWorkHandle:
+        """See `Hop.start`. Raises `ClosedError`, `PeerLostError`."""
+        return self._transport._start(self._sends, self._recvs, self._parts)
+
+
+class ShmTransport(HostTransport):
+    """One rank of a ring of processes that share memory."""
+
+    name = "shm"
+    device = torch.device("cpu")
+
+    def __init__(self, group: SharedGroup, flights: FlightRecord, flight_dir: Path | None = None) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._group = group
+        self._flights, self._flight_dir = flights, flight_dir
+        self._end: BaseException | None = None
+        self._all_gathers = 0
+        self._arenas, self._imports = Arenas(group), Imports(group)
+        ranks = range(self.world_size)
+        self._sent, self._received = [0] * self.world_size, [0] * self.world_size
+        self._incoming: list[deque[_Started]] = [deque() for _ in ranks]
+        self._outgoing: list[deque[_Started]] = [deque() for _ in ranks]
+        # Started, and not yet said: the log has no room before the receiver has taken older ones.
+        self._unsaid: list[deque[_Started]] = [deque() for _ in ranks]
+        self._send_logs = [group.own.log(True, peer) for peer in ranks]
+        self._recv_logs = [group.own.log(False, peer) for peer in ranks]
+        self._peer_logs = [page.log(True, self.rank) for page in group.pages]
+        self._arrivals = [group.own.index(ARRIVAL, peer) for peer in ranks]
+        self._credits = [group.own.index(CREDIT, peer) for peer in ranks]
+
+    @classmethod
+    def open(
+        cls, store: Store | ControlStore, rank: int, world_size: int, timeout_s: float, flight_dir: Path | None = None
+    ) -> ShmTransport:
+        """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
+
+        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. Raises `UnsupportedError`
+        on all ranks where one cannot share memory, `DeadlineError` that names the ranks which did not arrive.
+        """
+        control = store if isinstance(store, ControlStore) else ControlStore(store, rank, world_size)
+        flights = FlightRecord(rank, world_size, cls.name)
+        return cls(SharedGroup.open(control, rank, world_size, timeout_s, flights.where), flights, flight_dir)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of `nbytes` in memory that the other ranks can read. Raises `MemoryError`."""
+        self._check_open()
+        return self._arenas.tensor(nbytes)
+
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> ShmHop:
+        """See `Transport.bind`."""
+        return ShmHop(self, operations(_Operation, self.rank, self.world_size, self.device, sends, recvs))
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> ShmWorkHandle:
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
+        return self.bind(sends, recvs).start()
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th of the others; any length."""
+        self._check_open()
+        until = time.monotonic() + self._group.timeout_s
+        where = f"rank {self.rank} in all-gather {self._all_gathers}"
+        peers = tuple(MessageRecord("send", peer, len(payload), 0, where) for peer in range(self.world_size))
+        flight = self._flights.begin(CONTROL_LANE, peers)
+        self._all_gathers += 1
+        try:
+            answers = self._group.all_gather(payload, lambda: self._progress(until), lambda: where, until)
+        except (TransportError, DisagreementError) as error:
+            flight.state = FAILED
+            raise self._failed(error) from error.__cause__
+        flight.state, flight.done_s = DONE, time.time()
+        return answers
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
+        if self._end is None:
+            # A ring that was closed has not failed and leaves no record.
+            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
+                cause.add_note(left)
+            self._fail(cause)
+
+    def close(self) -> None:
+        """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
+        if self._end is None:
+            self._group.leave()
+            self._drop(ClosedError(f"rank {self.rank} closed its ring"))
+
+    def _start(
+        self, sends: Sequence[_Operation], recvs: Sequence[_Operation], parts: tuple[MessageRecord, ...]
+    ) -> ShmWorkHandle:
+        self._check_open()
+        try:
+            self._group.check()
+        except (TransportError, DisagreementError) as error:
+            raise self._failed(error) from None
+        # What sends and receives nothing is no exchange, and is not recorded.
+        flight = self._flights.begin(DATA_LANE, parts) if parts else Flight(0, DATA_LANE, parts)
+        handle = ShmWorkHandle(self, flight)
+        for operation in recvs:
+            self._received[operation.peer] += 1
+            started = _Started(operation, self._received[operation.peer], handle)
+            handle.pending[started] = None
+            self._recv_logs[operation.peer].write(started.number, operation.packed)
+            self._incoming[operation.peer].append(started)
+        for operation in sends:
+            self._sent[operation.peer] += 1
+            started = _Started(operation, self._sent[operation.peer], handle)
+            handle.pending[started] = None
+            self._unsaid[operation.peer].append(started)
+            self._say(operation.peer)
+        flight.state, flight.started_s = RUNNING, time.time()
+        return handle
+
+    def _say(self, peer: int) -> None:
+        """Tell `peer` where the messages to it lie, as many as the log has room for."""
+        unsaid, taken = self._unsaid[peer], self._group.own.words.load(self._credits[peer])
+        while unsaid and unsaid[0].number <= taken + LOG_ENTRIES:
+            started = unsaid.popleft()
+            operation = started.operation
+            packed = operation.packed
+            if operation.place is None:
+                started.stage = self._arenas.stage(operation.address, operation.size)
+                packed = operation.entry._replace(arena=started.stage[0]).packed()
+            self._send_logs[peer].write(started.number, packed)
+            self._outgoing[peer].append(started)
+            self._group.tell(peer, ARRIVAL, started.number)
+
+    def _progress(self, until: float) -> None:
+        """Take what has come, whoever waits for it, and note what others have taken."""
+        words = self._group.own.words
+        for peer, incoming in enumerate(self._incoming):
+            if incoming:
+                arrived = words.load(self._arrivals[peer])
+                while incoming and incoming[0].number <= arrived:
+                    self._take(peer, incoming[0], until)
+        for peer, outgoing in enumerate(self._outgoing):
+            if outgoing:
+                taken = words.load(self._credits[peer])
+                while outgoing and outgoing[0].number <= taken:
+                    started = outgoing.popleft()
+                    if started.stage is not None:
+                        self._arenas.unstage(started.stage)
+                    started.handle.taken(started)
+                if self._unsaid[peer]:
+                    self._say(peer)
+
+    def _take(self, peer: int, started: _Started, until: float) -> None:
+        """Copy one message out of the sender's memory, and say so."""
+        operation = started.operation
+        entry = self._peer_logs[peer].read(started.number)
+        if entry is None:
+            raise TransportError(f"{operation}: message {started.number} of rank {peer} is not in its log")
+        if entry[3:] != operation.entry[3:]:  # bytes, dtype, label
+            raise DisagreementError(
+                f"two ends of one message do not match: {operation}, but rank {peer} sends it {entry}"
+            )
+        ctypes.memmove(operation.address, self._imports.address(peer, entry, until), operation.size)
+        # After the copy: a sender that fails says so before it lets anybody write into its buffers again.
+        self._group.check([peer], lambda: str(operation))
+        self._incoming[peer].popleft()
+        self._group.tell(peer, CREDIT, started.number)
+        started.handle.taken(started)
+
+    def _finish(self, handle: ShmWorkHandle) -> None:
+        """Wait for every message; the first that fails ends this transport."""
+        self._check_open()
+        until = time.monotonic() + self._group.timeout_s
+
+        def ready() -> bool:
+            self._progress(until)
+            return not handle.pending
+
+        def awaited() -> Iterable[int]:
+            return {started.operation.peer for started in handle.pending}
+
+        try:
+            self._group.hold(ready, awaited, lambda: listed([each.operation for each in handle.pending]), until)
+        except (TransportError, DisagreementError) as error:
+            handle.flight.state = FAILED
+            raise self._failed(error) from error.__cause__
+
+    def _failed(self, error: TransportError | DisagreementError) -> TransportError | DisagreementError:
+        """End this transport; the error, with where the flight record lies."""
+        left = self._recorded(f"{type(error).__name__}: {error}")
+        failure = type(error)(f"{error}; {left}") if left else error
+        self._fail(failure)
+        return failure
+
+    def _recorded(self, cause: str) -> str:
+        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
+        if self._flight_dir is None:
+            return ""
+        try:
+            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
+        except OSError as error:
+            return f"rank {self.rank} could not write its flight record: {error}"
+
+    def _fail(self, cause: BaseException) -> None:
+        """Tell the others first: from then on none of them takes a copy of this rank's buffers for good."""
+        self._group.fail(cause)
+        self._group.drop()
+        self._drop(cause)
+
+    def _drop(self, end: BaseException) -> None:
+        self._end = end
+        self._imports.clear()
+        for queue in (*self._incoming, *self._outgoing, *self._unsaid):
+            queue.clear()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._group.pid:
+            raise ClosedError(f"rank {self.rank}: this process was forked from the ring's; open a ring of its own here")
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+
+
+def _part(operation: _Operation) -> MessageRecord:
+    """An operation as the flight record keeps it."""
+    op = "send" if operation.sends else "recv"
+    return MessageRecord(op, operation.peer, operation.size, operation.address, operation.label)

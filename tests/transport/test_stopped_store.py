@@ -1,0 +1,135 @@
+"""Rings whose store's host is stopped: every rank raises a named error in time, and accuses no other rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.errors import DeadlineError, PeerLostError, RingError
+from ringattn.transport.base import Message
+from ringattn.transport.control_store import rendezvous_store
+from ringattn.transport.gloo import GlooTransport
+from tests.contract.processes import Processes
+from tests.transport.attribution import names_as_culprit
+from tests.transport.store_hosts import StoreHost, store_host
+
+DEADLINE_S = 1.0
+WITHIN_S = DEADLINE_S + 2.0
+UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[StoreHost]:
+    with store_host() as started:
+        yield started
+
+
+@pytest.fixture
+def host(started: StoreHost) -> Iterator[StoreHost]:
+    yield started
+    started.resume()
+
+
+def both(run: Callable[[int], Any]) -> list[Any]:
+    """`run(rank)` on a thread each."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def raised(call: Callable[[], Any], kinds: tuple[type[RingError], ...] = (DeadlineError,)) -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(kinds) as caught:
+        call()
+    return str(caught.value), time.monotonic() - start
+
+
+def rings(host: StoreHost, name: str) -> list[GlooTransport]:
+    made = both(lambda rank: GlooTransport.open(dist.PrefixStore(name, host.client()), rank, 2, 20.0))
+    for ring in made:
+        ring._timeout_s = DEADLINE_S
+    return made
+
+
+def test_a_wait_ends_in_time(host: StoreHost) -> None:
+    two = rings(host, "wait")
+    host.stop()
+
+    def waits(rank: int) -> tuple[str, float]:
+        receive = two[rank].exchange([], [Message(1 - rank, torch.zeros(4), "kv")])
+        return raised(receive.wait, (DeadlineError, PeerLostError))  # the second, where the other was the first
+
+    for rank, (text, seconds) in enumerate(both(waits)):
+        assert seconds < WITHIN_S
+        assert UNANSWERED.format(port=host.port) in text
+        assert not names_as_culprit(1 - rank, text) and not names_as_culprit(rank, text), text
+
+
+@pytest.mark.parametrize("leave", ["close", "abort"])
+def test_leaving_ends_in_time(host: StoreHost, leave: str) -> None:
+    two = rings(host, leave)
+    host.stop()
+    start = time.monotonic()
+    both(lambda rank: two[rank].close() if leave == "close" else two[rank].abort(ValueError("enough")))
+    assert time.monotonic() - start < WITHIN_S
+
+
+def test_opening_ends_in_time(host: StoreHost) -> None:
+    stores = [dist.PrefixStore("open", host.client()) for _ in range(2)]
+    host.stop()
+    opened = both(lambda rank: raised(lambda: GlooTransport.open(stores[rank], rank, 2, DEADLINE_S)))
+    for rank, (text, seconds) in enumerate(opened):
+        assert seconds < WITHIN_S
+        assert text.startswith(f"rank {rank} opened a ring of 2: {UNANSWERED.format(port=host.port)}")
+
+
+def test_connecting_ends_in_time(host: StoreHost) -> None:
+    # The host stops when the ranks have met and gloo exchanges its addresses.
+    class Stops(dist.ProcessGroupGloo):
+        def __init__(self, *facts: Any) -> None:
+            host.stop()
+            super().__init__(*facts)
+
+    stores = [dist.PrefixStore("connect", host.client()) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", Stops)
+        opened = both(lambda rank: raised(lambda: GlooTransport.open(stores[rank], rank, 2, DEADLINE_S)))
+    for text, seconds in opened:
+        assert seconds < WITHIN_S
+        assert UNANSWERED.format(port=host.port) in text
+
+
+def stops_the_host(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 0, which hosts the store, is stopped with a message to it under way; the survivors' (message, seconds)."""
+    store = rendezvous_store(rank, world_size, 60.0)
+    ring = GlooTransport.open(store, rank, world_size, 20.0)
+    pid = int(ring.all_gather_bytes(str(os.getpid()).encode())[0])
+    ring._timeout_s = 2.0
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+        return "", 0.0
+    wait = ring.exchange([], [Message((rank + 1) % world_size, torch.zeros(4), "kv")]).wait
+    answer = raised(wait, (DeadlineError, PeerLostError))
+    ring.close()
+    if rank == 1:
+        time.sleep(1.0)  # the other has its answer, too
+        os.kill(pid, signal.SIGCONT)
+    return answer
+
+
+@pytest.mark.slow
+def test_the_survivors_of_a_stopped_rank_0_raise_in_time() -> None:
+    with Processes(3) as processes:
+        told = processes.run(stops_the_host)
+    for rank, other in ((1, 2), (2, 1)):
+        text, seconds = told[rank]
+        assert seconds < 4.0, told
+        assert "the store's host (rank 0 of the job, or torchrun's agent" in text, told
+        assert not names_as_culprit(other, text) and not names_as_culprit(rank, text), told
