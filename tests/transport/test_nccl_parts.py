@@ -13,12 +13,12 @@ from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import (
     WINDOW,
     Arrival,
     CallWindow,
-    Host,
     all_ready,
     check_fit,
     gather_arrivals,
@@ -32,8 +32,11 @@ from tests.transport.simulated.world import SimWorld
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
-    made = Arrival(rank, Host("node", "node", 100 + rank), f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
+    made = Arrival(rank, "node", f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
     return replace(made, **changes)
+
+
+LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 
 def nothing() -> None:
@@ -108,13 +111,13 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    check_fit([arrival(rank) for rank in range(3)])
+    check_fit([arrival(rank) for rank in range(3)], LOCATIONS)
     with pytest.raises(kind, match=words):
-        check_fit([arrival(0), arrival(1, **changes), arrival(2)])
+        check_fit([arrival(0), arrival(1, **changes), arrival(2)], LOCATIONS)
 
 
 def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
-    check_fit([arrival(rank, gpu_uuid="GPU-0", host=Host("node", f"ring-{rank}", rank)) for rank in range(3)])
+    check_fit([arrival(rank, gpu_uuid="GPU-0", nccl_id=f"ring-{rank}") for rank in range(3)], LOCATIONS)
 
 
 # --- comparing calls -------------------------------------------------------------------------------------------------
