@@ -23,6 +23,7 @@ from ringattn.transport.base import first_cause
 from ringattn.transport.bounded_store import BoundedStore, bounded, host_of
 from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 
+CAUSE = "cause"
 CALL_S = 30.0
 """The limit of a call that has no nearer deadline."""
 GRACE_S = 1.0
@@ -90,34 +91,61 @@ class ControlStore:
 
         `watch` is called while it waits and may raise. Raises `DeadlineError` that names the ranks which are missing.
         """
-        control, combined = self.until(deadline.plus(GRACE_S)), f"{name}/all"
+        return _split(self.combine(name, payload, _joined, deadline, watch))
+
+    def combine(
+        self,
+        name: str,
+        payload: bytes,
+        combined: Callable[[list[bytes]], bytes],
+        deadline: Deadline,
+        watch: Callable[[], None] | None = None,
+    ) -> bytes:
+        """Like `gather`, but one rank makes `combined` of all payloads, and every rank returns that."""
+        control, entry = self.until(deadline.plus(GRACE_S)), f"{name}/all"
         control.write(f"{name}/{self.rank}", payload)
         keys = [f"{name}/{rank}" for rank in self.everyone()]
         # The last to arrive knows that all have, and reads for the others.
         if control.add(f"{name}/count") == self.world_size:
-            payloads = control.read_many(keys)
-            control.write(combined, _joined(payloads))
-            return payloads
-        first, longest = (self.world_size * each for each in NAPS_PER_RANK_S)
-        naps_s = first, max(longest, LONGEST_NAP_S)
-        if wait_until(lambda: control.holds(combined), deadline, watch, naps_s):
-            return _split(control.read(combined))
+            made = combined(control.read_many(keys))
+            control.write(entry, made)
+            return made
+        if control.appears(entry, deadline, watch):
+            return control.read(entry)
         if missing := control.missing(name):
             raise DeadlineError(
                 f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"
             )
-        return control.read_many(keys)  # the last to arrive ended before it had read for the others
+        return combined(control.read_many(keys))  # the last to arrive ended before it had read for the others
+
+    def appears(self, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
+        """Wait for an entry that all ranks wait for: they ask less often the more they are. False at the deadline.
+
+        `watch` is called while it waits and may raise.
+        """
+        first, longest = (self.world_size * each for each in NAPS_PER_RANK_S)
+        return wait_until(lambda: self.holds(key), deadline, watch, (first, max(longest, LONGEST_NAP_S)))
+
+    def forget(self, name: str) -> None:
+        """Delete what a `gather` has left that every rank has ended: each rank its own, rank 0 what is common."""
+        common = [f"{name}/count", f"{name}/all"] if not self.rank else []
+        for key in (f"{name}/{self.rank}", *common):
+            self.store.delete_key(key)
+
+    def make_cause(self) -> None:
+        """Let `CAUSE` be up from now on, empty as long as nothing has failed: it can be read without a question."""
+        self.store.compare_set(CAUSE, "", "")
 
     def publish_cause(self, error: BaseException) -> None:
         """Say why this rank fails, unless another was first. Never raises."""
         try:
-            self.store.compare_set("cause", "", first_cause(self.rank, error))
+            self.store.compare_set(CAUSE, "", first_cause(self.rank, error))
         except RuntimeError:
             pass  # the store's host is gone or does not answer, so the cause cannot be published
 
     def cause(self) -> str | None:
         """The first cause."""
-        return self.read("cause").decode() or None if self.holds("cause") else None
+        return (self.read(CAUSE).decode() or None) if self.holds(CAUSE) else None
 
     def leave(self) -> None:
         """Say that this rank closes in good order. Never raises."""

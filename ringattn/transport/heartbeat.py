@@ -19,21 +19,53 @@ import torch.distributed as dist
 
 from ringattn.errors import DeadlineError
 from ringattn.transport.bounded_store import BoundedStore
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.control_store import CAUSE, ControlStore
 from ringattn.transport.deadline import Deadline
 
 ENDED = 0
-POLL_S = 0.05
+CLOSED = "c"
+POLL_S = 0.1
 END_S = 1.0
 """How long the thread may take to end: one heartbeat takes far less, unless the store's host stands still."""
 
 
+INTERVAL_S = 0.1
+REQUESTS_PER_S = 4500.0
+"""What the heartbeats of a whole job may ask of its one store, which serves some ten thousand requests a second."""
+
+
+def interval_s(job_size: int, shortest_s: float = INTERVAL_S, requests: int = 2) -> float:
+    """Seconds between two rounds of a rank, each of which is so many `requests`, in a job of `job_size` ranks."""
+    return max(shortest_s, requests * job_size / REQUESTS_PER_S)
+
+
+def silence_s(interval: float, shortest_s: float = 5 * INTERVAL_S) -> float:
+    """How long a heartbeat that is sent every `interval` seconds must not change: two of them may be late."""
+    return max(shortest_s, 2.5 * interval + 0.3)
+
+
+def heartbeat_key(rank: int) -> str:
+    """Where a rank's heartbeat is in the store."""
+    return f"heartbeat/{rank}"
+
+
 @dataclass(frozen=True)
 class LastHeartbeat:
-    """The newest heartbeat of a rank. `count` is `ENDED` once it ended on purpose."""
+    """The newest heartbeat of a rank. `count` is `ENDED` once it ended on purpose; `closed`: it needs nobody more."""
 
     count: int
     status: str
+    closed: bool = False
+
+    @classmethod
+    def parse(cls, text: bytes) -> LastHeartbeat:
+        """The inverse of `text`."""
+        count, _, status = text.decode().partition(" ")
+        return cls(int(count.rstrip(CLOSED)), status, count.endswith(CLOSED))
+
+    def text(self) -> str:
+        """For the store."""
+        return f"{self.count}{CLOSED if self.closed else ''} {self.status}"
 
 
 class Heartbeat:
@@ -43,31 +75,52 @@ class Heartbeat:
         self._store = store
         self._rank = rank
         self._count = ENDED
+        self.closed = False
+        """Whether this rank has closed its ring."""
+        self._begun: set[int] = set()
 
     def send(self, status: str) -> None:
         """Write that this rank is alive. Raises `RuntimeError` when the store's host is gone."""
         self._count += 1
         # A counter and no time of day: a reader only asks whether it changes.
-        self._store.set(f"heartbeat/{self._rank}", f"{self._count} {status}")
+        self._store.set(heartbeat_key(self._rank), LastHeartbeat(self._count, status, self.closed).text())
 
     def end(self, status: str) -> None:
         """Write that this rank sends no more heartbeats and that nothing is wrong with it. Raises as `send` does."""
-        self._store.set(f"heartbeat/{self._rank}", f"{ENDED} {status}")
+        self._store.set(heartbeat_key(self._rank), LastHeartbeat(ENDED, status, self.closed).text())
 
     def last(self, rank: int) -> LastHeartbeat | None:
         """The newest heartbeat of `rank`, None before its first. Raises `RuntimeError` without the store's host."""
-        # `get` would wait for a key that is not there.
-        if not self._store.check([f"heartbeat/{rank}"]):
-            return None
-        count, _, status = self._store.get(f"heartbeat/{rank}").decode().partition(" ")
-        return LastHeartbeat(int(count), status)
+        return self.last_of([rank]).get(rank)
 
-    def silent(self, ranks: Iterable[int], wait_s: float) -> list[int]:
-        """Those of `ranks` whose heartbeat does not change for `wait_s`, which must be a few intervals of theirs."""
+    def last_of(self, ranks: Iterable[int]) -> dict[int, LastHeartbeat]:
+        """The newest heartbeats of those of `ranks` that have sent one: one request, once all have."""
+        begun = self.begun(ranks)
+        texts = self._store.multi_get([heartbeat_key(rank) for rank in begun]) if begun else []
+        return {rank: LastHeartbeat.parse(text) for rank, text in zip(begun, texts, strict=True)}
+
+    def begun(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have sent a heartbeat: what may be read without waiting for it."""
+        asked = list(ranks)
+        self._begun.update(self._found([rank for rank in asked if rank not in self._begun]))
+        return [rank for rank in asked if rank in self._begun]
+
+    def _found(self, ranks: list[int]) -> list[int]:
+        """Those of `ranks` whose key is there, with few requests where most are."""
+        if not ranks or self._store.check([heartbeat_key(rank) for rank in ranks]):
+            return ranks
+        half = len(ranks) // 2
+        return [*self._found(ranks[:half]), *self._found(ranks[half:])] if half else []
+
+    def silent(self, ranks: Iterable[int], wait_s: float, ended: Callable[[], bool] = lambda: False) -> list[int]:
+        """Those of `ranks` whose heartbeat does not change for `wait_s`, which must be a few intervals of theirs.
+
+        `ended` cuts the wait short; what is returned then says nothing.
+        """
         check = SilenceCheck(self, ranks)
         until = time.monotonic() + wait_s
         # Ends early when all have changed; a quiet rank costs the whole time.
-        while check.quiet and time.monotonic() < until:
+        while check.quiet and time.monotonic() < until and not ended():
             time.sleep(min(POLL_S, wait_s))
             check.update()
         return sorted(check.quiet)
@@ -79,13 +132,15 @@ class SilenceCheck:
     def __init__(self, reader: Heartbeat, ranks: Iterable[int]) -> None:
         """Raises `RuntimeError` when the store's host is gone, and so does `update`."""
         self._reader = reader
-        self._before = {rank: reader.last(rank) for rank in ranks}
+        ranks = list(ranks)
+        self._before = reader.last_of(ranks)
         # A rank that ended on purpose is not silent, whatever its counter does.
-        self.quiet = {rank for rank, heartbeat in self._before.items() if heartbeat is None or heartbeat.count != ENDED}
+        self.quiet = {rank for rank in ranks if rank not in self._before or self._before[rank].count != ENDED}
 
     def update(self) -> None:
         """Take out the ranks that have sent or ended their heartbeat since."""
-        self.quiet -= {rank for rank in self.quiet if self._reader.last(rank) != self._before[rank]}
+        now = self._reader.last_of(self.quiet)
+        self.quiet = {rank for rank in self.quiet if now.get(rank) == self._before.get(rank)}
 
 
 class HeartbeatThread:
@@ -103,88 +158,128 @@ class HeartbeatThread:
         then: Callable[[], None] = lambda: None,
         lost: Callable[[RuntimeError], None] = lambda error: None,
     ) -> None:
-        self._heartbeat = Heartbeat(store, rank)
+        self.heartbeat = Heartbeat(store, rank)
         self._interval_s = interval_s
         self._status, self._then, self._lost = status, then, lost
         self._stopped = threading.Event()
+        self._ends = False
         self._thread = threading.Thread(target=self._live, name=f"ringattn-heartbeat-{rank}", daemon=True)
         self._thread.start()
         # A thread inside a store call while the interpreter ends can take the whole process down.
         atexit.register(self._halt)
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = END_S) -> None:
         """End the heartbeat on purpose; returns when the thread has ended or its store does not answer. Idempotent."""
-        if self._stopped.is_set():
-            return
-        # The thread first: a heartbeat after the final one would undo it.
-        self._halt()
-        if not self._thread.is_alive():
-            try:
-                self._heartbeat.end(self._status())
-            except RuntimeError:
-                pass  # the store's host is gone: nothing can be written
+        self._ends = True
+        self._halt(patience_s)
         atexit.unregister(self._halt)
 
-    def _halt(self) -> None:
+    def _halt(self, patience_s: float = END_S) -> None:
         """End the thread and write nothing: a rank that only leaves the process counts as silent."""
         self._stopped.set()
         # Bounded: a thread that waits for a dead store must not hold up the caller.
-        self._thread.join(END_S)
+        self._thread.join(patience_s)
 
     def _live(self) -> None:
         try:
             while not self._stopped.is_set():
                 # Sent before reading, so that this rank looks alive while it reads.
-                self._heartbeat.send(self._status())
+                self.heartbeat.send(self._status())
                 self._then()
                 self._stopped.wait(self._interval_s)
+            # By this thread: a heartbeat after the final one would undo it.
+            if self._ends:
+                self.heartbeat.end(self._status())
         except RuntimeError as error:
             self._lost(error)  # the store's host is gone: nothing can be written
 
 
-INTERVAL_S = 0.1
-PER_RANK_S = 0.5e-3
-"""Added to a round for each rank of the ring: one store serves them all."""
+READ_AT_ONCE = 8
+"""Ranks whose heartbeats one round reads. Of more that are wanted, each round reads others."""
 
 
 class HeartbeatMonitor:
     """The newest heartbeats of other ranks, read from the thread that sends this rank's.
 
     Only this thread waits for the store, so a store whose host has stopped holds up no caller with a deadline.
-    Guarantees: what is read is at most a round old, or the age says otherwise; the next rank and those that are
-    `wanted` are read, never all of them.
+    Guarantees: two requests a round, whatever is wanted; what is read is at most a round old, or the age says
+    otherwise; the next rank and those that are `wanted` are read, never all of them at once.
     """
 
-    def __init__(self, control: ControlStore, status: Callable[[], str]) -> None:
-        """`status` is what this rank's heartbeat says of it. Starts at once."""
+    def __init__(self, control: ControlStore, status: Callable[[], str], job_size: int | None = None) -> None:
+        """`status` is what this rank's heartbeat says of it; `job_size` ranks share the store. See `start`."""
         self.cause: str | None = None
         self.lost: str | None = None
         """Why the store cannot be read any more."""
         self.heartbeats: dict[int, LastHeartbeat] = {}
-        self.closed: set[int] = set()
         self.wanted: set[int] = set()
         """Ranks to read besides the next one; replaced, never changed."""
+        self.interval_s = interval_s(job_size or control.world_size)
         self._control = control
-        self._heartbeat = Heartbeat(control.store, control.rank)
+        self._reader = Heartbeat(control.store, control.rank)
+        self._unchanged: dict[int, tuple[float, float]] = {}
+        """When the newest heartbeat of a rank was read first and last, on the monotonic clock."""
+        self._turn = 0
         # Empty for a ring of one.
         self._next = {(control.rank + 1) % control.world_size} - {control.rank}
+        self._status = status
+        self._sender: HeartbeatThread | None = None
+
+    @property
+    def silence_s(self) -> float:
+        """How long a heartbeat must not change."""
+        return silence_s(self.interval_s)
+
+    def silent(self) -> set[int]:
+        """Of the ranks that are read, those that are known to have sent nothing for `silence_s`."""
+        found = set()
+        for rank, (first_s, last_s) in list(self._unchanged.items()):
+            if last_s - first_s >= self.silence_s and self.heartbeats[rank].count != ENDED:
+                found.add(rank)
+        return found
+
+    @property
+    def closed(self) -> set[int]:
+        """Of the ranks that are read, those that have closed their ring."""
+        return {rank for rank, heartbeat in list(self.heartbeats.items()) if heartbeat.closed}
+
+    def leave(self) -> None:
+        """Say in every heartbeat from the next on that this rank has closed its ring."""
+        if self._sender is not None:
+            self._sender.heartbeat.closed = True
+
+    def start(self) -> None:
+        """Send and read from now on."""
+        control = self._control
         self._sender = HeartbeatThread(
-            control.store, control.rank, INTERVAL_S + PER_RANK_S * control.world_size, status, self._round, self._lose
+            control.store, control.rank, self.interval_s, self._status, self._round, self._lose
         )
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = END_S) -> None:
         """End the heartbeat. Idempotent."""
-        self._sender.stop()
+        if self._sender is not None:
+            self._sender.stop(patience_s)
 
     def _round(self) -> None:
-        self.cause = self._control.cause()
-        # One set is built for each round, so `wanted` may be replaced meanwhile.
-        for rank in self.wanted | self._next:
-            heartbeat = self._heartbeat.last(rank)
-            if heartbeat is not None:
-                self.heartbeats[rank] = heartbeat
-            if self._control.holds(f"closed/{rank}"):
-                self.closed.add(rank)
+        if not self._turn:
+            self._control.make_cause()
+        ranks = self._reader.begun(self._chosen())
+        cause, *texts = self._control.read_many([CAUSE, *map(heartbeat_key, ranks)])
+        for rank, text in zip(ranks, texts, strict=True):
+            self._take(rank, LastHeartbeat.parse(text), time.monotonic())
+        self.cause = cause.decode() or None
+
+    def _chosen(self) -> list[int]:
+        """The next rank, and as many of the wanted ones as a round reads."""
+        wanted = sorted(self.wanted - self._next)
+        first = self._turn * READ_AT_ONCE % max(len(wanted), 1)
+        self._turn += 1
+        return [*self._next, *[*wanted, *wanted][first : first + min(READ_AT_ONCE, len(wanted))]]
+
+    def _take(self, rank: int, heartbeat: LastHeartbeat, now_s: float) -> None:
+        first_s = self._unchanged[rank][0] if self.heartbeats.get(rank) == heartbeat else now_s
+        self.heartbeats[rank] = heartbeat
+        self._unchanged[rank] = first_s, now_s
 
     def _lose(self, error: RuntimeError) -> None:
         self.lost = str(error)

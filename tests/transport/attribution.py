@@ -1,4 +1,4 @@
-"""Whether an error says who is at fault."""
+"""Whom an error says to be at fault."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ VERBS = "|".join((
     "is silent", "is behind", "is stuck in a launch", "is still computing", "is gone", "failed first", "refused",
     "does not ask", "and rank . do not ask", "do not ask",
 ))  # fmt: skip
+# A rank that failed first with one of these only reports: what follows says who is at fault.
+REPORTS = r"failed first: (?:DeadlineError|PeerLostError|DisagreementError)"
 
 
 def names_as_culprit(culprit: int, message: str) -> bool:
     """Whether a message says that `culprit` is at fault, and does not only list it among the peers."""
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None
+
+
+def accused(message: str) -> set[int]:
+    """All ranks that a message says to be at fault; of two that disagree neither is."""
+    return {int(rank) for rank in re.findall(rf"rank (\d+) (?!{REPORTS}|and rank|do not ask)(?:{VERBS})", message)}

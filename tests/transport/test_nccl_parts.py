@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +14,15 @@ from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import (
-    WINDOW,
+    KEPT,
     Arrival,
-    CallWindow,
+    CallHistory,
+    Host,
     all_ready,
     check_fit,
-    gather_arrivals,
+    meet,
     share_unique_id,
 )
 from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
@@ -32,11 +33,8 @@ from tests.transport.simulated.world import SimWorld
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
-    made = Arrival(rank, "node", f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
+    made = Arrival(rank, Host("node", "node", 100 + rank), f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
     return replace(made, **changes)
-
-
-LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 
 def nothing() -> None:
@@ -64,34 +62,35 @@ def together(ranks: int, body: Callable[[ControlStore], Any]) -> list[Any]:
 # --- meeting ---------------------------------------------------------------------------------------------------------
 
 
-def test_everyone_learns_of_everyone() -> None:
+def test_everyone_gets_the_id_and_ends_when_all_are_ready() -> None:
     def body(control: ControlStore) -> Any:
         deadline = Deadline(10)
-        found = gather_arrivals(control, arrival(control.rank), deadline, nothing)
+        meet(control, arrival(control.rank), deadline, nothing)
         unique_id = share_unique_id(control, lambda: bytes(range(128)), deadline, nothing)
         all_ready(control, deadline, nothing)
         time.sleep(0.2)
-        return found, unique_id, control.holds("unique_id")
+        return unique_id, control.holds("unique_id")
 
     for result in together(3, body):
-        assert result == ([arrival(rank) for rank in range(3)], bytes(range(128)), False)
+        assert result == (bytes(range(128)), False)
 
 
 def test_missing_ranks_are_named() -> None:
     def body(control: ControlStore) -> Any:
-        return gather_arrivals(control, arrival(control.rank), Deadline(0.3), nothing) if control.rank != 1 else None
+        return meet(control, arrival(control.rank), Deadline(0.3), nothing) if control.rank != 1 else None
 
     results = together(3, body)
     for rank in (0, 2):
         assert isinstance(results[rank], DeadlineError)
-        assert f"rank {rank} opened a ring of 3: ranks [1] did not arrive within 0.3 s" in str(results[rank])
+        words = f"rank {rank} opened a ring of 3: rank {rank}: ranks [1] did not arrive at 'arrived' within 0.3 s"
+        assert words in str(results[rank])
 
 
 def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     store = HashStore()
     with pytest.raises(DeadlineError, match=r"rank 1: rank 0 made no unique id within 0\.1 s"):
         share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), nothing)
-    with pytest.raises(DeadlineError, match=r"rank 1: the communicators of ranks \[0\] were not ready"):
+    with pytest.raises(DeadlineError, match=r"rank 1: not all communicators became ready: .* ranks \[0\]"):
         all_ready(ControlStore(store, 1, 2), Deadline(0.1), nothing)
 
 
@@ -111,54 +110,61 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    check_fit([arrival(rank) for rank in range(3)], LOCATIONS)
+    check_fit([arrival(rank) for rank in range(3)])
     with pytest.raises(kind, match=words):
-        check_fit([arrival(0), arrival(1, **changes), arrival(2)], LOCATIONS)
+        check_fit([arrival(0), arrival(1, **changes), arrival(2)])
 
 
 def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
-    check_fit([arrival(rank, gpu_uuid="GPU-0", nccl_id=f"ring-{rank}") for rank in range(3)], LOCATIONS)
+    check_fit([arrival(rank, gpu_uuid="GPU-0", host=Host("node", f"ring-{rank}", rank)) for rank in range(3)])
 
 
 # --- comparing calls -------------------------------------------------------------------------------------------------
 
 
-def window(*digests: bytes, first: int = 1) -> CallWindow:
-    made = CallWindow()
+def history(*digests: bytes, first: int = 1) -> CallHistory:
+    made = CallHistory()
     for number, digest in enumerate(digests, first):
         made.announce(number, digest, f"words of {digest!r}")
     return made
 
 
 def test_the_first_call_that_differs_is_found() -> None:
-    mine, theirs = window(b"a", b"b", b"c"), window(b"a", b"x", b"c")
-    difference = mine.differs(theirs.status())
+    mine, theirs = history(b"a", b"b", b"c"), history(b"a", b"x", b"c")
+    difference = mine.differs(theirs.told())
     assert difference is not None and difference.startswith("call 2 is another there")
     assert "now at 'words of b'c''" in difference and "here 'words of b'c''" in difference
-    assert mine.differs(window(b"a", b"b").status()) is None and mine.differs(CallWindow().status()) is None
+    assert mine.differs(history(b"a", b"b").told()) is None and mine.differs(CallHistory().told()) is None
+
+
+def test_a_difference_between_calls_that_are_told_of_is_bounded_by_them() -> None:
+    calls = [bytes([n]) for n in range(100)]
+    difference = history(*calls).differs(history(*calls[:80], b"x", *calls[81:]).told())  # call 81 of 100
+    assert difference is not None and difference.startswith("one of calls 37 to 84 is another there")
 
 
 def test_a_difference_shows_in_every_later_call() -> None:
-    # Only the newest calls are kept one by one, and those that differed may have left both windows.
-    mine = window(b"a", *[b"same"] * (10 * WINDOW))
-    theirs = window(b"x", *[b"same"] * (10 * WINDOW))
-    assert mine.differs(theirs.status()) is not None
+    # A heartbeat tells of a few calls only, and those that differed may be among none of them.
+    mine = history(b"a", *[b"same"] * 1000)
+    theirs = history(b"x", *[b"same"] * 1000)
+    assert mine.differs(theirs.told()) is not None
 
 
-@pytest.mark.parametrize("ahead", [1, WINDOW, 20 * WINDOW])
+@pytest.mark.parametrize("ahead", [1, 7, 64, 1280, 4000])
 def test_ranks_that_are_far_apart_are_compared(ahead: int) -> None:
-    calls = [bytes([n % 250]) for n in range(30 * WINDOW)]
-    mine, theirs = window(*calls[: 10 * WINDOW]), window(*calls[: 10 * WINDOW + ahead])
-    assert mine.differs(theirs.status()) is None and theirs.differs(mine.status()) is None
-    other = window(b"other", *calls[1 : 10 * WINDOW + ahead])
-    assert mine.differs(other.status()) is not None and other.differs(mine.status()) is not None
+    calls = [bytes([n % 250]) for n in range(5000)]
+    mine, theirs = history(*calls[:640]), history(*calls[: 640 + ahead])
+    assert mine.differs(theirs.told()) is None and theirs.differs(mine.told()) is None
+    other = history(b"other", *calls[1 : 640 + ahead])
+    assert mine.differs(other.told()) is not None and other.differs(mine.told()) is not None
 
 
-def test_the_window_is_bounded() -> None:
-    long = window(*[bytes([n % 250]) for n in range(100 * WINDOW)])
-    assert len(long.status()) < 60 * 2 * WINDOW
-    assert CallWindow.places(long.status(at="forward step 3"))["at"] == "forward step 3"
-    assert CallWindow.places(long.status())["call"] == 100 * WINDOW
+def test_what_a_heartbeat_tells_is_small_and_what_a_rank_keeps_is_bounded() -> None:
+    long = CallHistory()
+    for n in range(1, 3 * KEPT):
+        long.announce(n, bytes([n % 250]), "attention " * 100)
+    assert len(json.dumps(long.told())) < 512 and long.told()["call"] == 3 * KEPT - 1
+    assert len(long._chains) == KEPT
 
 
 # --- advice ----------------------------------------------------------------------------------------------------------

@@ -1,36 +1,43 @@
-"""What the ranks of a ring tell each other through the control store: at opening, at each call, after a failure.
+"""What the ranks of a ring tell each other through the control store: at opening, and at each call.
 
 Opening: each rank's facts are compared, then rank 0 shares the communicator's unique id. Ranks that do not arrive are
 named at the deadline; ranks that do not fit together are refused before NCCL is asked, on every rank alike.
-Calls: each heartbeat carries the rank's newest calls, so that ranks need not check a call again that they have checked
-once. Failure attribution: a rank that is alive and merely waits is never named as the cause.
+Calls: each heartbeat tells of some of the rank's calls, so that ranks need not check a call again that they have
+checked once.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from typing import Any, NamedTuple
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.heartbeat import ENDED, INTERVAL_S, PER_RANK_S, Heartbeat
-from ringattn.transport.location import Location
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl.binding import version_text
-from ringattn.transport.nccl.device import Deadline, wait_until
 from ringattn.transport.nccl.options import NcclOptions
 
 FailureCheck = Callable[[], None]
 
 
+class Host(NamedTuple):
+    """Where a process runs. `nccl_id`: what NCCL takes for the host, which `NCCL_HOSTID` may set."""
+
+    name: str
+    nccl_id: str
+    pid: int
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank says of itself. `nccl_id`: what NCCL takes for its host, which `NCCL_HOSTID` may set."""
+    """What a rank says of itself."""
 
     rank: int
-    nccl_id: str
+    host: Host
     gpu_uuid: str
     nccl_version: int
     ringattn_version: str
@@ -41,26 +48,37 @@ class Arrival:
     def parse(cls, text: bytes) -> Arrival:
         """The inverse of `text`."""
         facts = json.loads(text)
-        return cls(**{**facts, "options": NcclOptions(**facts["options"])})
+        return cls(**{**facts, "host": Host(*facts["host"]), "options": NcclOptions(**facts["options"])})
 
     def text(self) -> str:
         """For the store."""
         return json.dumps(asdict(self))
 
 
-def gather_arrivals(control: ControlStore, mine: Arrival, deadline: Deadline, watch: FailureCheck) -> list[Arrival]:
-    """Put up this rank's arrival and return everyone's. Raises `DeadlineError` that names who is missing."""
-    control.write(f"arrived/{mine.rank}", mine.text())
-    if not wait_until(lambda: control.complete("arrived"), deadline, watch):
-        missing = control.missing("arrived")
-        raise DeadlineError(
-            f"rank {mine.rank} opened a ring of {control.world_size}: ranks {missing} did not arrive within "
-            f"{deadline.timeout_s} s"
-        )
-    return [Arrival.parse(control.read(f"arrived/{rank}")) for rank in control.everyone()]
+def meet(control: ControlStore, mine: Arrival, deadline: Deadline, watch: FailureCheck) -> None:
+    """Return when all ranks have arrived and fit together.
+
+    One rank compares them for all. Raises `DeadlineError` that names who is missing, and what `check_fit` raises.
+    """
+    try:
+        refusal = control.combine("arrived", mine.text().encode(), _refusal, deadline, watch).decode()
+    except DeadlineError as error:
+        raise DeadlineError(f"rank {mine.rank} opened a ring of {control.world_size}: {error}") from error
+    if refusal:
+        kind, _, words = refusal.partition(" ")
+        raise (DisagreementError if kind == DisagreementError.__name__ else InputError)(words)
 
 
-def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
+def _refusal(texts: list[bytes]) -> bytes:
+    """Why the ranks do not fit together, as every rank reads it: empty if they do."""
+    try:
+        check_fit([Arrival.parse(text) for text in texts])
+    except InputError as error:
+        return f"{type(error).__name__} {error}".encode()
+    return b""
+
+
+def check_fit(arrivals: list[Arrival]) -> None:
     """Raise `DisagreementError` or `InputError`, the same on every rank, if these ranks cannot share a communicator."""
     for what, values in (
         ("NCCL version", [version_text(arrival.nccl_version) for arrival in arrivals]),
@@ -81,14 +99,13 @@ def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
             raise DisagreementError(f"the ranks differ in {what}: {listed}")
     gpus = defaultdict(list)
     for arrival in arrivals:
-        gpus[arrival.nccl_id, arrival.gpu_uuid].append(arrival)
+        gpus[arrival.host.nccl_id, arrival.gpu_uuid].append(arrival)
     for shared in gpus.values():
         if len(shared) > 1:
-            who = ", ".join(f"rank {arrival.rank} (process {locations[arrival.rank].pid})" for arrival in shared)
+            who = ", ".join(f"rank {arrival.rank} (process {arrival.host.pid})" for arrival in shared)
             raise InputError(
-                f"{who} use the same GPU {shared[0].gpu_uuid} of {locations[shared[0].rank].host}, and NCCL refuses "
-                "that; start one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see "
-                "docs/nccl.md)"
+                f"{who} use the same GPU {shared[0].gpu_uuid} of {shared[0].host.name}, and NCCL refuses that; start "
+                "one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see docs/nccl.md)"
             )
 
 
@@ -98,102 +115,65 @@ def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: 
         made = make()
         control.write("unique_id", made)
         return made
-    if not wait_until(lambda: control.holds("unique_id"), deadline, watch):
+    if not control.appears("unique_id", deadline, watch):
         raise DeadlineError(f"rank {control.rank}: rank 0 made no unique id within {deadline.timeout_s} s")
     return control.read("unique_id")
 
 
 def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) -> None:
     """Return when every rank's communicator works; the unique id is then gone. Raises `DeadlineError`."""
-    control.write(f"ready/{control.rank}", "1")
-    if not wait_until(lambda: control.complete("ready"), deadline, watch):
-        missing = control.missing("ready")
-        raise DeadlineError(
-            f"rank {control.rank}: the communicators of ranks {missing} were not ready within {deadline.timeout_s} s"
-        )
+    try:
+        control.gather("ready", b"", deadline, watch)
+    except DeadlineError as error:
+        raise DeadlineError(f"rank {control.rank}: not all communicators became ready: {error}") from error
     if control.rank == 0:
         control.store.delete_key("unique_id")
 
 
-WINDOW = 64
-"""Newest calls that are kept one by one."""
-MILESTONE = 64
-MILESTONES = 64
-WORDS = 400
+KEPT = 8192
+"""Calls that a rank remembers."""
+BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
+"""How far the calls lie back that a heartbeat tells of, besides the first: ranks are compared however far one is
+ahead."""
+WORDS = 120
 
 
-class CallWindow:
-    """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread."""
+class CallHistory:
+    """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
+
+    The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
+    """
 
     def __init__(self) -> None:
-        self._newest: deque[tuple[int, str]] = deque(maxlen=WINDOW)
-        self._milestones: deque[tuple[int, str]] = deque(maxlen=MILESTONES)
+        self._chains: dict[int, str] = {}
         self._chain = b""
-        self._words = ""
+        self.words = ""
         self.number = 0
 
     def announce(self, number: int, digest: bytes, words: str) -> None:
         """This rank now makes its call `number`."""
         self._chain = sha256(self._chain + digest).digest()[:8]
-        self._words, self.number = words, number
-        entry = number, self._chain.hex()
-        self._newest.append(entry)
-        if number % MILESTONE == 0:
-            self._milestones.append(entry)
+        self._chains[number] = self._chain.hex()
+        self._chains.pop(number - KEPT, None)
+        self.words, self.number = words[:WORDS], number
 
-    def status(self, **place: object) -> str:
-        """For the heartbeat; `place` is what `places` gives back."""
-        calls = [*self._milestones, *self._newest]
-        return json.dumps({**place, "call": self.number, "words": self._words[:WORDS], "calls": calls})
+    def told(self) -> dict[str, object]:
+        """For the heartbeat: a few hundred bytes, however many calls there were."""
+        number = self.number
+        return {"call": number, "words": self.words, "calls": [self._chains.get(n, "") for n in _told_of(number)]}
 
-    def differs(self, status: str) -> str | None:
-        """The first call that a peer with this `status` is known to have made otherwise, in words; None if none."""
-        there = json.loads(status)
-        theirs = dict(map(tuple, there["calls"]))
-        for number, chain in [*self._milestones, *self._newest]:
-            if theirs.get(number, chain) != chain:
-                return f"call {number} is another there (now at '{there['words']}', here '{self._words[:WORDS]}')"
+    def differs(self, theirs: dict[str, Any]) -> str | None:
+        """The first call that the rank which told `theirs` is known to have made otherwise, in words; None if none."""
+        equal = 0
+        for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
+            mine = self._chains.get(number, "")
+            if mine and chain and mine != chain:
+                which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
+                return f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
+            equal = number if mine and chain else equal
         return None
 
-    @staticmethod
-    def places(status: str) -> dict[str, object]:
-        """What `status` was given, and `call`, the number of the rank's newest call."""
-        return json.loads(status)
 
-
-SILENCE_S = 5 * INTERVAL_S
-"""How long a heartbeat must not change, in small rings; in larger ones the interval is longer."""
-
-
-def attribute_failure(control: ControlStore, calls: CallWindow, waited_for: set[int]) -> str:
-    """For an error, beginning with `; `: the ranks at fault, or else those behind; then the live ones of `waited_for`.
-
-    A rank that is behind may itself only wait for the rank at fault.
-    """
-    others = [rank for rank in control.everyone() if rank != control.rank]
-    reader = Heartbeat(control.store, control.rank)
-    try:
-        silent = reader.silent(others, SILENCE_S + 3 * PER_RANK_S * control.world_size)
-        heartbeats = {rank: newest for rank in others if (newest := reader.last(rank)) is not None}
-    except RuntimeError as error:
-        return f"; the store's host is gone: {error}"
-    at_fault, behind, alive = [], [], []
-    for rank in others:
-        place = calls.places(heartbeats[rank].status) if rank in heartbeats else None
-        at = f"'{place['at']}' of call {place['call']}" if place else ""
-        if rank in silent:
-            last = f"last heard in {at}" if at else "never heard"
-            at_fault.append(f"rank {rank} is silent (stopped, stuck or gone), {last}")
-        elif place is None or heartbeats[rank].count == ENDED:
-            continue
-        elif place["launching"]:
-            at_fault.append(f"rank {rank} is stuck in a launch, in {at}")
-        elif place["computing"]:
-            at_fault.append(
-                f"rank {rank} is still computing: its GPU has not reached its oldest exchange; host in {at}"
-            )
-        elif int(str(place["call"])) < calls.number:
-            behind.append(f"rank {rank} is behind, in {at}, this rank in call {calls.number}")
-        elif rank in waited_for:
-            alive.append(f"rank {rank} lives, in {at}")
-    return "".join(f"; {each}" for each in [*(at_fault or behind), *alive])
+def _told_of(number: int) -> list[int]:
+    """The calls of which a rank tells that makes its call `number`, ascending."""
+    return sorted({max(number - back, 1) for back in BACK}) if number else []

@@ -1,15 +1,16 @@
-"""Watches one rank's exchanges from a thread of its own, and the all-gather of bytes that it guards.
+"""Watches one rank's exchanges from a thread of its own.
 
 The thread holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with
 those in the other ranks' heartbeats, and on a failure aborts the communicators, attributes the failure to a rank,
 publishes the cause and writes the flight record. Guarantees: it launches nothing, and waits for no store; it queries no
 event that was recorded in a capture; whatever is raised on its thread ends the ring; callers see the failure within
-`TELL_S` of its detection, even when the store does not answer. A rank whose own kernels never reach an exchange names
-no other rank: its peers name it.
+`tell_s` of its detection, even when the store does not answer or an abort takes long. A rank whose own kernels never
+reach an exchange names no other rank: its peers name it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -20,14 +21,22 @@ from pathlib import Path
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.heartbeat import INTERVAL_S, Heartbeat, HeartbeatMonitor
-from ringattn.transport.nccl.bootstrap import SILENCE_S, CallWindow, attribute_failure
-from ringattn.transport.nccl.communicator import ABORT_S, Communicator
-from ringattn.transport.nccl.device import Deadline, Device, Event, wait_until
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.heartbeat import INTERVAL_S, HeartbeatMonitor
+from ringattn.transport.nccl.attribution import Attribution, Waits, told_place
+from ringattn.transport.nccl.bootstrap import CallHistory
+from ringattn.transport.nccl.communicator import Communicator
+from ringattn.transport.nccl.device import Device, Event
 from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle
 
-TELL_S = SILENCE_S + 0.8
-"""How long attribution and publishing may take before the failure is raised without."""
+TELLING_S = 0.2
+"""What publishing may take, besides the attribution."""
+STOP_S = 0.3
+"""How long the watch may take to end."""
+ABORT_GRACE_S = 0.2
+"""What a caller that is told of a failure grants the aborts."""
+STUCK_S = 0.3
+"""A launch or own kernels that take longer than this are told in the heartbeat."""
 
 
 class BrokenCommunicatorError(PeerLostError):
@@ -43,18 +52,26 @@ class Supervisor:
         communicators: Sequence[Communicator],
         gpu: Device,
         record: FlightRecord,
-        calls: CallWindow,
+        calls: CallHistory,
         timeout_s: float,
         flight_dir: Path | None,
         leave: Callable[[str], None],
+        job_size: int,
     ) -> None:
-        """`leave` is called with the reason when even an abort is stuck, and ends the process."""
+        """`leave` is called with the reason when even an abort is stuck, and ends the process. `job_size` ranks share
+        the store."""
         self.failure: BaseException | None = None
         self.where = "opening"
         self.handles: deque[NcclWorkHandle] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
         self.launching: tuple[NcclHop, float] | None = None
         """The hop that NCCL is being given, and since when on the monotonic clock."""
+        self.missing: frozenset[int] = frozenset()
+        """Ranks that an all-gather through the store waits for."""
+        self.gathering = False
+        self.ended = threading.Event()
+        """Set when the aborts after a failure have ended or are stuck."""
+        self.stuck: list[Communicator] = []
         self._rank, self._communicators, self._gpu, self._record, self._calls = (
             control.rank,
             communicators,
@@ -63,72 +80,79 @@ class Supervisor:
             calls,
         )
         self._others = {rank for rank in control.everyone() if rank != control.rank}
-        # A clone for the thread that publishes: a store that does not answer holds up that one alone.
+        # Clones: a store that does not answer holds up only the thread that waits for it.
         self._control, self._telling = control, control.clone()
+        self._monitor = HeartbeatMonitor(control.clone(), self._status, job_size)
+        self._attribution = Attribution(self._telling, self._status, self._monitor)
         self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
         self._unwaited: list[NcclWorkHandle] = []
         self._ticking = threading.Lock()
         # Taken by the first failure and never given back: locked means failed.
         self._first = threading.Lock()
-        self._told, self._ended, self._stopped = threading.Event(), threading.Event(), threading.Event()
-        self._monitor: HeartbeatMonitor | None = None
+        self._told, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{control.rank}", daemon=True)
+
+    @property
+    def tell_s(self) -> float:
+        """How long attribution and publishing may take before the failure is raised without."""
+        return self._attribution.limit_s + TELLING_S
 
     def start(self) -> None:
         """Start the watch and the heartbeat."""
-        self._monitor = HeartbeatMonitor(self._control.clone(), self._status)
+        self._monitor.start()
         self._thread.start()
+
+    def leave(self) -> None:
+        """Say that this rank has closed its ring: it waits for no message any more."""
+        self._monitor.leave()
+        self._control.leave()
 
     def stop(self) -> None:
         """End both threads. Idempotent."""
         self._stopped.set()
-        if self._monitor is not None:
-            self._monitor.stop()
+        self._monitor.stop(STOP_S)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(10 * INTERVAL_S)
+            self._thread.join(STOP_S)
 
     def watch(self) -> None:
         """Raise the failure, if there is one. What every wait on the host does between its naps."""
         # The failure may still be being attributed, so this waits for its words, but not for ever.
         if self._first.locked():
-            self._told.wait(2 * TELL_S)
+            self._told.wait(2 * self.tell_s)
             raise self.failure or RingError(f"rank {self._rank}: this ring is failing")
 
     def fail(self, error: BaseException, attribute: bool = False) -> None:
-        """End the ring, for `error` unless it has failed already. Returns when the aborts have ended or are stuck.
+        """End the ring, for `error` unless it has failed already. Returns when the reason is known. Never raises.
 
-        Never raises.
+        The aborts may go on: `ended` says when they have ended.
 
         `attribute`: find out which rank is at fault, and name it in the error.
         """
-        # A later failure follows from the first: it waits until that has ended the ring.
+        # A later failure follows from the first: it waits until that has its words.
         if not self._first.acquire(blocking=False):
-            self._ended.wait(ABORT_S + TELL_S)
+            self._told.wait(2 * self.tell_s)
+            self.ended.wait(ABORT_GRACE_S)
             return
         for handle in list(self.handles):
             handle.flight.state = FAILED
         # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
-        stuck: list[Communicator] = []
-        aborting = [
-            threading.Thread(target=self._abort, args=(communicator, stuck), daemon=True)
-            for communicator in self._communicators
-        ]
-        for thread in aborting:
-            thread.start()
+        unasked = threading.current_thread() is self._thread
+        threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True).start()
         telling = threading.Thread(target=self._tell, args=(error, attribute), name="ringattn-tell", daemon=True)
         telling.start()
         # Callers are told in time, with or without the rank at fault.
-        telling.join(TELL_S)
+        telling.join(self.tell_s)
         if self.failure is None:
-            self.failure = _said(error, "; the store does not answer: its host has stopped or is gone")
+            self.failure = _said(error, "; the store was not asked in time which rank is at fault")
         self._told.set()
         self._write_record(self.failure)
-        for thread in aborting:
-            thread.join()
-        self._ended.set()
-        # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
-        if stuck and threading.current_thread() is self._thread:
-            self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
+        # Most aborts end at once. One that does not must not keep the reason from the caller.
+        self.ended.wait(ABORT_GRACE_S)
+
+    @property
+    def closed(self) -> set[int]:
+        """Of the ranks whose heartbeats are read, those that have closed their ring."""
+        return self._monitor.closed
 
     def tick(self) -> None:
         """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
@@ -145,19 +169,46 @@ class Supervisor:
             self.free.extend((handle.ready, handle.done) for handle in waited)
 
     def _status(self) -> str:
-        """For the heartbeat: where this rank is, inside a launch or computing before an exchange, and its calls."""
-        computing = any(not handle.started_at for handle in list(self.handles)[:1])
-        return self._calls.status(at=self.where, launching=self.launching is not None, computing=computing)
+        """For the heartbeat: where this rank is, what it waits for there, and its calls."""
+        waits, peers = self._waits()
+        return json.dumps({**told_place(self.where, waits, peers), **self._calls.told()}, separators=(",", ":"))
 
-    def _abort(self, communicator: Communicator, stuck: list[Communicator]) -> None:
+    def _waits(self) -> tuple[Waits, set[int]]:
+        """What this rank waits for, and the peers of its oldest hop."""
+        launching, handles = self.launching, list(self.handles)[:1]
+        if launching is not None and time.monotonic() - launching[1] >= STUCK_S:
+            return Waits.LAUNCH, launching[0].peers
+        if handles and not handles[0].started_at and time.time() - handles[0].flight.posted_s >= STUCK_S:
+            return Waits.COMPUTE, self._waited_for()
+        return (Waits.PEERS if handles or self.gathering else Waits.HOST), self._waited_for()
+
+    def _abort_all(self, unasked: bool) -> None:
+        """`unasked`: no caller of the ring has met the failure, so nobody would end the process if this is stuck."""
+        threads = [threading.Thread(target=self._abort, args=(each,), daemon=True) for each in self._communicators]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.ended.set()
+        # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
+        if self.stuck and unasked:
+            self._told.wait(2 * self.tell_s)
+            self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
+
+    def _abort(self, communicator: Communicator) -> None:
         if not communicator.abort():
-            stuck.append(communicator)
+            self.stuck.append(communicator)
 
     def _tell(self, error: BaseException, attribute: bool) -> None:
-        """Name the rank at fault, publish the cause; on a thread of its own, for the store may never answer."""
-        words = attribute_failure(self._telling, self._calls, self._waited_for()) if attribute else ""
+        """Name the rank at fault, publish the cause; on a thread of its own, for the store may not answer."""
+        words = ""
+        if attribute:
+            try:
+                words = self._attribution.words(self._waited_for(), self.missing)
+            except RuntimeError as unanswered:
+                words = f"; {unanswered}"
         failure = _said(error, words)
-        self._telling.publish_cause(failure if words else error)
+        self._telling.until(Deadline(1.0)).publish_cause(failure if words else error)
         self.failure = failure
 
     # --- on the thread -----------------------------------------------------------------------------------------------
@@ -180,7 +231,6 @@ class Supervisor:
     def _look(self) -> None:
         """One round. Raises what ends the ring."""
         monitor = self._monitor
-        assert monitor is not None
         # Another rank's cause comes first: what is seen here may only follow from it.
         if monitor.cause is not None:
             raise PeerLostError(f"rank {self._rank}: {monitor.cause}{self._pending()}")
@@ -189,7 +239,7 @@ class Supervisor:
             raise PeerLostError(f"rank {self._rank}: {host}: {monitor.lost}{self._pending()}")
         # Before the deadline: a rank that makes another call would else be reported as late.
         for rank, heartbeat in list(monitor.heartbeats.items()):
-            if (difference := self._calls.differs(heartbeat.status)) is not None:
+            if (difference := self._calls.differs(json.loads(heartbeat.status))) is not None:
                 raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
         for communicator in self._communicators:
             if (broken := communicator.error()) is not None:
@@ -233,7 +283,7 @@ class Supervisor:
         if launching is not None:
             return launching[0].peers
         if not self.handles:
-            return set()
+            return set(self.missing)
         return self.handles[0].hop.peers or self._others
 
     def _pending(self) -> str:
@@ -258,55 +308,3 @@ def _said(error: BaseException, words: str) -> BaseException:
         return RingError(f"{type(error).__name__}: {error}{words}").with_traceback(error.__traceback__)
     kind = PeerLostError if isinstance(error, BrokenCommunicatorError) else type(error)
     return kind(f"{error}{words}") if words or kind is not type(error) else error
-
-
-class StoreAllGather:
-    """The all-gather of a few bytes through the control store, counted from 0.
-
-    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call; the store
-    keeps the bytes of two of them at most.
-    """
-
-    def __init__(self, control: ControlStore, calls: CallWindow, supervisor: Supervisor, timeout_s: float) -> None:
-        self._control, self._calls, self._supervisor, self._timeout_s = control, calls, supervisor, timeout_s
-        self._heartbeat = Heartbeat(control.store, control.rank)
-        self._number = 0
-        self._next_look = Deadline(0.0)
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Everyone's payload, by rank. Raises `DeadlineError`, `PeerLostError`, `DisagreementError`."""
-        control, stem = self._control, f"all_gather/{self._number}"
-        label = f"rank {control.rank} in all-gather {self._number}"
-        self._supervisor.where = f"all-gather {self._number}"
-        self._next_look = Deadline(3 * INTERVAL_S)
-        try:
-            # Written before waiting, so that no rank waits for one that waits for it.
-            control.write(f"{stem}/{control.rank}", payload)
-            if not wait_until(lambda: control.complete(stem), Deadline(self._timeout_s), lambda: self._watch(stem)):
-                missing = control.missing(stem)
-                at_fault = attribute_failure(control, self._calls, set(missing))
-                raise DeadlineError(f"no answer from ranks {missing} within {self._timeout_s} s{at_fault}")
-            answers = [control.read(f"{stem}/{rank}") for rank in control.everyone()]
-            if self._number:  # every rank has reached this one, so the one before is read no more
-                control.store.delete_key(f"all_gather/{self._number - 1}/{control.rank}")
-        except RingError as error:
-            kind = type(error) if isinstance(error, DeadlineError | DisagreementError) else PeerLostError
-            raise kind(f"{label}: {error}") from error
-        except RuntimeError as error:
-            raise PeerLostError(f"{label}: the store's host is gone: {error}") from error
-        self._number += 1
-        return answers
-
-    def _watch(self, stem: str) -> None:
-        """Raise a failure of the ring, or that a missing rank has closed or makes another call."""
-        self._supervisor.watch()
-        if not self._next_look.passed:
-            return
-        self._next_look = Deadline(3 * INTERVAL_S)
-        # A missing rank is either late or gone or elsewhere: its heartbeat tells which.
-        for rank in self._control.missing(stem):
-            if self._control.holds(f"closed/{rank}"):
-                raise PeerLostError(f"rank {rank} closed its ring")
-            heartbeat = self._heartbeat.last(rank)
-            if heartbeat is not None and (difference := self._calls.differs(heartbeat.status)) is not None:
-                raise DisagreementError(f"rank {rank} does not ask for the same: {difference}")

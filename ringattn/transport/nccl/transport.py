@@ -25,22 +25,21 @@ from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import (
     Arrival,
-    CallWindow,
+    CallHistory,
+    Host,
     all_ready,
-    attribute_failure,
-    check_fit,
-    gather_arrivals,
+    meet,
     share_unique_id,
 )
 from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
 from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, Replay, Started
 from ringattn.transport.nccl.options import NcclOptions, config_of
-from ringattn.transport.nccl.supervisor import BrokenCommunicatorError, StoreAllGather, Supervisor
+from ringattn.transport.nccl.store_all_gather import StoreAllGather
+from ringattn.transport.nccl.supervisor import BrokenCommunicatorError, Supervisor
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""
@@ -66,23 +65,23 @@ class NcclTransport:
         timeout_s: float,
         flight_dir: Path | None,
         leave: Callable[[str], None],
+        job_size: int,
     ) -> None:
         """Not connected yet; see `open`."""
         self.rank, self.world_size, self.device = control.rank, control.world_size, gpu.torch_device
         self.gpu, self.options = gpu, options
-        self.locations: tuple[Location, ...] = ()
         self.record = FlightRecord(control.rank, control.world_size, self.name)
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
         # Shared with the supervisor and the memory; filled when ranks have met.
         self._communicators: list[Communicator] = []
-        self._calls = CallWindow()
+        self._calls = CallHistory()
         self.supervisor = Supervisor(
-            control, self._communicators, gpu, self.record, self._calls, timeout_s, flight_dir, leave
+            control, self._communicators, gpu, self.record, self._calls, timeout_s, flight_dir, leave, job_size
         )
         self._memory = RegisteredMemory(binding, gpu, self._communicators, self.can_register)
         self._timeout_s = timeout_s
-        self._all_gather = StoreAllGather(control, self._calls, self.supervisor, timeout_s)
+        self._all_gather = StoreAllGather(control, self.supervisor, timeout_s)
         self._end: BaseException | None = None
 
     @classmethod
@@ -96,29 +95,27 @@ class NcclTransport:
         binding: Binding,
         gpu: Device,
         options: NcclOptions,
-        locations: Sequence[Location],
-        nccl_id: str,
+        host: Host,
         flight_dir: Path | None = None,
         leave: Callable[[str], None] | None = None,
+        job_size: int | None = None,
     ) -> NcclTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
-        `locations`: of all ranks; `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an
-        abort is stuck. Raises `DeadlineError` that names the ranks which did not arrive, `InputError` when the ranks do
-        not fit together, `NcclError`.
+        `leave` ends the process when even an abort is stuck. `job_size` ranks share the store; None: those of this ring
+        do. Raises `DeadlineError` that names the ranks which did
+        not arrive, `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
-        ring = cls(ControlStore(store, rank, world_size), binding, gpu, options, timeout_s, flight_dir, leave or _leave)
-        ring.locations = tuple(locations)
+        control, leave = ControlStore(store, rank, world_size), leave or _leave
+        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size)
         try:
             # Before the ranks meet: a stuck open must be seen, too.
             ring.supervisor.start()
-            ring._meet(nccl_id)
+            ring._meet(host)
         except DeadlineError as error:
             # Which rank did not arrive is in the store, even where the communicator never opened.
-            named = DeadlineError(f"{error}{attribute_failure(ring._control, ring._calls, set())}")
-            ring.abort(named)
-            raise named from error
+            raise ring._attributed(error) from error
         except BaseException as error:
             ring.abort(error)
             raise
@@ -164,12 +161,16 @@ class NcclTransport:
                 self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
                 self.check()
             raise
+        except DeadlineError as error:
+            raise self._attributed(error) from error
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `Transport`; through the store. Raises `DisagreementError` when a rank makes another call."""
         self.check()
         try:
             return self._all_gather.all_gather_bytes(payload)
+        except DeadlineError as error:
+            raise self._attributed(error) from error
         except BaseException as error:
             self.abort(error)
             raise
@@ -206,8 +207,16 @@ class NcclTransport:
         # Communicators end before the memory that they may still write to is freed.
         self.supervisor.fail(cause)
         self.supervisor.stop()
-        self._memory.free()
+        if self.supervisor.ended.is_set() and not self.supervisor.stuck:
+            self._memory.free()
         _open.discard(self)
+
+    def _attributed(self, error: DeadlineError) -> BaseException:
+        """End the ring for a deadline that this thread has met; returns the error that names the rank at fault."""
+        self.supervisor.fail(error, attribute=True)
+        failure = self.supervisor.failure or error
+        self.abort(failure)
+        return failure
 
     def close(self, linger_s: float | None = None) -> None:
         """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
@@ -223,7 +232,7 @@ class NcclTransport:
             self.abort(error)
             raise
         # Told only after the drain: this rank waits for nothing more.
-        self._control.leave()
+        self.supervisor.leave()
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together = False
         with suppress(RuntimeError):  # a rank has failed, or the store's host is gone: then this rank waits for none
@@ -251,13 +260,13 @@ class NcclTransport:
         """See `Transport`; none alone."""
         return 0 if self.world_size == 1 else self.options.margin
 
-    def _meet(self, nccl_id: str) -> None:
+    def _meet(self, host: Host) -> None:
         """From the store to a warm communicator."""
         control, watch, deadline = self._control, self.supervisor.watch, Deadline(self._timeout_s)
         mine = Arrival(
-            self.rank, nccl_id, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
+            self.rank, host, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
-        check_fit(gather_arrivals(control, mine, deadline, watch), self.locations)
+        meet(control, mine, deadline, watch)
         unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
         config = config_of(self.options, self._binding.capabilities)
         communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)

@@ -71,7 +71,7 @@ class SimLibrary:
                 end.fail(error, "an asynchronous error")
             if end.error is not Status.SUCCESS:
                 return end.error
-            if not self._arrived(end):
+            if not self._arrived(end) or not self._connected(end):
                 return Status.IN_PROGRESS
             if end.polls_left:
                 end.polls_left -= 1
@@ -267,6 +267,11 @@ class SimLibrary:
         if end.phase is Phase.LEAVING:
             return not end.launches and clique.reached(Phase.LEAVING, Phase.DESTROYED)
         return True
+
+    def _connected(self, end: Communicator) -> bool:
+        """Whether the peers of the group in progress have met this rank."""
+        launch, members = end.unlaunched, end.clique.members
+        return launch is None or self._world.connected(self._rank, [members[op.peer].process for op in launch.ops])
 
     def _opened(self, function: str, end: Communicator) -> int:
         """The handle of a new end; a blocking one is ready by then."""

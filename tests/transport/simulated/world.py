@@ -41,7 +41,8 @@ class SimWorld:
 
     `polls`: answers IN_PROGRESS of `state` before SUCCESS, after opening, splitting, finalizing and each group.
     `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so a
-    missing wait reads old bytes. `supervised`, `limit_s`: see `Hosts`. `any_memory`: see `Memory`.
+    missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched something to
+    this rank, now or before. `supervised`, `limit_s`: see `Hosts`. `any_memory`: see `Memory`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SimWorld:
         supervised: bool = True,
         limit_s: float = 30.0,
         allow_duplicates: bool = False,
+        connects: bool = False,
         any_memory: bool = False,
         faults: Sequence[Fault] = (),
     ) -> None:
@@ -71,6 +73,7 @@ class SimWorld:
         self._lazy = lazy
         self._queues = Queues(self.memory, self.violate, self.dead)
         self._order = LaunchOrder()
+        self._launched_to: set[tuple[int, int]] | None = set() if connects else None
         self._capturing: dict[int, Graph] = {}
         self._graphs: list[Graph] = []
         self._groups: Counter[int] = Counter()
@@ -117,6 +120,13 @@ class SimWorld:
                 lines.append(f"rank {rank}: {'; '.join(said) or 'waits for nothing'}")
             circle = _circle(edges)
             return "\n".join([*lines, *([f"circle: {' -> '.join(map(str, circle))}"] if circle else [])])
+
+    def connected(self, rank: int, peers: Iterable[int]) -> bool:
+        """Whether `rank`, which launches to `peers` now or before, and all of them have met."""
+        if self._launched_to is None:
+            return True
+        self._launched_to |= {(rank, peer) for peer in peers}
+        return all((peer, rank) in self._launched_to for peer in peers)
 
     # --- for library, device and graph -------------------------------------------------------------------------------
 

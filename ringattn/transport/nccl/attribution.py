@@ -1,0 +1,150 @@
+"""Which rank is at fault when an exchange reached its deadline: from where all ranks are, by one of them.
+
+All ranks reach the deadline at about the same time. The first to claim it investigates: it reads every rank's
+heartbeat and publishes what it found with the cause; the others wait for that cause. A rank that already knows that
+one it waits for is silent publishes at once.
+Guarantees: a rank that only waits for another is never named as the one at fault; a number of requests that grows as
+the ranks; it ends in time, also when the store does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatMonitor, LastHeartbeat
+
+ALL_PEERS = 16
+"""A launch with more peers than this says that it waits for all ranks."""
+SHARE_S = 0.4
+"""What reading all heartbeats and publishing may take, besides the silence."""
+
+
+class Waits(Enum):
+    """What a rank waits for."""
+
+    HOST = "host"
+    """Nothing of the ring: its own Python."""
+    LAUNCH = "launch"
+    """NCCL, to take a hop: it connects to peers, or is stuck."""
+    COMPUTE = "compute"
+    """Its own kernels, before its oldest exchange."""
+    PEERS = "peers"
+    """The bytes of an exchange, or an entry in the store."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, as its heartbeat says."""
+
+    at: str
+    call: int
+    waits: Waits
+    peers: frozenset[int] | None = frozenset()
+    """Of its oldest hop. None: all."""
+    left: bool = False
+    """It has closed its ring, or ended its heartbeat."""
+
+    @classmethod
+    def parse(cls, heartbeat: LastHeartbeat) -> Place:
+        """What a heartbeat tells."""
+        told = json.loads(heartbeat.status)
+        peers = None if told["peers"] is None else frozenset(told["peers"])
+        left = heartbeat.closed or heartbeat.count == ENDED
+        return cls(told["at"], told["call"], Waits(told["waits"]), peers, left)
+
+    def __str__(self) -> str:
+        return f"'{self.at}' of call {self.call}"
+
+
+def told_place(at: str, waits: Waits, peers: Iterable[int]) -> dict[str, object]:
+    """What a heartbeat tells besides the calls."""
+    peers = sorted(peers)
+    return {"at": at, "waits": waits.value, "peers": peers if len(peers) <= ALL_PEERS else None}
+
+
+def at_fault(places: Mapping[int, Place], silent: Iterable[int], missing: Iterable[int] = ()) -> list[str]:
+    """The ranks at fault, in words; empty where none can be told.
+
+    `missing`: the ranks that the whole ring waits for in the store. Looked for in this order, since each explains what
+    follows: ranks that are silent; ranks that have not arrived at the exchange, in Python or in their own kernels;
+    ranks stuck in a launch that no other rank's absence explains.
+    """
+    found = []
+    for rank in sorted(silent):
+        last = f"last heard in {places[rank]}" if rank in places else "never heard"
+        found.append(f"rank {rank} is silent (stopped, stuck or gone), {last}")
+    if found:
+        return found
+    here = {rank: place for rank, place in places.items() if not place.left}
+    newest = max((place.call for place in here.values()), default=0)
+    for rank, place in sorted(here.items()):
+        if place.waits is Waits.COMPUTE:
+            found.append(f"rank {rank} is still computing: its GPU has not reached an exchange; host in {place}")
+        elif place.waits is Waits.HOST and (place.call < newest or rank in missing):
+            others = f", others in call {newest}" if place.call < newest else ""
+            found.append(f"rank {rank} is behind, in {place}{others}")
+    return found or _launches(here)
+
+
+def _launches(here: Mapping[int, Place]) -> list[str]:
+    """Ranks in a launch. One whose peers are in a launch too may only be connecting to the one that is stuck."""
+    launching = {rank: place for rank, place in sorted(here.items()) if place.waits is Waits.LAUNCH}
+    both = [
+        rank
+        for rank, place in launching.items()
+        if (place.peers is None and len(launching) > 1) or (place.peers or frozenset()) & launching.keys() - {rank}
+    ]
+    alone = [f"rank {rank} is stuck in a launch, in {place}" for rank, place in launching.items() if rank not in both]
+    if alone or not both:
+        return alone
+    return [f"one of ranks {both} is stuck in a launch, and the others of them wait for it there"]
+
+
+class Attribution:
+    """One rank's part in finding who is at fault. Used by one thread."""
+
+    def __init__(self, control: ControlStore, status: Callable[[], str], monitor: HeartbeatMonitor) -> None:
+        """`status` is this rank's own heartbeat; `control` is used by no other thread."""
+        self._control, self._status, self._monitor = control, status, monitor
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may take."""
+        return self._monitor.silence_s + SHARE_S
+
+    def words(self, waited_for: Iterable[int], missing: Iterable[int] = ()) -> str:
+        """For an error, beginning with `; `: the ranks at fault and the live ones of `waited_for`, or another's cause.
+
+        `missing`: see `at_fault`. Raises `RuntimeError` when the store does not answer.
+        """
+        monitor, control = self._monitor, self._control.until(Deadline(self.limit_s))
+        if known := monitor.silent():
+            return _joined(at_fault(self._places(monitor.heartbeats), known))
+        if control.add("accusers") > 1:
+            wait_until(lambda: monitor.cause is not None, Deadline(self.limit_s), naps_s=(0.01, monitor.interval_s / 4))
+            return f"; {monitor.cause}" if monitor.cause else "; the rank at fault was not found in time"
+        others = [rank for rank in control.everyone() if rank != control.rank]
+        reader = Heartbeat(control.store, control.rank)
+        silent = reader.silent(others, monitor.silence_s, lambda: monitor.cause is not None)
+        if monitor.cause:
+            return f"; {monitor.cause}"
+        places = self._places(reader.last_of(others))
+        found = at_fault({**places, control.rank: self._own_place()}, silent, missing)
+        return _joined(
+            found or [f"rank {rank} lives, in {places[rank]}" for rank in sorted(waited_for) if rank in places]
+        )
+
+    def _own_place(self) -> Place:
+        return Place.parse(LastHeartbeat(1, self._status()))
+
+    def _places(self, heartbeats: Mapping[int, LastHeartbeat]) -> dict[int, Place]:
+        return {rank: Place.parse(heartbeat) for rank, heartbeat in heartbeats.items()}
+
+
+def _joined(found: Iterable[str]) -> str:
+    return "".join(f"; {each}" for each in found)
