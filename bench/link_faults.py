@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ringattn.bench.hosts import LinkState, TwoHosts
+from ringattn.bench.hosts import ADDRESSES, LinkState, TwoHosts
 from ringattn.bench.link_ranks import live
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress
@@ -102,22 +102,28 @@ def judged(kind: str, number: int, fault_s: float, answers: dict[int, dict[str, 
     return outcome
 
 
-def suffer(kind: str, number: int, timeout_s: float) -> LinkOutcome:
-    """One fault, in the middle of a pass of fresh processes on fresh hosts."""
+def suffer(
+    kind: str, number: int, timeout_s: float, meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0])
+) -> LinkOutcome:
+    """One fault, in the middle of a pass of fresh processes on fresh hosts.
+
+    `meeting`: the address of rank 0's host, as each host names it.
+    """
     context = multiprocessing.get_context("forkserver")
     with TwoHosts(seed=number) as hosts:
         pipes: list[Connection] = []
         processes = []
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
-            where = hosts.namespaces[HOST_OF[rank]]
-            facts = (where, rank, RANKS, number % HOPS, timeout_s, theirs)
+            host = HOST_OF[rank]
+            facts = (hosts.namespaces[host], meeting[host], rank, RANKS, number % HOPS, timeout_s, theirs)
             processes.append(context.Process(target=live, args=facts, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(mine)
         try:
-            answers, fault_s, until = {}, 0.0, time.monotonic() + JOB_S
+            answers: dict[int, dict[str, Any]] = {}
+            fault_s, until = 0.0, time.monotonic() + JOB_S
             expected = set(range(RANKS))
             while expected - set(answers) and time.monotonic() < until:
                 for ready in wait([pipes[rank] for rank in expected - set(answers)], 1.0):
@@ -148,7 +154,9 @@ def start_forkserver() -> None:
 
 def tabulate(options: LinkFaultsOptions, outcomes: Sequence[LinkOutcome]) -> Table:
     """One row a kind of fault."""
-    table = Table("Faults of the link between two hosts", ("fault", "good", "finished right", "errors", "slowest error"))
+    table = Table(
+        "Faults of the link between two hosts", ("fault", "good", "finished right", "errors", "slowest error")
+    )
     for kind in KINDS:
         mine = [outcome for outcome in outcomes if outcome.kind == kind]
         good = sum(not outcome.complaints for outcome in mine)
@@ -161,9 +169,9 @@ def tabulate(options: LinkFaultsOptions, outcomes: Sequence[LinkOutcome]) -> Tab
         table.rows.append((kind, f"{good} of {len(mine)}", f"{right} ranks", f"{len(errors) - right} ranks", slowest))
     good = sum(not outcome.complaints for outcome in outcomes)
     table.notes += [
-        f"- {good} of {len(outcomes)}: every rank that could run raised a named error within the deadline of "
-        f"{options.timeout_s:g} s ({options.slow_timeout_s:g} s for {' and '.join(SLOW)}) and {GRACE_S:g} s and accused "
-        "no rank that it could reach, or finished right where the link was only slow. The bar is all of them: "
+        f"- {good} of {len(outcomes)}: every rank that could run raised a named error within its deadline of "
+        f"{options.timeout_s:g} s ({options.slow_timeout_s:g} s for {' and '.join(SLOW)}) and {GRACE_S:g} s, and "
+        "accused no rank that it could reach, or finished right where the link was only slow. The bar is all of them: "
         f"{'met' if good == len(outcomes) else 'MISSED'}.",
         "- Two ranks on each host; the name of each host resolves to a loopback address. Seconds: from the fault, or "
         "from the call after it, to the error.",

@@ -1,38 +1,42 @@
-"""What each rank does in `link_faults`: passes of attention over two hosts, in the middle of one of which a fault happens."""
+"""What each rank does in `link_faults`: passes of attention over two hosts, and a fault in the middle of one."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from ringattn.bench.fault_ranks import _after_exchange, one_pass, open_gate
-from ringattn.bench.hosts import ADDRESSES, enter
+from ringattn.bench.hosts import enter
 from ringattn.ring import Ring
 
 OPEN_S = 30.0
 TRIES = 3  # a rank that needs nothing more from the lost one hears of it in its next call
 
 
-def live(namespace: str, rank: int, ranks: int, hop: int, timeout_s: float, pipe: Connection) -> None:
-    """One rank, on its host, until the parent ends it. Sends "now" (rank 0 only), then what it saw."""
+def live(namespace: str, meeting: str, rank: int, ranks: int, hop: int, timeout_s: float, pipe: Connection) -> None:
+    """One rank, on its host, until the parent ends it. Sends "now" (rank 0 only), then what it saw.
+
+    `meeting` is the address of rank 0's host, as this rank names it.
+    """
     enter(namespace)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29500", RES_OPTIONS="timeout:1"
+        RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=meeting, MASTER_PORT="29500", RES_OPTIONS="timeout:1"
     )
     torch.set_num_threads(1)
     try:
         pipe.send(_suffer(rank, hop, timeout_s, pipe))
     except Exception as error:
-        pipe.send({"kind": type(error).__name__, "message": f"outside the pass: {error}", "at_s": 0.0, "call_s": 0.0})
+        outside = f"outside the pass, {type(error).__name__}"
+        pipe.send({"kind": outside, "message": str(error), "at_s": 0.0, "call_s": 0.0})
     pipe.recv()  # the store's host must not end before the others have answered
 
 
 def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str, Any]:
+    """The first error after the fault, or that all passes were right."""
     with Ring(transport="gloo", timeout_s=OPEN_S) as meeting:
         open_gate(meeting)
     ring = Ring(transport="gloo", timeout_s=timeout_s)
@@ -44,16 +48,16 @@ def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str
 
     if rank == 0:
         _after_exchange(ring.transport, hop, happens)
-    return _seen(ring, before, lambda: None)
-
-
-def _seen(ring: Ring, before: torch.Tensor, then: Callable[[], None]) -> dict[str, Any]:
-    """The first error of a few passes, or that all were right and the ring was closed."""
     for _ in range(TRIES):
         call_s = time.monotonic()
         try:
             if not torch.equal(one_pass(ring), before):
-                return {"kind": "wrong", "message": "the pass was not exact", "at_s": time.monotonic(), "call_s": call_s}
+                return {
+                    "kind": "wrong",
+                    "message": "the pass was not exact",
+                    "at_s": time.monotonic(),
+                    "call_s": call_s,
+                }
         except Exception as error:
             return {"kind": type(error).__name__, "message": str(error), "at_s": time.monotonic(), "call_s": call_s}
     return {"kind": "right", "message": "", "at_s": time.monotonic(), "call_s": call_s}

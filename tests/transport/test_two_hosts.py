@@ -1,0 +1,61 @@
+"""gloo between two hosts, which are network namespaces: faults of the link in mid-pass, and a stopped rank 0.
+
+`python -m ringattn.bench link_faults` repeats each of them 20 times.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ringattn.bench import link_faults
+from ringattn.bench.hosts import ADDRESSES, HOST_NAME, TwoHosts
+from ringattn.bench.link_faults import KINDS, RANKS, SLOW, accused, innocent, judged
+from ringattn.errors import UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def hosts() -> None:
+    try:
+        TwoHosts().__enter__().__exit__(None, None, None)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    link_faults.start_forkserver()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_raises_in_time_and_accuses_no_innocent(hosts: None, kind: str) -> None:
+    outcome = link_faults.suffer(kind, 1, 30.0 if kind in SLOW else 4.0)
+    assert not outcome.complaints, "\n".join(outcome.complaints)
+    ended = {"right"} if kind in SLOW else {"DeadlineError", "PeerLostError"}
+    assert set(outcome.errors.values()) <= ended | {"DeadlineError", "PeerLostError"}
+    assert len(outcome.errors) == RANKS - (kind == "rank 0 stopped")
+
+
+@pytest.mark.slow
+def test_a_host_whose_own_name_is_a_loopback_address_hosts_the_store(hosts: None) -> None:
+    # Rank 0's host knows itself by a name that resolves to 127.0.0.1; the other host knows its address.
+    outcome = link_faults.suffer("200 ms delay", 2, 30.0, meeting=(HOST_NAME, ADDRESSES[0]))
+    assert set(outcome.errors.values()) == {"right"}, outcome
+
+
+def test_the_judge_sees_what_is_wrong() -> None:
+    def answer(kind: str, message: str = "", at_s: float = 12.0) -> dict[str, object]:
+        return {"kind": kind, "message": message, "at_s": at_s, "call_s": 9.0}
+
+    good = {rank: answer("DeadlineError", "no answer from ranks [2]; rank 3 is silent (x)") for rank in (0, 1)}
+    good |= {rank: answer("PeerLostError", "the store's host (rank 0 of the job) did not answer") for rank in (2, 3)}
+    assert judged("link cut", 0, 10.0, good, 4.0).complaints == []
+    for rank, wrong, words in (
+        (2, answer("DeadlineError", "rank 3 is silent (stopped)"), "accuses ranks [3]"),
+        (1, answer("DeadlineError", "rank 0 is gone"), "accuses ranks [0]"),
+        (3, answer("DeadlineError", at_s=16.1), "rank 3 took 6.10 s"),
+        (0, answer("outside the pass, DeadlineError"), "outside the pass"),
+        (0, answer("right"), "rank 0 noticed nothing"),
+        (0, None, "rank 0 gave no answer"),
+    ):
+        answers = {**good, rank: wrong}
+        complaints = judged("link cut", 0, 10.0, answers, 4.0).complaints  # type: ignore[arg-type]
+        assert any(words in complaint for complaint in complaints), complaints
+    assert accused("no answer from ranks [1]; rank 2 is silent (stopped), rank 3 is alive in 'idle'") == {2}
+    assert innocent("rank 0 stopped", 1) == {1, 2, 3} and innocent("30 % loss", 0) == {0, 1, 2, 3}
