@@ -27,8 +27,8 @@ from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.errors import UnsupportedError
 from ringattn.transport.base import Message
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding
-from ringattn.transport.nccl.bootstrap import Host
 from ringattn.transport.nccl.ctypes_binding import CtypesBinding
 from ringattn.transport.nccl.device import Event, Stream
 from ringattn.transport.nccl.library import load_library
@@ -177,7 +177,7 @@ def open_pair(binding: Binding) -> list[NcclTransport]:
     def live(rank: int) -> None:
         rings[rank] = NcclTransport.open(
             store, rank, 2, 20.0, binding=binding, gpu=NoDevice(rank), options=NcclOptions(register=False),
-            host=Host("none", "none", rank),
+            locations=[Location("none", None, each, 0) for each in range(2)], nccl_id="none",
         )  # fmt: skip
 
     _on_both(live)

@@ -159,7 +159,7 @@ def call_of(
     problem = make_problem(ring, seq, kv_seq, *sizes, name, spec.mask)
     softmax = spec.softmax(sizes[3], problem.group)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax.softcap)
-    return AttentionCall(problem, choose_route(problem, spec.schedule), softmax, engine)
+    return AttentionCall(problem, choose_route(problem, spec.schedule, ring.cluster), softmax, engine)
 
 
 def make_problem(

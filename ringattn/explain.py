@@ -26,7 +26,9 @@ from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
 from ringattn.errors import InputError
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
+from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.extent import check_extent, excess
+from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
@@ -42,7 +44,8 @@ class Explanation:
     """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
 
     `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
-    GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that.
+    GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
+    pass, the links that its messages cross, the slowest first.
     """
 
     problem: Problem
@@ -60,6 +63,7 @@ class Explanation:
     better_layout: str | None
     sm_margin: int = 0
     margin_us: float = 0.0
+    crossed: tuple[tuple[Crossed, ...], ...] = ()
 
     @property
     def balance(self) -> float:
@@ -85,6 +89,7 @@ class Explanation:
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
+        lines += _links(self)
         lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
         if self.sm_margin and self.cluster.sms:
             lines.append(
@@ -165,7 +170,8 @@ def explain(
         softcap: As for `attention`.
         kv_seq: As for `attention`.
         schedule: As for `attention`.
-        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
+        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
+            share nodes as it says, or where it says nothing as those of the ring do.
         sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
             as the engine of this ring leaves on its device.
 
@@ -182,6 +188,7 @@ def explain(
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
+    cluster = cluster.joined(ring.links)
     if q is not None:
         batch, _, q_heads, head_dim = q.shape
         dtype = q.dtype
@@ -198,7 +205,7 @@ def explain(
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=schedule == ALL_TO_ALL.name or (schedule == "auto" and dilated))
-    route = choose_route(problem, schedule)
+    route = choose_route(problem, schedule, ring.cluster)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
@@ -224,6 +231,7 @@ def explain(
         better_layout=_better_layout(ring, seq, kv_seq, problem, areas),
         sm_margin=margin,
         margin_us=predicted_us - whole_us,
+        crossed=tuple(crossed(one, cluster) for one in plans),
     )
 
 
@@ -278,6 +286,28 @@ def _beside(e: Explanation) -> str | None:
     told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
             for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
     return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
+
+
+def _links(e: Explanation) -> list[str]:
+    """Which links the hops of each pass cross and what the slowest costs; then how the ranks lie on nodes."""
+    known = e.cluster.links is not None
+    if not known and e.cluster.ranks_per_node is None:
+        return []
+    names = {kind: kind.value if known or kind is LinkClass.NETWORK else "links inside a node" for kind in LinkClass}
+    lines = []
+    for name, links in zip(("forward", "backward"), e.crossed, strict=False):
+        if links:
+            slowest, (src, dst) = links[0], links[0].slowest
+            told = ", ".join(f"{len(one.pairs)} over {names[one.kind]} ({_si(one.nbytes)}B)" for one in links)
+            lines.append(
+                f"{name} sends from rank to rank: {told}; the slowest hop, rank {src} to {dst} over "
+                f"{names[slowest.kind]}, takes {slowest.slowest_us:.3g} us, {slowest.latency_us:.3g} of them latency"
+            )
+    if known and any(one.kind is LinkClass.UNKNOWN for links in e.crossed for one in links):
+        lines.append("unknown links could not be found out on this machine; they count as any inside a node")
+    if e.cluster.links is not None and e.cluster.links.crossings:
+        lines.append(placement(e.cluster.links))
+    return lines
 
 
 def _fields(problem: Problem) -> dict[str, Any]:

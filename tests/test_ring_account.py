@@ -13,7 +13,11 @@ import torch
 
 import ringattn
 from ringattn import InputError, Ring, Sequence
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.links import LinkClass
 from ringattn.testing import dense_attention, run_ranks
+from ringattn.transport.local import LocalWorld
+from ringattn.transport.location import Location
 from tests.face import RANKS, TOKENS, X, errors
 from tests.strategies import Case, simple
 
@@ -214,3 +218,70 @@ def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             call(1)
         call(2)
         assert captured not in ring._executors.values() and ring._captured == [captured]
+
+
+def explained(machines: str, **options: Any) -> tuple[ringattn.explain.Explanation, str]:
+    """What a ring explains whose ranks are on the machines of these letters."""
+
+    def body(ring: Ring) -> Any:
+        return ring.explain(ring.sequence(8 * len(machines)), q_heads=1, head_dim=64, dtype="float32", **options)
+
+    locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate(machines))
+    world = LocalWorld(len(machines))
+    transport = world.transport(0)
+    transport.locations = locations
+    with Ring(transport=transport) as ring:
+        assert ring.locations == locations
+        told = body(ring)
+    return told, str(told)
+
+
+def test_explain_says_which_links_the_hops_cross() -> None:
+    told, text = explained("aab")
+    forward, backward = told.crossed
+    nbytes = 8 * 2 * 64 * 4
+    # Each of two hops a rank sends a shard: 0 to 1 inside, 1 to 2 and 2 to 0 across.
+    assert [(one.kind, one.pairs, one.nbytes) for one in forward] == [
+        (LinkClass.NETWORK, ((1, 2), (2, 0)), 4 * nbytes),
+        (LinkClass.MEMORY, ((0, 1),), 2 * nbytes),
+    ]
+    network = forward[0]
+    assert network.slowest == (1, 2) and network.latency_us == pytest.approx(30)
+    assert network.slowest_us == pytest.approx(30 + nbytes / 50e3)
+    assert (
+        "forward sends from rank to rank: 2 over network (16.4kB), 1 over host memory (8.19kB); the slowest hop, "
+        in text
+    )
+    assert "rank 1 to 2 over network, takes 30.1 us, 30 of them latency" in text
+    assert (
+        "ranks 0-1 on node 0; 2 on node 1: the ring crosses from node to node 2 times" in text
+        and "would do" not in text
+    )
+    assert backward[0].kind is LinkClass.NETWORK and "backward sends" in text and "unknown" not in text
+    near, _ = explained("aaa")
+    assert told.predicted_us > near.predicted_us + 2 * 2 * 15  # two hops a pass, each 15 us of latency longer
+    assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
+    assert "4 times, and 2 would do" in explained("abab")[1]
+
+
+def test_explain_of_machines_that_tell_their_nodes_keeps_them() -> None:
+    told, text = explained(
+        "abab", cluster=Cluster("two a machine", 1e12, 1e9, 1e-6, ranks_per_node=2, node_bandwidth=1e8)
+    )
+    assert told.cluster.links is None
+    assert [(one.kind, one.pairs) for one in told.crossed[0]] == [
+        (LinkClass.NETWORK, ((1, 2), (3, 0))),
+        (LinkClass.UNKNOWN, ((0, 1), (2, 3))),
+    ]
+    assert "2 over links inside a node" in text and "on node" not in text
+    silent = explained("aa", cluster=Cluster("says nothing", 1e12, 1e9, 1e-6))[1]
+    assert "2 over host memory" in silent
+
+
+def test_links_that_nobody_found_out_are_told_as_unknown() -> None:
+    locations = tuple(Location("host", "a", rank, 0, gpu=f"gpu-{rank}") for rank in range(2))
+    transport = LocalWorld(2).transport(0)
+    transport.locations = locations
+    with Ring(transport=transport) as ring:
+        text = str(ring.explain(ring.sequence(16), q_heads=1, head_dim=64))
+    assert "2 over unknown" in text and "could not be found out" in text

@@ -30,7 +30,6 @@ from ringattn.launch.measure.exactness import (
 from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.shortage import is_shortage
-from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
@@ -180,12 +179,13 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
     explained = ring.explain(
         seq, batch=config.batch, q_heads=config.shape.heads, kv_heads=config.shape.kv_heads,
         head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
-        schedule=config.schedule.name, **options,
+        schedule=config.schedule.name, cluster=config.cluster, **options,
     )  # fmt: skip
-    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained, cluster_named(config.cluster))}
+    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained)}
 
 
-def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
+def _predicted(explained: Explanation) -> dict[str, Any]:
+    cluster = explained.cluster
     forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
     return {
         "cluster": cluster.name,

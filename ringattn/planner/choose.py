@@ -43,6 +43,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
     anyway, it is kept for the backward pass if it is little. Raises `InputError` for an unknown schedule.
     """
+    cluster.check_ranks(problem.world_size)
     name = schedule if schedule == "auto" else route_named(schedule).name
     with _alone:
         return _chosen(problem, name, cluster)
@@ -62,17 +63,24 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
 
 def _fastest(problem: Problem, cluster: Cluster) -> Route:
     """Of the routes for rows that few need; of equals the one that sends each reader its own rows, then the fewest."""
-    fetched = max(_fetched(problem))
-    seconds = forward_seconds(problem, fetched, cluster)
-    if fetched > min(problem.kv_layout.counts) * problem.kv_heads:
+    fetched = _fetched(problem, cluster)
+    most = max(near for near, _ in fetched), max(far for _, far in fetched)
+    seconds = forward_seconds(problem, most, cluster)
+    if max(map(sum, fetched)) > min(problem.kv_layout.counts) * problem.kv_heads:
         del seconds[ALL_GATHER.name]
     return ROUTES[min(seconds, key=seconds.__getitem__)]
 
 
-def _fetched(problem: Problem) -> list[int]:
-    """By rank: rows times K/V heads of others that it reads."""
+def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
+    """By rank: rows times K/V heads that it reads from other ranks of its node, and from other nodes."""
     reads, ranks = read_sets_of(problem), range(problem.world_size)
-    return [sum(size(reads.read(owner, reader)) for owner in ranks if owner != reader) for reader in ranks]
+    nodes = [cluster.node_of(rank) for rank in ranks]
+    found = []
+    for reader in ranks:
+        rows = {owner: size(reads.read(owner, reader)) for owner in ranks if owner != reader}
+        near = sum(count for owner, count in rows.items() if nodes[owner] == nodes[reader])
+        found.append((near, sum(rows.values()) - near))
+    return found
 
 
 def _little_comes(problem: Problem, route: Route) -> bool:
@@ -86,7 +94,7 @@ def _little_comes(problem: Problem, route: Route) -> bool:
             dtype = problem.kv_dtype if block.kind is Kind.KV else problem.dtype
             came[rank] += size(content) * record_bytes(problem, dtype, block.kind)
     else:
-        came = [rows * record_bytes(problem, problem.kv_dtype) for rows in _fetched(problem)]
+        came = [rows * record_bytes(problem, problem.kv_dtype) for rows in map(sum, _fetched(problem, REFERENCE))]
     return any(came) and max(came) <= KEEP_AT_MOST * min(held)
 
 

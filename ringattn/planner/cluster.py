@@ -6,11 +6,13 @@ Guarantees: a preset says where its figures come from; what was measured on the 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, one_of
+from ringattn.planner.links import LinkClass, Links
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Cluster:
     it. `copy_bytes_s`: bytes/s at which rows are packed, merged and added, read and written bytes together; None: not
     counted. `cores`: ranks of a machine that compute at full speed at once, None: all. `ranks_per_node` ranks share a
     machine, None: all; messages between machines have `node_bandwidth` and `node_latency_s`, None: as the others.
+    `pcie_bandwidth`: between GPUs of a machine without NVLink, None: as the others. `links`: which link joins each pair
+    of ranks; None: known only from `ranks_per_node`.
 
     `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
@@ -51,6 +55,8 @@ class Cluster:
     wire_cores: float = 0.0
     calibrated: bool = False
     sms: int | None = None
+    pcie_bandwidth: float | None = None
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""
@@ -62,20 +68,44 @@ class Cluster:
                 least = "must not be negative" if key in may_be_zero else "must be more than 0"
                 raise InputError(f"{key}={value}: {least}")
 
-    def crosses(self, rank: int, peer: int) -> bool:
-        """Whether two ranks are on different machines."""
-        return self.node_of(rank) != self.node_of(peer)
+    def joined(self, links: Links | None) -> Cluster:
+        """These machines, with the links of a ring where nodes are not told here already."""
+        told = self.links is not None or self.ranks_per_node is not None
+        return self if links is None or told else replace(self, links=links)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise `InputError` where the links are those of another number of ranks."""
+        if self.links is not None and len(self.links.nodes) != ranks:
+            raise InputError(f"the links of {self.name} join {len(self.links.nodes)} ranks, and there are {ranks}")
 
     def node_of(self, rank: int) -> int:
         """The machine of a rank."""
+        if self.links is not None:
+            return self.links.nodes[rank]
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
-    def link(self, across: bool) -> tuple[float, float]:
-        """Seconds of latency and bytes/s, between ranks of one machine or of two."""
-        if not across:
-            return self.latency_s, self.bandwidth
-        latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
-        return latency_s, self.node_bandwidth or self.bandwidth
+    def link_class(self, rank: int, peer: int) -> LinkClass:
+        """What joins two ranks; unknown between ranks of a machine whose links are not told."""
+        if self.links is not None:
+            return self.links.of(rank, peer)
+        return LinkClass.UNKNOWN if self.node_of(rank) == self.node_of(peer) else LinkClass.NETWORK
+
+    def classes_inside(self) -> set[LinkClass]:
+        """What joins ranks of a machine."""
+        return (self.links.classes_inside() if self.links is not None else set()) or {LinkClass.UNKNOWN}
+
+    def link(self, kind: LinkClass) -> tuple[float, float]:
+        """Seconds of latency and bytes/s of a link; one that is not known counts as any of the machine."""
+        if kind is LinkClass.NETWORK:
+            latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
+            return latency_s, self.node_bandwidth or self.bandwidth
+        if kind is LinkClass.PCIE:
+            return self.latency_s, self.pcie_bandwidth or self.bandwidth
+        return self.latency_s, self.bandwidth
+
+    def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
+        """`link` of the class with the least bytes/s."""
+        return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
 
     def leaving(self, sm_margin: int) -> Cluster:
         """The same machines, on which attention leaves `sm_margin` multiprocessors of each GPU to exchanges.
@@ -94,6 +124,7 @@ class Cluster:
 
 UNITS = {
     "flops": "FLOP/s", "backward_flops": "FLOP/s", "bandwidth": "bytes/s", "node_bandwidth": "bytes/s",
+    "pcie_bandwidth": "bytes/s",
     "copy_bytes_s": "bytes/s", "latency_s": "s", "node_latency_s": "s", "call_s": "s", "tile_s": "s", "pass_s": "s",
     "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
     "wire_cores": "processors", "sms": "multiprocessors",
@@ -101,7 +132,9 @@ UNITS = {
 
 REFERENCE = Cluster(
     "H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
-    source="a stated point of reference, not a measurement of the machine at hand", sms=132,
+    node_bandwidth=50e9, node_latency_s=30e-6, pcie_bandwidth=63e9,
+    source="a stated point of reference, not a measurement of the machine at hand; 50 GB/s and 30 us between nodes, 63 "
+    "GB/s over PCIe", sms=132,
 )  # fmt: skip
 
 _STATED = "latency: stated, not measured; NICs: line rate"

@@ -5,6 +5,7 @@ Guarantees: a link that nobody could find out is `UNKNOWN`, never guessed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -42,6 +43,12 @@ class Links:
         if list(dict.fromkeys(self.nodes)) != list(range(len(set(self.nodes)))):
             raise InputError(f"nodes={self.nodes}: count the nodes from 0 in the order in which ranks name them")
         object.__setattr__(self, "_by_pair", {(first, second): kind for first, second, kind in self.exceptions})
+        # A ring's choices are kept by its links, and each call asks for one.
+        object.__setattr__(self, "_hash", hash((self.nodes, self.inside, self.exceptions, self.outside)))
+
+    def __hash__(self) -> int:
+        """Counted once."""
+        return self._hash  # type: ignore[attr-defined]
 
     def of(self, rank: int, peer: int) -> LinkClass:
         """The class of a pair."""
@@ -53,6 +60,13 @@ class Links:
         """The class of each hop of the ring, from rank to the next rank; none where a rank is alone."""
         ranks = len(self.nodes)
         return tuple(self.of(rank, (rank + 1) % ranks) for rank in range(ranks)) if ranks > 1 else ()
+
+    def classes_inside(self) -> set[LinkClass]:
+        """What joins ranks of a node; empty where every rank has a node of its own."""
+        pairs = [kind for first, second, kind in self.exceptions if self.nodes[first] == self.nodes[second]]
+        sizes = Counter(self.nodes).values()
+        plain = sum(size * (size - 1) // 2 for size in sizes) > len(pairs)
+        return {*pairs, self.inside} if plain else set(pairs)
 
     @property
     def crossings(self) -> int:
@@ -70,3 +84,25 @@ def numbered(names: Iterable[str]) -> tuple[int, ...]:
     """Nodes by name as numbers, in the order in which they appear."""
     found: dict[str, int] = {}
     return tuple(found.setdefault(name, len(found)) for name in names)
+
+
+def placement(links: Links) -> str:
+    """How the ranks lie on nodes, and how often the ring crosses from one to another."""
+    told = []
+    for node in range(max(links.nodes) + 1):
+        ranks = [rank for rank, where in enumerate(links.nodes) if where == node]
+        told.append(f"{ranges(ranks)} on node {node}")
+    often = f"the ring crosses from node to node {links.crossings} times"
+    least = "" if links.crossings == links.least_crossings else f", and {links.least_crossings} would do"
+    return f"ranks {'; '.join(told)}: {often}{least}"
+
+
+def ranges(ranks: list[int]) -> str:
+    """Ascending numbers in few words: 0-3, 6, 8-9."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)

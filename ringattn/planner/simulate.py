@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan
 from ringattn.planner.work import packing_s, step_s
 
@@ -113,14 +114,16 @@ class _Play:
 
     def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool) -> None:
         self._plans, self._cluster, self._overlap = plans, cluster, overlap
-        nodes = cluster.node_of(len(plans) - 1) + 1 if cluster.cores is not None else 1
+        cluster.check_ranks(len(plans))
+        nodes = 1 + max(map(cluster.node_of, range(len(plans)))) if cluster.cores is not None else 1
         self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
         self._orders = count()
         self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
-        self._loads: dict[tuple[int, int, bool, bool], int] = {}  # bytes by rank, step, whether sent, across machines
+        # Bytes by rank, step, whether sent, and the class of link, which what is sent in a step shares.
+        self._loads: dict[tuple[int, int, bool, LinkClass], int] = {}
         for message in _messages(plans):
-            across = cluster.crosses(message.src, message.dst)
-            for key in ((message.src, message.src_step, True, across), (message.dst, message.dst_step, False, across)):
+            kind = cluster.link_class(message.src, message.dst)
+            for key in ((message.src, message.src_step, True, kind), (message.dst, message.dst_step, False, kind)):
                 self._loads[key] = self._loads.get(key, 0) + message.nbytes
                 self._messages[key[0]][key[1]].append(message)
         self._at = [-1] * len(plans)
@@ -188,9 +191,9 @@ class _Play:
     def _travel(self, message: _Message, now_s: float) -> None:
         """A message of which both ends are ready."""
         src, src_step, dst, dst_step, _ = message
-        across = self._cluster.crosses(src, dst)
-        load = max(self._loads[src, src_step, True, across], self._loads[dst, dst_step, False, across])
-        latency_s, bandwidth = self._cluster.link(across)
+        kind = self._cluster.link_class(src, dst)
+        load = max(self._loads[src, src_step, True, kind], self._loads[dst, dst_step, False, kind])
+        latency_s, bandwidth = self._cluster.link(kind)
 
         def done(end_s: float) -> None:
             for rank in (src, dst):

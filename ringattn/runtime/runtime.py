@@ -20,6 +20,7 @@ from ringattn.observe.marks import new_recording
 from ringattn.observe.spans import Recording
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
+from ringattn.planner.cluster import REFERENCE
 from ringattn.runtime.activation import activate
 from ringattn.runtime.executor import Arithmetic, Counters, Executor
 from ringattn.runtime.pass_profiler import profiler_of
@@ -29,6 +30,7 @@ from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.selective import unseen
 from ringattn.schedule.routes import Route
 from ringattn.transport.base import Transport
+from ringattn.transport.location import Location, links_of
 
 _open: WeakSet[Runtime] = WeakSet()
 KEPT_PLANS = 256
@@ -84,6 +86,8 @@ class Runtime(RankGroup):
         super().__init__(transport)
         self.engine = engine
         self.dkv_wire_dtype, self.kv_wire_dtype, self.out_wire_dtype = dkv_wire_dtype, kv_wire_dtype, out_wire_dtype
+        self.links = links_of(transport.locations) if transport.locations else None
+        self.cluster = REFERENCE.joined(self.links)
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}
@@ -91,6 +95,11 @@ class Runtime(RankGroup):
         self._recording: Recording | None = None
         self._margin_told = False
         _open.add(self)
+
+    @property
+    def locations(self) -> tuple[Location, ...]:
+        """Where each rank runs, by rank; empty where the transport was given open and does not tell."""
+        return self.transport.locations
 
     def counters(self) -> dict[str, int]:
         """What this rank sent since the last reset.

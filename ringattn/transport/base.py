@@ -10,11 +10,14 @@ that is started later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ringattn.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringattn.transport.location import Location
 
 
 class Message(NamedTuple):
@@ -62,6 +65,8 @@ class Transport(Protocol):
     device: torch.device
     stream: Any
     """The queue of the device that exchanges run on; None where the host moves the bytes."""
+    locations: tuple[Location, ...]
+    """Where each rank runs, by rank, as opening has gathered it; empty where that is not known."""
 
     @property
     def sm_margin(self) -> int:
@@ -127,6 +132,7 @@ class HostTransport:
     """What transports have in common whose `wait` holds the host until the bytes are there."""
 
     stream: Any = None
+    locations: tuple[Location, ...] = ()
 
     @property
     def sm_margin(self) -> int:

@@ -14,12 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ringattn.planner.links import LinkClass, Links, numbered
+from ringattn.planner.links import LinkClass, Links, numbered, placement
 from ringattn.transport.nvml import gpu_links
+
+if TYPE_CHECKING:
+    from ringattn.transport.control_store import ControlStore
+    from ringattn.transport.deadline import Deadline
 
 
 class Nic(NamedTuple):
@@ -149,6 +153,13 @@ def _number(text: str) -> float | None:
         return None
 
 
+def gather_locations(
+    control: ControlStore, mine: Location, deadline: Deadline, watch: Callable[[], None] | None = None
+) -> tuple[Location, ...]:
+    """Every rank's location, by rank; a ring's first meeting. Raises `DeadlineError` that names who did not arrive."""
+    return tuple(map(Location.parse, control.gather("opening", mine.text().encode(), deadline, watch)))
+
+
 def one_machine(locations: Sequence[Location]) -> bool:
     """Whether all ranks are known to be on one machine."""
     return bool(locations) and all(locations[0].same_machine(other) for other in locations)
@@ -181,3 +192,19 @@ def _between(one: Location, other: Location) -> LinkClass:
     if one.gpu == other.gpu:
         return LinkClass.SAME_GPU
     return dict(one.links).get(other.gpu) or dict(other.links).get(one.gpu) or LinkClass.UNKNOWN
+
+
+def order_advice(locations: Sequence[Location]) -> str | None:
+    """What to do about ranks in an order whose ring crosses between nodes more often than it must; None: it does not.
+
+    A ring goes from rank to rank, and each of its steps waits for the slowest pair.
+    """
+    links = links_of(locations)
+    if links.crossings == links.least_crossings:
+        return None
+    hosts = dict(zip(links.nodes, (one.host for one in locations), strict=True))
+    named = ", ".join(f"node {node} is {host}" for node, host in sorted(hosts.items()))
+    return (
+        f"{placement(links)} ({named}). Number the ranks of a node one after another: torchrun does, and so does Slurm "
+        "with --distribution=block; give a ProcessGroup or a DeviceMesh whose ranks are listed node by node"
+    )

@@ -6,7 +6,7 @@ The only module that reads environment variables.
 from __future__ import annotations
 
 import os
-import socket
+import time
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -14,17 +14,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn.errors import InputError, RingError, UnsupportedError
+from ringattn.errors import InputError, PeerLostError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
 from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.nccl.bootstrap import Host
+from ringattn.transport.location import Location, gather_locations, my_location, order_advice
 from ringattn.transport.nccl.device import CudaDevice
 from ringattn.transport.nccl.options import NcclOptions, open_binding, overlap_warnings, warnings_for
 from ringattn.transport.nccl.transport import NcclTransport
 
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
+CAUSES_EVERY_S = 0.5
+"""How often a rank that waits for the others looks whether one of them has failed."""
 TransportName = Literal["auto", "local", "gloo", "nccl"]
 
 
@@ -61,51 +64,70 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
         )
     folder = os.environ.get("RINGATTN_FLIGHT_DIR")
     flight_dir = Path(folder) if folder else None
-    if transport == "nccl" or (transport == "auto" and torch.cuda.is_available()):
-        return _open_nccl(store or dist.HashStore(), rank, world_size, timeout_s, nccl or NcclOptions(), flight_dir)
-    assert store is not None
+    on_gpu = transport == "nccl" or (transport == "auto" and torch.cuda.is_available())
+    store = store or dist.HashStore()
+    try:
+        gpu = _gpu_index(rank) if on_gpu else None
+        locations = _located(ControlStore(store, rank, world_size).clone(), gpu, timeout_s)
+        if gpu is not None:
+            return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
+    except Exception as error:  # the others wait for this rank already
+        ControlStore(store, rank, world_size).publish_cause(error)
+        raise
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface)
+    opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface)
+    opened.locations = locations
+    return opened
+
+
+def _located(control: ControlStore, gpu: int | None, timeout_s: float) -> tuple[Location, ...]:
+    """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
+    heard_s = time.monotonic()
+
+    def watch() -> None:
+        """Whether a rank that cannot open has said why."""
+        nonlocal heard_s
+        if time.monotonic() > heard_s + CAUSES_EVERY_S:
+            heard_s = time.monotonic()
+            if cause := control.cause():
+                raise PeerLostError(f"rank {control.rank}: {cause}")
+
+    locations = gather_locations(control, my_location(gpu), Deadline(timeout_s), watch)
+    if control.rank == 0 and (advice := order_advice(locations)):
+        warnings.warn(f"rank 0: {advice}", stacklevel=4)
+    return locations
 
 
 def _open_nccl(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float, options: NcclOptions, flight_dir: Path | None
+    store: dist.Store,
+    rank: int,
+    timeout_s: float,
+    options: NcclOptions,
+    flight_dir: Path | None,
+    gpu: int,
+    locations: tuple[Location, ...],
 ) -> NcclTransport:
-    """NCCL on this process's GPU. A rank that cannot open tells the others why, which wait for it already."""
-    try:
-        return _on_gpu(store, rank, world_size, timeout_s, options, flight_dir)
-    except Exception as error:
-        ControlStore(store, rank, world_size).publish_cause(error)
-        raise
-
-
-def _on_gpu(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float, options: NcclOptions, flight_dir: Path | None
-) -> NcclTransport:
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"rank {rank}: transport='nccl' needs a CUDA device, and torch finds none; use gloo for tensors on CPU"
-        )
+    """NCCL on this process's GPU."""
     binding = open_binding(options)
     others = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    overlap = [] if world_size == 1 else overlap_warnings(os.environ, options, binding.capabilities)
+    overlap = [] if len(locations) == 1 else overlap_warnings(os.environ, options, binding.capabilities)
     for warning in [*warnings_for(os.environ, binding.version, others), *overlap]:
-        warnings.warn(f"rank {rank}: {warning}", stacklevel=5)
-    name = socket.gethostname()
-    nccl_id = os.environ.get("NCCL_HOSTID", name)
+        warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
+    nccl_id = os.environ.get("NCCL_HOSTID", locations[rank].host)
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # then NCCL lets ranks share a GPU
         nccl_id += f"/{rank}"
     return NcclTransport.open(
         store,
         rank,
-        world_size,
+        len(locations),
         timeout_s,
         binding=binding,
-        gpu=CudaDevice(_gpu_index(rank)),
+        gpu=CudaDevice(gpu),
         options=options,
-        host=Host(name, nccl_id, os.getpid()),
+        locations=locations,
+        nccl_id=nccl_id,
         flight_dir=flight_dir,
-        job_size=job_size(world_size),
+        job_size=job_size(len(locations)),
     )
 
 
@@ -116,7 +138,14 @@ def job_size(world_size: int) -> int:
 
 
 def _gpu_index(rank: int) -> int:
-    """The GPU that the caller has made current, else torchrun's LOCAL_RANK; the only one where there is one."""
+    """The GPU that the caller has made current, else torchrun's LOCAL_RANK; the only one where there is one.
+
+    Raises `UnsupportedError` where torch finds none.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"rank {rank}: transport='nccl' needs a CUDA device, and torch finds none; use gloo for tensors on CPU"
+        )
     count, current, local = torch.cuda.device_count(), torch.cuda.current_device(), os.environ.get("LOCAL_RANK")
     if current != 0 or local is None or count == 1:
         return current

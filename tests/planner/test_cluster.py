@@ -14,6 +14,7 @@ from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.capacity.hardware import PRESETS
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, UNITS, Cluster, cluster_named
+from ringattn.planner.links import LinkClass, Links
 
 GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "latency_s": 0, "cores": None}
 
@@ -44,7 +45,7 @@ def test_no_preset_is_above_the_makers_peaks(name: str, hardware: str) -> None:
 
 
 def test_every_number_has_a_unit() -> None:
-    numbers = {field.name for field in fields(Cluster)} - {"name", "source", "calibrated"}
+    numbers = {field.name for field in fields(Cluster)} - {"name", "source", "calibrated", "links"}
     assert set(UNITS) == numbers
     assert [field.name for field in fields(Cluster)][:4] == ["name", "flops", "bandwidth", "latency_s"]
 
@@ -61,11 +62,26 @@ def test_impossible_constants_are_refused(key: str) -> None:
 
 
 def test_machines_and_links() -> None:
-    cluster = Cluster("two a machine", 1, 100, 1, ranks_per_node=2, node_bandwidth=10)
+    cluster = Cluster("two a machine", 1, 100, 1, ranks_per_node=2, node_bandwidth=10, pcie_bandwidth=40)
     assert [cluster.node_of(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
-    assert not cluster.crosses(0, 1) and cluster.crosses(1, 2)
-    assert cluster.link(False) == (1, 100) and cluster.link(True) == (1, 10)
-    assert not REFERENCE.crosses(0, 999) and REFERENCE.link(True) == REFERENCE.link(False)
+    assert cluster.link_class(0, 1) is LinkClass.UNKNOWN and cluster.link_class(1, 2) is LinkClass.NETWORK
+    assert cluster.link(LinkClass.UNKNOWN) == cluster.link(LinkClass.NVLINK) == (1, 100)
+    assert cluster.link(LinkClass.NETWORK) == (1, 10) and cluster.link(LinkClass.PCIE) == (1, 40)
+    assert cluster.slowest([LinkClass.NVLINK, LinkClass.PCIE]) == (1, 40)
+    plain = Cluster("plain", 1, 100, 1)
+    assert plain.link_class(0, 999) is LinkClass.UNKNOWN
+    assert {plain.link(kind) for kind in LinkClass} == {(1, 100)}
+
+
+def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
+    links = Links((0, 0, 1), LinkClass.NVLINK)
+    joined = REFERENCE.joined(links)
+    assert [joined.node_of(rank) for rank in range(3)] == [0, 0, 1]
+    assert [joined.link_class(rank, 0) for rank in (1, 2)] == [LinkClass.NVLINK, LinkClass.NETWORK]
+    assert joined.joined(Links((0, 1, 2))) is joined and REFERENCE.joined(None) is REFERENCE
+    assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # says eight a machine, of machines that are not at hand
+    with pytest.raises(InputError, match=r"links of H100 with NVLink .* join 3 ranks, and there are 4"):
+        joined.check_ranks(4)
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

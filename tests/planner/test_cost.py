@@ -8,9 +8,11 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
+from ringattn.errors import InputError
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import counts, forward_seconds
+from ringattn.planner.links import LinkClass, Links
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
@@ -53,13 +55,40 @@ def test_rows_and_pairs(problem: Problem) -> None:
         assert found.dealt_rows * ranks == pytest.approx(sent[ALL_TO_ALL, kind], rel=0.01)
 
 
+def two_nodes(ranks: int, *, block: bool, inside: LinkClass = LinkClass.NVLINK) -> Cluster:
+    """The reference, its ranks on two nodes, one after another or in turn."""
+    return REFERENCE.joined(Links(tuple(rank * 2 // ranks if block else rank % 2 for rank in range(ranks)), inside))
+
+
 @each_problem
-@pytest.mark.parametrize("cluster", [REFERENCE, SLOW], ids=lambda one: one.name)
-def test_times_are_near_those_of_the_simulator(problem: Problem, cluster: Cluster) -> None:
-    fetched = max(sum(size(plan.buffers[one.buffer].content) for step in plan.steps for one in step.recvs)
-                  for plan in (plan_of(problem, ROUTES["all_gather"], rank, False)
-                               for rank in range(problem.world_size)))  # fmt: skip
-    for name, seconds in forward_seconds(problem, fetched, cluster).items():
+@pytest.mark.parametrize("nodes", ["blocks", "in turn"])
+def test_rows_from_other_nodes(problem: Problem, nodes: str) -> None:
+    ranks = problem.world_size
+    cluster = two_nodes(ranks, block=nodes == "blocks")
+    copies = [(cluster.node_of(copy.src) != cluster.node_of(copy.dst), size(copy.content))
+              for step in schedule_of(problem, ALL_TO_ALL, False).steps for copy in step.copies
+              if copy.block.kind is Kind.KV]  # fmt: skip
+    across = sum(rows for leaves, rows in copies if leaves)
+    share = across / sum(rows for _, rows in copies)
+    assert counts(problem, cluster.node_of).dealt_across == pytest.approx(share, abs=0.01)
+    assert counts(problem).dealt_across == 0 and not counts(problem).leaves
+
+
+@each_problem
+@pytest.mark.parametrize("machines", [REFERENCE, SLOW, "blocks", "in turn", "blocks over PCIe"], ids=str)
+def test_times_are_near_those_of_the_simulator(problem: Problem, machines: Cluster | str) -> None:
+    cluster = machines if isinstance(machines, Cluster) else two_nodes(
+        problem.world_size, block=machines != "in turn",
+        inside=LinkClass.PCIE if "PCIe" in machines else LinkClass.NVLINK,
+    )  # fmt: skip
+    fetched = []
+    for rank in range(problem.world_size):
+        plan = plan_of(problem, ROUTES["all_gather"], rank, False)
+        rows = [(cluster.node_of(one.peer) == cluster.node_of(rank), size(plan.buffers[one.buffer].content))
+                for step in plan.steps for one in step.recvs]  # fmt: skip
+        fetched.append([sum(count for near, count in rows if near is inside) for inside in (True, False)])
+    most = max(near for near, _ in fetched), max(far for _, far in fetched)
+    for name, seconds in forward_seconds(problem, most, cluster).items():
         plans = tuple(plan_of(problem, ROUTES[name], rank, False) for rank in range(problem.world_size))
         assert seconds * 1e6 == pytest.approx(simulate(plans, cluster).total_us, rel=0.25), name
 
@@ -74,3 +103,15 @@ def test_the_fastest_is_taken() -> None:
     assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "all_to_all"
     # Pairs of ranks: dealing heads out saves nothing and takes two phases.
     assert choose_route(dilated(1 << 14, 4, (512, 1 << 13), (1, 2), 2), "auto", SLOW).name == "all_gather"
+
+
+def test_the_network_decides_where_ranks_are_on_two_nodes() -> None:
+    far = PROBLEMS["half of the work far away"]
+    assert [choose_route(far, "auto", two_nodes(4, block=block)).name for block in (True, False)] == ["all_to_all"] * 2
+    # Rings of the ranks of a node, unless the ranks of each segment are on two.
+    halves = dilated(1 << 15, 8, (1 << 14,), (2,))
+    routes = [choose_route(halves, "auto", cluster)
+              for cluster in (REFERENCE, two_nodes(8, block=True), two_nodes(8, block=False))]  # fmt: skip
+    assert [route.name for route in routes] == ["sub_rings", "sub_rings", "all_to_all"]
+    with pytest.raises(InputError, match="join 4 ranks, and there are 8"):
+        choose_route(halves, "auto", two_nodes(4, block=True))

@@ -41,3 +41,11 @@ def test_nodes_are_counted_as_they_appear() -> None:
     for wrong in ((1, 0), (0, 2), (0, 1, 3)):
         with pytest.raises(InputError, match="count the nodes from 0"):
             Links(wrong)
+
+
+def test_the_classes_inside_of_nodes() -> None:
+    nvlink, pcie = LinkClass.NVLINK, LinkClass.PCIE
+    assert Links((0, 1, 2), nvlink).classes_inside() == set()
+    assert Links((0, 0, 1), nvlink).classes_inside() == {nvlink}
+    assert Links((0, 0, 1), nvlink, ((0, 1, pcie),)).classes_inside() == {pcie}
+    assert Links((0, 0, 0, 1), nvlink, ((0, 2, pcie), (0, 3, nvlink))).classes_inside() == {nvlink, pcie}

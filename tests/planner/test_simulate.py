@@ -16,6 +16,7 @@ from ringattn.core.span import COMM, COMPUTE
 from ringattn.errors import InputError
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.links import LinkClass, Links
 from ringattn.planner.plan import Add, AttendOp, AttendReceivedOp, Plan
 from ringattn.planner.simulate import Timeline, simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, attention_s, computed_pairs, packing_s, step_s
@@ -141,6 +142,34 @@ def test_links_between_machines_by_hand() -> None:
     free = Cluster("free work", 1e30, 1e30, 1e-6, ranks_per_node=2, node_bandwidth=8.192e6, node_latency_s=100e-6)
     assert simulate(plans_of(problem_of(4)), free).total_us == pytest.approx(3 * 1100)
     assert simulate(plans_of(problem_of(4)), replace(free, ranks_per_node=4)).total_us == pytest.approx(3)
+
+
+def test_links_of_unlike_classes_by_hand() -> None:
+    # Nodes of three and of one rank, work for nothing; 1 and 2 are joined over PCIe. Every hop waits for the network.
+    links = Links((0, 0, 0, 1), LinkClass.NVLINK, ((1, 2, LinkClass.PCIE),))
+    free = Cluster(
+        "free work", 1e30, 1e30, 1e-6, node_bandwidth=8.192e6, node_latency_s=100e-6, pcie_bandwidth=16.384e6
+    )
+    plans = plans_of(problem_of(4))
+    assert simulate(plans, free.joined(links)).total_us == pytest.approx(3 * 1100)
+    # On one node the slowest pair is the one over PCIe, at half the network's time, with the latency of a node.
+    one = replace(free, links=replace(links, nodes=(0, 0, 0, 0)))
+    assert simulate(plans, one).total_us == pytest.approx(3 * 501)
+    # Each rank sends to three others at once, in one step; of each class the bytes share a link. Rank 1: 1000 over PCIe
+    # and twice 1000 over the network.
+    far = free.joined(Links((0, 1, 0, 0), LinkClass.NVLINK, ((0, 2, LinkClass.PCIE),)))
+    assert simulate(plans_of(problem_of(4), "all_gather"), far).total_us == pytest.approx(100 + 3 * 1000)
+    for ranks in (3, 5):
+        with pytest.raises(InputError, match="join 4 ranks"):
+            simulate(plans_of(problem_of(ranks)), far)
+
+
+def test_ranks_share_processors_of_their_own_node_by_hand() -> None:
+    # One processor a node: ranks 0 and 2 share theirs, and rank 1 is alone on its own.
+    work = Cluster("work alone", 65.536e6, 1e30, 0.0, cores=1, links=Links((0, 1, 0)))
+    alone = replace(work, links=Links((0, 1, 2)))
+    assert simulate(plans_of(problem_of(3)), alone).total_us == pytest.approx(3000)
+    assert simulate(plans_of(problem_of(3)), work).total_us == pytest.approx(6000)
 
 
 def test_packing_and_pass_precede_messages_by_hand() -> None:

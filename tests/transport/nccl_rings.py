@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed import HashStore
 
 from ringattn import Ring
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability
-from ringattn.transport.nccl.bootstrap import Host
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.simulated.device import SimDevice
@@ -52,7 +52,8 @@ def open_on(
         binding=SimLibrary(world, rank, capabilities),
         gpu=SimDevice(world, rank),
         options=options or NcclOptions(),
-        host=Host("node", "node", rank),
+        locations=[Location("node", "node", each, 0) for each in range(world.world_size)],
+        nccl_id="node",
         flight_dir=flight_dir,
         leave=lambda why: world.script.check_alive(rank),
     )

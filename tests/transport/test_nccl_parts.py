@@ -14,12 +14,12 @@ from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import (
     KEPT,
     Arrival,
     CallHistory,
-    Host,
     all_ready,
     check_fit,
     meet,
@@ -33,8 +33,11 @@ from tests.transport.simulated.world import SimWorld
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
-    made = Arrival(rank, Host("node", "node", 100 + rank), f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
+    made = Arrival(rank, "node", f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
     return replace(made, **changes)
+
+
+LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 
 def nothing() -> None:
@@ -65,7 +68,7 @@ def together(ranks: int, body: Callable[[ControlStore], Any]) -> list[Any]:
 def test_everyone_gets_the_id_and_ends_when_all_are_ready() -> None:
     def body(control: ControlStore) -> Any:
         deadline = Deadline(10)
-        meet(control, arrival(control.rank), deadline, nothing)
+        meet(control, arrival(control.rank), LOCATIONS, deadline, nothing)
         unique_id = share_unique_id(control, lambda: bytes(range(128)), deadline, nothing)
         all_ready(control, deadline, nothing)
         time.sleep(0.2)
@@ -77,7 +80,7 @@ def test_everyone_gets_the_id_and_ends_when_all_are_ready() -> None:
 
 def test_missing_ranks_are_named() -> None:
     def body(control: ControlStore) -> Any:
-        return meet(control, arrival(control.rank), Deadline(0.3), nothing) if control.rank != 1 else None
+        return meet(control, arrival(control.rank), LOCATIONS, Deadline(0.3), nothing) if control.rank != 1 else None
 
     results = together(3, body)
     for rank in (0, 2):
@@ -110,13 +113,13 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    check_fit([arrival(rank) for rank in range(3)])
+    check_fit([arrival(rank) for rank in range(3)], LOCATIONS)
     with pytest.raises(kind, match=words):
-        check_fit([arrival(0), arrival(1, **changes), arrival(2)])
+        check_fit([arrival(0), arrival(1, **changes), arrival(2)], LOCATIONS)
 
 
 def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
-    check_fit([arrival(rank, gpu_uuid="GPU-0", host=Host("node", f"ring-{rank}", rank)) for rank in range(3)])
+    check_fit([arrival(rank, gpu_uuid="GPU-0", nccl_id=f"ring-{rank}") for rank in range(3)], LOCATIONS)
 
 
 # --- comparing calls -------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn import InputError, Ring, UnsupportedError
+from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
 from ringattn.transport import rendezvous as opening
+from ringattn.transport.location import Location, my_location
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.simulated.device import SimDevice
@@ -30,6 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     monkeypatch.setattr(opening, "CudaDevice", device)
     monkeypatch.setattr(opening, "open_binding", lambda options: SimLibrary(world, 0))
     for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "NCCL_COMM_ID", "RINGATTN_FLIGHT_DIR"):
@@ -78,8 +84,10 @@ def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytes
 def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(opening, "rendezvous_store", lambda *facts, **more: dist.HashStore())
+    here = my_location()
+    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: (here, here))
     monkeypatch.setattr(opening, "_open_nccl", lambda *facts: asked.append("nccl"))
-    monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: asked.append("gloo"))
+    monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: (asked.append("gloo"), SimpleNamespace())[1])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     opening.open_transport(None, "auto", 1.0)
@@ -101,6 +109,82 @@ def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], words: s
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(kind, match=words):
         ringattn.Ring(**options)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def opened_on(
+    nodes: str, monkeypatch: pytest.MonkeyPatch, fails: dict[int, Exception] | None = None, timeout_s: float = 20.0
+) -> tuple[list[Any], list[str]]:
+    """What each rank got from opening gloo, a thread a rank, each on the node of its letter; then the warnings."""
+    store, results = dist.HashStore(), [None] * len(nodes)
+    placed = threading.local()
+
+    def here(gpu: int | None) -> Location:
+        if error := (fails or {}).get(placed.rank):
+            raise error
+        return Location(f"host-{nodes[placed.rank]}", nodes[placed.rank], placed.rank, 0)
+
+    def run(rank: int) -> None:
+        placed.rank = rank
+        try:
+            results[rank] = opening.open_transport(rank, "gloo", timeout_s)  # type: ignore[call-overload]
+        except Exception as error:
+            results[rank] = error  # type: ignore[call-overload]
+
+    monkeypatch.setattr(opening, "my_location", here)
+    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (store.clone(), group, len(nodes)))
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(nodes))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s + 10)
+    return results, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ("aab", None),
+        ("abbca", None),  # a ring may begin inside a node
+        ("abab", "ranks 0, 2 on node 0; 1, 3 on node 1: the ring crosses from node to node 4 times, and 2 would do"),
+        ("aabcac", "ranks 0-1, 4 on node 0; 2 on node 1; 3, 5 on node 2: the ring crosses from node to node 5 times"),
+    ],
+    ids=["two nodes", "begins inside", "in turn", "three nodes"],
+)
+def test_an_order_that_leaves_nodes_too_often_is_told_once(
+    nodes: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings, told = opened_on(nodes, monkeypatch)
+    for ring in rings:
+        assert [one.machine for one in ring.locations] == list(nodes)
+        ring.close()
+    if words is None:
+        assert told == []
+    else:
+        (warning,) = told
+        assert warning.startswith(f"rank 0: {words}") and "node 1 is host-b" in warning
+        assert "Number the ranks of a node one after another" in warning
+
+
+def test_a_rank_that_cannot_open_is_heard_while_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    results, _ = opened_on("aaa", monkeypatch, {1: InputError("rank 1: no such GPU")})
+    assert time.monotonic() - began_s < 10  # the deadline is 20 s
+    assert isinstance(results[1], InputError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerLostError)
+        assert str(results[rank]) == f"rank {rank}: rank 1 failed first: InputError: rank 1: no such GPU"
+
+
+def test_ranks_that_do_not_arrive_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening.ControlStore, "publish_cause", lambda control, error: None)
+    results, _ = opened_on("aaa", monkeypatch, {1: InputError("unheard")}, timeout_s=0.3)
+    assert isinstance(results[0], DeadlineError)
+    assert "rank 0: ranks [1] did not arrive at 'opening' within 0.3 s" in str(results[0])
 
 
 def test_the_job_is_larger_than_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

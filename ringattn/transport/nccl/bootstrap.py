@@ -10,34 +10,27 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import version_text
 from ringattn.transport.nccl.options import NcclOptions
 
 FailureCheck = Callable[[], None]
 
 
-class Host(NamedTuple):
-    """Where a process runs. `nccl_id`: what NCCL takes for the host, which `NCCL_HOSTID` may set."""
-
-    name: str
-    nccl_id: str
-    pid: int
-
-
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank says of itself."""
+    """What a rank says of itself. `nccl_id`: what NCCL takes for its host, which `NCCL_HOSTID` may set."""
 
     rank: int
-    host: Host
+    nccl_id: str
     gpu_uuid: str
     nccl_version: int
     ringattn_version: str
@@ -48,20 +41,31 @@ class Arrival:
     def parse(cls, text: bytes) -> Arrival:
         """The inverse of `text`."""
         facts = json.loads(text)
-        return cls(**{**facts, "host": Host(*facts["host"]), "options": NcclOptions(**facts["options"])})
+        return cls(**{**facts, "options": NcclOptions(**facts["options"])})
 
     def text(self) -> str:
         """For the store."""
         return json.dumps(asdict(self))
 
 
-def meet(control: ControlStore, mine: Arrival, deadline: Deadline, watch: FailureCheck) -> None:
+def meet(
+    control: ControlStore, mine: Arrival, locations: Sequence[Location], deadline: Deadline, watch: FailureCheck
+) -> None:
     """Return when all ranks have arrived and fit together.
 
     One rank compares them for all. Raises `DeadlineError` that names who is missing, and what `check_fit` raises.
     """
+
+    def refusal_of(texts: list[bytes]) -> bytes:
+        """Why the ranks do not fit together, as every rank reads it: empty if they do."""
+        try:
+            check_fit([Arrival.parse(text) for text in texts], locations)
+        except InputError as error:
+            return f"{type(error).__name__} {error}".encode()
+        return b""
+
     try:
-        refusal = control.combine("arrived", mine.text().encode(), _refusal, deadline, watch).decode()
+        refusal = control.combine("arrived", mine.text().encode(), refusal_of, deadline, watch).decode()
     except DeadlineError as error:
         raise DeadlineError(f"rank {mine.rank} opened a ring of {control.world_size}: {error}") from error
     if refusal:
@@ -69,16 +73,7 @@ def meet(control: ControlStore, mine: Arrival, deadline: Deadline, watch: Failur
         raise (DisagreementError if kind == DisagreementError.__name__ else InputError)(words)
 
 
-def _refusal(texts: list[bytes]) -> bytes:
-    """Why the ranks do not fit together, as every rank reads it: empty if they do."""
-    try:
-        check_fit([Arrival.parse(text) for text in texts])
-    except InputError as error:
-        return f"{type(error).__name__} {error}".encode()
-    return b""
-
-
-def check_fit(arrivals: list[Arrival]) -> None:
+def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
     """Raise `DisagreementError` or `InputError`, the same on every rank, if these ranks cannot share a communicator."""
     for what, values in (
         ("NCCL version", [version_text(arrival.nccl_version) for arrival in arrivals]),
@@ -99,13 +94,14 @@ def check_fit(arrivals: list[Arrival]) -> None:
             raise DisagreementError(f"the ranks differ in {what}: {listed}")
     gpus = defaultdict(list)
     for arrival in arrivals:
-        gpus[arrival.host.nccl_id, arrival.gpu_uuid].append(arrival)
+        gpus[arrival.nccl_id, arrival.gpu_uuid].append(arrival)
     for shared in gpus.values():
         if len(shared) > 1:
-            who = ", ".join(f"rank {arrival.rank} (process {arrival.host.pid})" for arrival in shared)
+            who = ", ".join(f"rank {arrival.rank} (process {locations[arrival.rank].pid})" for arrival in shared)
             raise InputError(
-                f"{who} use the same GPU {shared[0].gpu_uuid} of {shared[0].host.name}, and NCCL refuses that; start "
-                "one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see docs/nccl.md)"
+                f"{who} use the same GPU {shared[0].gpu_uuid} of {locations[shared[0].rank].host}, and NCCL refuses "
+                "that; start one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see "
+                "docs/nccl.md)"
             )
 
 

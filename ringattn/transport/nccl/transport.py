@@ -25,11 +25,11 @@ from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import (
     Arrival,
     CallHistory,
-    Host,
     all_ready,
     meet,
     share_unique_id,
@@ -70,6 +70,7 @@ class NcclTransport:
         """Not connected yet; see `open`."""
         self.rank, self.world_size, self.device = control.rank, control.world_size, gpu.torch_device
         self.gpu, self.options = gpu, options
+        self.locations: tuple[Location, ...] = ()
         self.record = FlightRecord(control.rank, control.world_size, self.name)
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
@@ -95,24 +96,26 @@ class NcclTransport:
         binding: Binding,
         gpu: Device,
         options: NcclOptions,
-        host: Host,
+        locations: Sequence[Location],
+        nccl_id: str,
         flight_dir: Path | None = None,
         leave: Callable[[str], None] | None = None,
         job_size: int | None = None,
     ) -> NcclTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
-        `leave` ends the process when even an abort is stuck. `job_size` ranks share the store; None: those of this ring
-        do. Raises `DeadlineError` that names the ranks which did
-        not arrive, `InputError` when the ranks do not fit together, `NcclError`.
+        `locations`: of all ranks; `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an
+        abort is stuck. `job_size` ranks share the store; None: those of this ring do. Raises `DeadlineError` that names
+        the ranks which did not arrive, `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
         control, leave = ControlStore(store, rank, world_size), leave or _leave
         ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size)
+        ring.locations = tuple(locations)
         try:
             # Before the ranks meet: a stuck open must be seen, too.
             ring.supervisor.start()
-            ring._meet(host)
+            ring._meet(nccl_id)
         except DeadlineError as error:
             # Which rank did not arrive is in the store, even where the communicator never opened.
             raise ring._attributed(error) from error
@@ -260,13 +263,13 @@ class NcclTransport:
         """See `Transport`; none alone."""
         return 0 if self.world_size == 1 else self.options.margin
 
-    def _meet(self, host: Host) -> None:
+    def _meet(self, nccl_id: str) -> None:
         """From the store to a warm communicator."""
         control, watch, deadline = self._control, self.supervisor.watch, Deadline(self._timeout_s)
         mine = Arrival(
-            self.rank, host, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
+            self.rank, nccl_id, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
-        meet(control, mine, deadline, watch)
+        meet(control, mine, self.locations, deadline, watch)
         unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
         config = config_of(self.options, self._binding.capabilities)
         communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
