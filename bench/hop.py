@@ -107,6 +107,9 @@ class NoDevice:
         """Never asked: slots are not registered here."""
         raise UnsupportedError("this device wraps no memory")
 
+    def release_cached(self) -> None:
+        """See `Device.release_cached`."""
+
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""
         return False

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from ringattn.errors import OutOfMemoryError
+from ringattn.errors import OutOfMemoryError, TransportError
 from ringattn.planner.account import account, mib, remedies
 from ringattn.planner.plan import Plan
 
 CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """How torch's CPU allocator says it, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+NCCL_ALLOCATOR = ("ncclMemAlloc", "out of memory")
+"""The function of an `NcclError`, and CUDA's words in it, which NCCL passes on (NCCL 2.28, allocator.cc)."""
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -22,6 +24,10 @@ def is_shortage(error: BaseException) -> bool:
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    # The transport may quote the shortage of another rank, so the words alone do not tell.
+    if isinstance(error, TransportError):
+        function, words = NCCL_ALLOCATOR
+        return getattr(error, "function", None) == function and words in str(error)
     return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_ALLOCATOR)
 
 

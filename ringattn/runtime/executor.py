@@ -141,7 +141,7 @@ class Executor:
         `begins_with_keys`.
         """
         # Before the buffers are bound: the pool may grow here, which moves it.
-        pool.begin_pass(self.plan.arena_bytes)
+        self._begin_pass(transport, pool)
         self._watch = watch
         try:
             if watch is not None:
@@ -157,7 +157,7 @@ class Executor:
                 watch.project()
         # `run` is not going to be called, so its `finally` cannot give the pool back.
         except BaseException:
-            self._end_pass(pool)
+            self._end_pass(transport, pool)
             raise
         self._begun = True
         return local
@@ -179,7 +179,7 @@ class Executor:
         # Cleared first: after a failure below the next pass must not take itself for begun.
         begun, self._begun = self._begun, False
         if not begun:
-            pool.begin_pass(self.plan.arena_bytes)
+            self._begin_pass(transport, pool)
             self._watch = watch
         watch = self._watch
         try:
@@ -226,7 +226,7 @@ class Executor:
             if watch is not None:
                 watch.done()
         finally:
-            self._end_pass(pool)
+            self._end_pass(transport, pool)
         # Past `finally`: a pass that raised is not counted.
         counters.passes += 1
         counters.messages += self.plan.messages
@@ -242,7 +242,7 @@ class Executor:
         except Exception as error:
             if not is_shortage(error):
                 raise
-            raise told(error, self.plan, self.step, self.workspace_bytes(), pool.nbytes) from error
+            raise told(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
 
     def unbind(self) -> None:
         """Let go of the pool's memory; the next pass binds anew."""
@@ -284,8 +284,16 @@ class Executor:
         if ticket is not None:
             ticket.wait()
 
-    def _end_pass(self, pool: Pool) -> None:
-        pool.end_pass()
+    def _begin_pass(self, transport: Transport, pool: Pool) -> None:
+        # First: the pool may write to its memory, where a pass on another stream of the caller may still work.
+        transport.begin_pass()
+        pool.begin_pass(self.plan.arena_bytes)
+
+    def _end_pass(self, transport: Transport, pool: Pool) -> None:
+        try:
+            pool.end_pass()
+        finally:
+            transport.end_pass()
         if self._watch is not None:
             self._watch.leave()
             self._watch = None

@@ -34,7 +34,10 @@ class Pool:
         self._running = threading.Lock()
         self._edges: tuple[torch.Tensor, ...] = ()
         self._canaries: tuple[torch.Tensor, ...] = ()
-        self._arena = self._aligned(0)
+        self._nothing = self._aligned(0).clone()
+        self._arena = self._nothing
+        self.taken_bytes = 0
+        """Bytes of the arena, or those that it had when it was let go."""
         self.high_water_bytes = self.passes = self.growths = 0
 
     @property
@@ -108,7 +111,7 @@ class Pool:
 
     def release_arena(self) -> None:
         """Let go of the memory. Views that still exist keep it."""
-        self._arena, self._edges, self._canaries = self._arena[:0].clone(), (), ()
+        self._arena, self._edges, self._canaries = self._nothing, (), ()
 
     def reset_high_water(self) -> None:
         """Forget the largest pass so far."""
@@ -117,7 +120,9 @@ class Pool:
     def _grow(self, nbytes: int) -> None:
         if nbytes > self.nbytes:
             self.release_arena()  # the old memory must be free before the new is taken
+            self.taken_bytes = 0
             self._arena = self._aligned(nbytes)
+            self.taken_bytes = nbytes
             self.growths += 1
             self.release(0, nbytes)
 

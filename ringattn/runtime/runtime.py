@@ -153,10 +153,21 @@ class Runtime(RankGroup):
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
-        self._executors.clear()
+        self._let_go()  # before the transport ends, which gives the memory back
         self._captured.clear()
-        self.pool.release_arena()  # before the transport ends, which gives the memory back
         super().close()
+
+    def end(self, cause: BaseException) -> None:
+        """See `RankGroup.end`; the ring's memory is let go of."""
+        super().end(cause)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the arena; a backward pass that is not going to run may still hold its executor."""
+        for executor in self._executors.values():
+            executor.unbind()
+        self._executors.clear()
+        self.pool.release_arena()
 
     def choice(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None

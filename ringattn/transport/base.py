@@ -97,6 +97,14 @@ class Transport(Protocol):
         """Return when everything exchanged so far has arrived, also on a device. Raises what has failed."""
         ...
 
+    def begin_pass(self) -> None:
+        """On a device: later work of the current stream follows the last pass, on whichever stream that ran."""
+        ...
+
+    def end_pass(self) -> None:
+        """The pass is on the current stream as far as it came. Called before the next one begins."""
+        ...
+
     def replay(self, run: Callable[[], None]) -> None:
         """Call `run`, which launches a captured CUDA graph of passes of this ring, under one deadline for all of it.
 
@@ -146,6 +154,12 @@ class HostTransport:
     def announce(self, call: int, digest: bytes, words: str) -> bool:
         """See `Transport.announce`: such a transport notices nothing."""
         return False
+
+    def begin_pass(self) -> None:
+        """See `Transport.begin_pass`: the host runs one after another."""
+
+    def end_pass(self) -> None:
+        """See `Transport.end_pass`."""
 
     def replay(self, run: Callable[[], None]) -> None:
         """See `Transport.replay`."""

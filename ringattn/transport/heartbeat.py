@@ -214,6 +214,8 @@ class HeartbeatMonitor:
         self.heartbeats: dict[int, LastHeartbeat] = {}
         self.wanted: set[int] = set()
         """Ranks to read besides the next one; replaced, never changed."""
+        self.rounds = 0
+        """Rounds that the store has answered."""
         self.interval_s = interval_s(job_size or control.world_size)
         self._control = control
         self._reader = Heartbeat(control.store, control.rank)
@@ -268,6 +270,7 @@ class HeartbeatMonitor:
         for rank, text in zip(ranks, texts, strict=True):
             self._take(rank, LastHeartbeat.parse(text), time.monotonic())
         self.cause = cause.decode() or None
+        self.rounds += 1
 
     def _chosen(self) -> list[int]:
         """The next rank, and as many of the wanted ones as a round reads."""

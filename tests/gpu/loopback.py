@@ -19,8 +19,9 @@ from ringattn import Ring
 from ringattn.transport.base import Message
 from ringattn.transport.local import LocalTransport, LocalWorkHandle, LocalWorld, _Operation
 from ringattn.transport.nccl.binding import Binding, CommConfig
-from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
+from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.nccl.device import Deadline, Device, Event
+from ringattn.transport.nccl.memory import RingMemory
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ class LoopbackWorld(LocalWorld):
         config = CommConfig(blocking=blocking, max_ctas=4, name="loopback")
         self.lane = Communicator(binding, gpu, 0, 1, config, timeout_s)
         self.lane.open(binding.unique_id(), self._never)
-        self.slots = RegisteredMemory(binding, gpu, [self.lane], registered)
+        self.slots = RingMemory(binding, gpu, [self.lane], registered)
         self.group_sizes: list[int] = []
         self._batch: list[tuple[_Operation, _Operation]] = []
         self._ready: dict[int, Event] = {}
@@ -86,6 +87,11 @@ class LoopbackWorld(LocalWorld):
         self._batch.clear()
         self.changed.notify_all()
 
+    def quiet(self) -> bool:
+        """Whether nothing on the device can touch memory that was dropped; waits for it."""
+        self.synchronize()
+        return True
+
     @staticmethod
     def _never() -> None:
         """Nobody else can fail here."""
@@ -104,7 +110,7 @@ class LoopbackTransport(LocalTransport):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """NCCL's own memory, registered."""
         with self._loop.changed:
-            return self._loop.slots.allocate(nbytes, self._loop.synchronize)
+            return self._loop.slots.allocate(nbytes, self._loop.quiet)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalWorkHandle:
         """See `Transport.exchange`."""

@@ -1,9 +1,8 @@
-"""A communicator, on which this rank's hops run one after another, and the device memory registered with it.
+"""A communicator, on which this rank's hops run one after another.
 
 States: new, opening, ready, failed, closed. Guarantees: opening has a deadline; a hop is one group, whatever it holds;
 NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
-aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL. Registered memory is
-freed only when nothing views it and nothing is under way, and never from a destructor.
+aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
 """
 
@@ -11,13 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
-
-import torch
 
 from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
@@ -245,56 +241,3 @@ class Communicator:
                 "start processes with spawn and open a Ring in each"
             )
         raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")
-
-
-class _Block:
-    """One allocation; every view of it keeps this object alive."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-
-class RegisteredMemory:
-    """The memory of one ring."""
-
-    def __init__(
-        self, binding: Binding, device: Device, communicators: Sequence[Communicator], registered: bool
-    ) -> None:
-        self.registered = registered
-        self._binding, self._device, self._communicators = binding, device, communicators
-        self._registrations: dict[int, list[tuple[Communicator, int]]] = {}
-        self._unused: list[int] = []
-
-    def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
-        """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more; that is given back
-        first.
-
-        Raises `NcclError` when the device has no room.
-        """
-        if not self.registered or not nbytes:
-            return self._device.empty(nbytes)
-        # Unused memory first, before more is asked for; only when nothing on the device can touch it.
-        if self._registrations:
-            quiet()
-            self.free()
-        self._device.activate()
-        pointer = self._binding.mem_alloc(nbytes)
-        self._registrations[pointer] = []
-        block = _Block(pointer)
-        # A view's end only notes the pointer: freeing here could call NCCL from any thread, at any time.
-        weakref.finalize(block, self._unused.append, pointer).atexit = False
-        for communicator in self._communicators:
-            self._registrations[pointer].append(
-                (communicator, self._binding.register(communicator.handle, pointer, nbytes))
-            )
-        return self._device.wrap(pointer, nbytes, block)
-
-    def free(self) -> None:
-        """Free what has no view any more; communicators that have ended took their registrations with them."""
-        while self._unused:
-            pointer = self._unused.pop()
-            for communicator, handle in self._registrations.pop(pointer):
-                if communicator.state is State.READY:
-                    self._binding.deregister(communicator.handle, handle)
-            # Last: NCCL may not hold a registration of memory that is gone.
-            self._binding.mem_free(pointer)

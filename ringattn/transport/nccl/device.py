@@ -74,6 +74,10 @@ class Device(Protocol):
         """Memory that another library allocated, as a flat uint8 tensor whose views keep `owner` alive."""
         ...
 
+    def release_cached(self) -> None:
+        """Give memory that torch has cached and nobody uses back to the device, where NCCL can take it."""
+        ...
+
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
         ...
@@ -108,8 +112,9 @@ class CudaDevice:
             raise UnsupportedError(f"cudaThreadExchangeStreamCaptureMode failed with CUDA error {status}")
 
     def new_stream(self) -> Stream:
-        """See `Device.new_stream`. Torch takes -1 for high."""
-        return cast(Stream, torch.cuda.Stream(self.torch_device, priority=-1))
+        """See `Device.new_stream`. Of the levels that torch has, which may be fewer than the device's."""
+        _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static, which its stub does not say
+        return cast(Stream, torch.cuda.Stream(self.torch_device, priority=highest))
 
     def current_stream(self) -> Stream:
         """See `Device.current_stream`."""
@@ -127,6 +132,45 @@ class CudaDevice:
         """See `Device.wrap`."""
         return torch.as_tensor(_Memory(pointer, nbytes, owner), device=self.torch_device)
 
+    def release_cached(self) -> None:
+        """See `Device.release_cached`."""
+        torch.cuda.empty_cache()
+
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""
         return torch.cuda.is_current_stream_capturing()
+
+
+class PassOrder:
+    """Orders passes that work in the same memory, on whichever of the caller's streams each of them runs.
+
+    Not covered: passes on several streams within one capture of a graph.
+    """
+
+    def __init__(self, gpu: Device) -> None:
+        self._gpu = gpu
+        self._ended = gpu.new_event()
+        # The handle of the stream that the last pass ran on; None before the first.
+        self._stream: int | None = None
+
+    def begin(self) -> None:
+        """Later work of the current stream follows the last pass."""
+        # A capture cannot wait for an event from outside of it; its replay is ordered instead.
+        if self._stream is None or self._gpu.is_capturing():
+            return
+        current = self._gpu.current_stream()
+        # A stream is in order with itself.
+        if current.cuda_stream != self._stream:
+            current.wait_event(self._ended)
+
+    def end(self) -> None:
+        """What the current stream holds now is the end of a pass."""
+        if self._gpu.is_capturing():
+            return
+        current = self._gpu.current_stream()
+        self._ended.record(current)
+        self._stream = current.cuda_stream
+
+    def passed(self) -> bool:
+        """Whether the device has run the last pass, and with it all before."""
+        return self._stream is None or self._ended.query()

@@ -121,14 +121,16 @@ class Replay:
         self.peers: set[int] = set()  # all, or none: a graph does not say
 
     def run(self, replay: Callable[[], None]) -> None:
-        """Call `replay`, which puts the graph on the current stream."""
+        """Call `replay`, which puts the graph on the current stream, behind the last pass."""
         transport, gpu = self.transport, self.transport.gpu
+        transport.order.begin()
         ready, done = gpu.new_event(), gpu.new_event()
         ready.record(gpu.current_stream())
         flight = transport.record.begin(0, ())
         transport.supervisor.where = str(self)
         replay()
         done.record(gpu.current_stream())
+        transport.order.end()
         handle = NcclWorkHandle(self, flight, ready, done)
         handle.waited = True  # it ran on the caller's own stream
         transport.supervisor.handles.append(handle)

@@ -10,6 +10,7 @@ reach an exchange names no other rank: its peers name it.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import threading
@@ -22,7 +23,7 @@ from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, Rin
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.heartbeat import INTERVAL_S, HeartbeatMonitor
+from ringattn.transport.heartbeat import ENDED, INTERVAL_S, HeartbeatMonitor, LastHeartbeat
 from ringattn.transport.nccl.attribution import Attribution, Waits, told_place
 from ringattn.transport.nccl.bootstrap import CallHistory
 from ringattn.transport.nccl.communicator import Communicator
@@ -33,6 +34,11 @@ TELLING_S = 0.2
 """What publishing may take, besides the attribution."""
 STOP_S = 0.3
 """How long the watch may take to end."""
+STANDSTILL_S = 2.0
+"""How long an exchange may stand still after all its peers have closed: their bytes may have left and wait for room."""
+LOST_S = 5.0
+"""How long the heartbeat of a rank that has only to close stands still before it counts as lost."""
+NOT_CLOSED = "is silent (stopped, stuck or gone) and has not closed its ring"
 ABORT_GRACE_S = 0.2
 """What a caller that is told of a failure grants the aborts."""
 STUCK_S = 0.3
@@ -68,6 +74,8 @@ class Supervisor:
         """The hop that NCCL is being given, and since when on the monotonic clock."""
         self.missing: frozenset[int] = frozenset()
         """Ranks that an all-gather through the store waits for."""
+        self.leaving: frozenset[int] = frozenset()
+        """Ranks that have not closed, while this one waits for all to close."""
         self.gathering = False
         self.ended = threading.Event()
         """Set when the aborts after a failure have ended or are stuck."""
@@ -90,6 +98,9 @@ class Supervisor:
         # Taken by the first failure and never given back: locked means failed.
         self._first = threading.Lock()
         self._told, self._stopped = threading.Event(), threading.Event()
+        self._standing: tuple[NcclWorkHandle | None, float] = None, 0.0
+        # By rank of `leaving`: its last heartbeat, and when it was new, by the clock and in rounds.
+        self._beats: dict[int, tuple[LastHeartbeat | None, float, int]] = {}
         self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{control.rank}", daemon=True)
 
     @property
@@ -114,12 +125,20 @@ class Supervisor:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STOP_S)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the ring has failed, or is failing."""
+        return self._first.locked()
+
     def watch(self) -> None:
         """Raise the failure, if there is one. What every wait on the host does between its naps."""
         # The failure may still be being attributed, so this waits for its words, but not for ever.
         if self._first.locked():
             self._told.wait(2 * self.tell_s)
-            raise self.failure or RingError(f"rank {self._rank}: this ring is failing")
+            if self.failure is None:
+                raise RingError(f"rank {self._rank}: this ring is failing")
+            # A copy: what is raised collects the frames that it passes, and those view the ring's memory.
+            raise bare(self.failure)
 
     def fail(self, error: BaseException, attribute: bool = False) -> None:
         """End the ring, for `error` unless it has failed already. Returns when the reason is known. Never raises.
@@ -144,8 +163,8 @@ class Supervisor:
         telling.join(self.tell_s)
         if self.failure is None:
             self.failure = _said(error, "; the store was not asked in time which rank is at fault")
+        self._write_record(self.failure, error)
         self._told.set()
-        self._write_record(self.failure)
         # Most aborts end at once. One that does not must not keep the reason from the caller.
         self.ended.wait(ABORT_GRACE_S)
 
@@ -167,6 +186,12 @@ class Supervisor:
             waited = [handle for handle in self._unwaited if handle.waited]
             self._unwaited = [handle for handle in self._unwaited if not handle.waited]
             self.free.extend((handle.ready, handle.done) for handle in waited)
+
+    def let_go(self) -> None:
+        """Let go of the buffers of exchanges that are not going to arrive. All communicators have ended."""
+        with self._ticking:
+            self.handles.clear()
+            self._unwaited.clear()
 
     def _status(self) -> str:
         """For the heartbeat: where this rank is, what it waits for there, and its calls."""
@@ -249,6 +274,7 @@ class Supervisor:
         monitor.wanted = self._waited_for()
         self._hold_launch()
         self._hold_exchange(monitor)
+        self._hold_leaving(monitor)
 
     def _hold_launch(self) -> None:
         """A launch may take `timeout_s`: NCCL connects peers inside it, and blocking communicators wait there."""
@@ -268,8 +294,12 @@ class Supervisor:
                 handle.flight.started_s, handle.flight.state = time.time(), RUNNING
             return
         peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
-        # All peers have left and the bytes are not here: they are not going to be.
-        if peers <= monitor.closed and not handle.done.query():
+        # All peers have left, and what they sent before is not moving: it is not going to arrive.
+        if not peers <= monitor.closed or handle.done.query():
+            self._standing = None, 0.0
+        elif self._standing[0] is not handle:
+            self._standing = handle, time.monotonic()
+        elif time.monotonic() - self._standing[1] >= STANDSTILL_S:
             who = ", ".join(f"rank {peer}" for peer in sorted(peers))
             raise PeerLostError(f"rank {self._rank}: {who} closed its ring{self._pending()}")
         if age_s >= self._timeout_s:
@@ -277,13 +307,26 @@ class Supervisor:
                 f"rank {self._rank}: no answer from ranks {sorted(peers)} within {self._timeout_s} s{self._pending()}"
             )
 
+    def _hold_leaving(self, monitor: HeartbeatMonitor) -> None:
+        """A rank that is only to close, and whose heartbeat stands still, is not going to."""
+        now, limit_s = time.monotonic(), max(LOST_S, monitor.silence_s)
+        for rank in self.leaving - monitor.closed:
+            heartbeat = monitor.heartbeats.get(rank)
+            before, since, rounds = self._beats.get(rank, (None, now, monitor.rounds))
+            # The first look, changed, or ended on purpose.
+            if rank not in self._beats or heartbeat != before or (heartbeat is not None and heartbeat.count == ENDED):
+                self._beats[rank] = heartbeat, now, monitor.rounds
+            # Rounds too: a store that stands still keeps all heartbeats as they were.
+            elif now - since >= limit_s and monitor.rounds - rounds >= limit_s / monitor.interval_s / 2:
+                raise PeerLostError(f"rank {self._rank}: rank {rank} {NOT_CLOSED}")
+
     def _waited_for(self) -> set[int]:
-        """The peers of the oldest exchange or launch; of a replayed pass all."""
+        """The peers of the oldest exchange or launch; of a replayed pass all; at the end those that have not closed."""
         launching = self.launching
         if launching is not None:
             return launching[0].peers
         if not self.handles:
-            return set(self.missing)
+            return set(self.missing | self.leaving)
         return self.handles[0].hop.peers or self._others
 
     def _pending(self) -> str:
@@ -293,18 +336,29 @@ class Supervisor:
         handle = self.handles[0]
         return f"; pending: exchange {handle.flight.sequence}: {handle.hop}"
 
-    def _write_record(self, failure: BaseException) -> None:
+    def _write_record(self, failure: BaseException, error: BaseException) -> None:
+        """Where the record is, is a note of what later calls raise, and of what the caller raises itself."""
         if self._flight_dir is None:
             return
         try:
-            failure.add_note(f"flight record: {self._record.dump(self._flight_dir, str(failure))}")
+            note = f"flight record: {self._record.dump(self._flight_dir, str(failure))}"
+            failure.add_note(note)
+            error.add_note(note)
         except OSError as trouble:
             print(f"ringattn rank {self._rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
 
 
+def bare(error: BaseException) -> BaseException:
+    """The error without its traceback, whose frames would keep alive all that they name."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a class of the user's that cannot be copied
+        return RingError(f"{type(error).__name__}: {error}")
+
+
 def _said(error: BaseException, words: str) -> BaseException:
-    """The error with more words; what is not ringattn's own becomes a `RingError`."""
+    """The error with more words, without its traceback; what is not ringattn's own becomes a `RingError`."""
     if not isinstance(error, RingError):
-        return RingError(f"{type(error).__name__}: {error}{words}").with_traceback(error.__traceback__)
+        return RingError(f"{type(error).__name__}: {error}{words}")
     kind = PeerLostError if isinstance(error, BrokenCommunicatorError) else type(error)
-    return kind(f"{error}{words}") if words or kind is not type(error) else error
+    return kind(f"{error}{words}") if words or kind is not type(error) else bare(error)

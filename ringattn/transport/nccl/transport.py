@@ -10,8 +10,10 @@ kept.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
@@ -34,18 +36,23 @@ from ringattn.transport.nccl.bootstrap import (
     meet,
     share_unique_id,
 )
-from ringattn.transport.nccl.communicator import Communicator, PeerCall, RegisteredMemory
+from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall
 from ringattn.transport.nccl.device import Deadline, Device, wait_until
-from ringattn.transport.nccl.hop import NcclHop, Replay, Started
+from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle, Replay, Started
+from ringattn.transport.nccl.memory import RingMemory, say
 from ringattn.transport.nccl.options import NcclOptions, config_of
 from ringattn.transport.nccl.store_all_gather import StoreAllGather
-from ringattn.transport.nccl.supervisor import BrokenCommunicatorError, Supervisor
+from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor, bare
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""
 EXIT_LINGER_S = 1.0
 GRACE_S = 5.0
 """What a wait on the host grants the supervisor, which knows better what went wrong."""
+LOOK_S = 0.3
+"""How often a rank that has closed looks which others have not."""
+WATCHED = 8
+"""How many of those it watches, the next in the ring, so that all together watch all."""
 STUCK_ABORT_EXIT_CODE = 75
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
@@ -80,7 +87,8 @@ class NcclTransport:
         self.supervisor = Supervisor(
             control, self._communicators, gpu, self.record, self._calls, timeout_s, flight_dir, leave, job_size
         )
-        self._memory = RegisteredMemory(binding, gpu, self._communicators, self.can_register)
+        self._memory = RingMemory(binding, gpu, self._communicators, self.can_register, self.rank)
+        self.order = self._memory.order
         self._timeout_s = timeout_s
         self._all_gather = StoreAllGather(control, self.supervisor, timeout_s)
         self._end: BaseException | None = None
@@ -183,14 +191,20 @@ class NcclTransport:
         self._calls.announce(call, digest, words)
         return True
 
+    def begin_pass(self) -> None:
+        """See `Transport.begin_pass`."""
+        self.order.begin()
+
+    def end_pass(self) -> None:
+        """See `Transport.end_pass`."""
+        self.order.end()
+
     def drain(self) -> None:
-        """Return when every exchange has arrived. Raises what has failed."""
-        self.check()
-        for handle in list(self.supervisor.handles):  # one after another, as they run; the supervisor is the stricter
-            # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
-            if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
-                raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
-        self.check()
+        """Return when every exchange has arrived. Raises what has failed.
+
+        Like the supervisor, it grants the device any time to come to an exchange; the deadline begins there.
+        """
+        self._arrive(math.inf)
 
     def check(self) -> None:
         """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
@@ -200,63 +214,117 @@ class NcclTransport:
         try:
             self.supervisor.watch()
         except RingError as failure:
-            self._end = failure
+            self._end = bare(failure)
             raise
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
         if self._end is None:
-            self._end = cause
-        # Communicators end before the memory that they may still write to is freed.
+            self._end = bare(cause)
+        computed = self._memory.computed()
         self.supervisor.fail(cause)
         self.supervisor.stop()
-        if self.supervisor.ended.is_set() and not self.supervisor.stuck:
-            self._memory.free()
         _open.discard(self)
+        self._end_memory(computed)
 
     def _attributed(self, error: DeadlineError) -> BaseException:
         """End the ring for a deadline that this thread has met; returns the error that names the rank at fault."""
         self.supervisor.fail(error, attribute=True)
         failure = self.supervisor.failure or error
         self.abort(failure)
-        return failure
+        return bare(failure)
 
     def close(self, linger_s: float | None = None) -> None:
         """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
 
         Only together can ranks free a communicator in good order, and over a network the last bytes may still be on
-        their way when this rank's part is done. Raises a failure that no call has raised.
+        their way when this rank's part is done. Raises a failure that no call has raised, and `PeerLostError` that
+        names a rank which is gone and has not closed.
         """
         if self._end is not None:
             return
+        patience_s = self._timeout_s if linger_s is None else linger_s
         try:
-            self.drain()
+            self._arrive(math.inf if linger_s is None else linger_s)
         except RingError as error:
             self.abort(error)
             raise
-        # Told only after the drain: this rank waits for nothing more.
+        computed = self._memory.computed()
+        # Told only when all has arrived: this rank waits for nothing more.
         self.supervisor.leave()
         self._end = ClosedError(f"rank {self.rank} closed its ring")
-        together = False
-        with suppress(RuntimeError):  # a rank has failed, or the store's host is gone: then this rank waits for none
-            linger = Deadline(self._timeout_s if linger_s is None else linger_s)
-            together = wait_until(lambda: self._control.complete("closed"), linger, self.supervisor.watch)
+        together, lost = False, None
+        try:
+            together = wait_until(self._all_closed(), Deadline(patience_s), self.supervisor.watch)
+        except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
+            lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
         self.supervisor.tick()  # lets go of the last buffers
-        # A communicator that does not end may still touch its memory, which is then left alone.
-        if self._free(together):
-            self._memory.free()
         _open.discard(self)
+        # A communicator that does not end, or compute that does not, may still touch its memory: it is left alone.
+        if self._free(together) and self._memory.wait(computed, patience_s):
+            self._memory.free()
+            # What a caller still views is given back later.
+            self._end_memory(computed)
+        else:
+            self._memory.leave()
+        if lost is not None:
+            raise lost
 
-    def _quiet(self) -> None:
-        """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
+    def _arrive(self, ready_s: float) -> None:
+        """Return when every exchange has arrived; `ready_s`: how long the device may take to come to each of them."""
+        self.check()
+        for handle in list(self.supervisor.handles):  # one after another, as they run
+            self._await(handle, ready_s)
+        self.check()
+
+    def _await(self, handle: NcclWorkHandle, ready_s: float) -> None:
+        if not wait_until(lambda: handle.ready.query() or handle.done.query(), Deadline(ready_s), self.check):
+            raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {ready_s} s, before {handle.hop}")
+        # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
+        if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
+            raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
+
+    def _all_closed(self) -> Callable[[], bool]:
+        """Whether all ranks have closed; asked again and again, it has the supervisor watch those that have not."""
+        looked = 0.0
+
+        def asked() -> bool:
+            nonlocal looked
+            if self._control.complete("closed"):
+                return True
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                missing = sorted(self._control.missing("closed"), key=lambda rank: (rank - self.rank) % self.world_size)
+                self.supervisor.leaving = frozenset(missing[:WATCHED])
+            return False
+
+        return asked
+
+    def _quiet(self) -> bool:
+        """Whether neither an exchange nor the caller's streams touch memory without a view any more; waits for it."""
         # Exchanges first, then what the caller has put on its stream behind them.
         self.drain()
         self.supervisor.tick()
-        computed = self.gpu.new_event()
-        computed.record(self.gpu.current_stream())
-        if not wait_until(computed.query, Deadline(self._timeout_s), self.check):
-            raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {self._timeout_s} s")
+        return self._memory.wait(self._memory.computed(), self._timeout_s)
+
+    def _end_memory(self, computed: Callable[[], bool]) -> None:
+        """Give all memory back when nothing can touch it any more. Returns at once."""
+
+        def quiet() -> bool:
+            # Communicators end before the memory that they may still write to is freed.
+            if not self._aborted():
+                say(self.rank, "a communicator does not end, so memory of the ring is not given back")
+                return False
+            self.supervisor.let_go()
+            return self._memory.wait(computed, self._timeout_s)
+
+        self._memory.end(f"ringattn-memory-{self.rank}", quiet)
+
+    def _aborted(self) -> bool:
+        """Where the ring has failed, whether all aborts have ended; waits for them."""
+        supervisor = self.supervisor
+        return not supervisor.failed or (supervisor.ended.wait(2 * ABORT_S) and not supervisor.stuck)
 
     @property
     def sm_margin(self) -> int:
@@ -293,14 +361,14 @@ class NcclTransport:
 
     def _free(self, together: bool) -> bool:
         """End the communicators; alone only by abort, for a collective would wait for ever. Whether all have ended."""
+        aborted = self._aborted()
         ended = [
             communicator.close(Deadline(CLOSE_S)) if together else communicator.abort()
             for communicator in self._communicators
         ]
-        if not all(ended):
-            print(f"ringattn rank {self.rank}: a communicator does not end; is a CUDA graph of it still alive?",
-                  file=sys.stderr, flush=True)  # fmt: skip
-        return all(ended)
+        if not aborted or not all(ended):
+            say(self.rank, "a communicator does not end; is a CUDA graph of it still alive?")
+        return aborted and all(ended)
 
 
 def _leave(why: str) -> None:

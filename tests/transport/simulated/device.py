@@ -7,7 +7,9 @@ can tell the race detector so with `touch`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +69,9 @@ class SimDevice:
         self.uuid = uuid or f"GPU-{rank}"
         self._world, self._rank = world, rank
         self._compute = SimStream(world, rank, COMPUTE)
-        self._streams = 0
+        self._current = threading.local()
+        self._streams = self._user_streams = 0
+        self.emptied = 0
         world.devices[rank] = self
 
     def activate(self) -> None:
@@ -82,9 +86,24 @@ class SimDevice:
         self._streams += 1
         return SimStream(self._world, self._rank, f"lane {self._streams}")
 
+    def user_stream(self) -> SimStream:
+        """A stream of the caller whose work runs later than the host issues it, see `on` and `kernel`."""
+        self._user_streams += 1
+        return SimStream(self._world, self._rank, f"user {self._user_streams}")
+
+    @contextmanager
+    def on(self, stream: SimStream) -> Iterator[None]:
+        """Inside, `stream` is the current one of this thread."""
+        before = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
     def current_stream(self) -> SimStream:
-        """The host thread's own."""
-        return self._compute
+        """The host thread's own, unless it is inside `on`."""
+        return getattr(self._current, "stream", self._compute)
 
     def new_event(self) -> SimEvent:
         """See `Device.new_event`."""
@@ -104,13 +123,29 @@ class SimDevice:
         array.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=torch.uint8)
 
+    def release_cached(self) -> None:
+        """See `Device.release_cached`."""
+        with self._world.changed:
+            self._world.memory.cached[self._rank] = 0
+            self.emptied += 1
+
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""
         return self._world.capturing(self._rank)
 
     def touch(self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "") -> None:
-        """Tell the trace that the compute stream now reads and writes these (address, bytes)."""
-        self._world.issue(Touch(self._rank, COMPUTE, tuple(reads), tuple(writes), label))
+        """Tell the trace that the current stream reads and writes these (address, bytes)."""
+        self.kernel(reads, writes, label)
+
+    def kernel(
+        self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "", held: bool = False
+    ) -> Touch:
+        """Compute on the current stream, which runs in its turn, and not before `SimWorld.finish` if it is `held`."""
+        stream = self.current_stream()
+        assert not held or stream is not self._compute, "the host thread's own stream holds nothing back"
+        entry = Touch(self._rank, stream.name, tuple(reads), tuple(writes), label, held)
+        self._world.issue(entry)
+        return entry
 
 
 def span(tensor: torch.Tensor) -> Range:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.transport.simulated.communicators import Communicator
 
 COMPUTE = "compute"
-"""The stream of the caller's own kernels, which here is the host thread itself."""
+"""The caller's stream where it has made no other one current: here the host thread itself, so nothing on it waits."""
 
 
 Range = tuple[int, int]
@@ -30,11 +30,12 @@ class Entry:
 
 @dataclass(eq=False)
 class Touch(Entry):
-    """Compute that reads and writes (address, bytes) ranges."""
+    """Compute that reads and writes (address, bytes) ranges when its stream comes to it and it is not `held`."""
 
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
     label: str
+    held: bool = False
 
     def __str__(self) -> str:
         return f"compute '{self.label}'"

@@ -46,7 +46,7 @@ class Graph:
             elif isinstance(entry, Wait):
                 world.issue(Wait(self.rank, entry.stream, fresh.get(entry.record, entry.record)))
             elif isinstance(entry, Touch):
-                world.issue(Touch(self.rank, entry.stream, entry.reads, entry.writes, entry.label))
+                world.issue(Touch(self.rank, entry.stream, entry.reads, entry.writes, entry.label, entry.held))
             elif isinstance(entry, Launch):
                 launch = entry.again(world.next_group(self.rank))
                 world.number(launch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 
-from ringattn.transport.nccl.binding import UNIQUE_ID_BYTES, Capability, CommConfig, Status
+from ringattn.transport.nccl.binding import UNIQUE_ID_BYTES, Capability, CommConfig, NcclError, Status
 from tests.transport.simulated.checks import Checks
 from tests.transport.simulated.communicators import Communicator, Phase
 from tests.transport.simulated.entries import COMPUTE, Launch, Op
@@ -204,10 +204,14 @@ class SimLibrary:
         self._checks.enter("mem_alloc")
         self._checks.capability(Capability.MEMORY)
         with self._world.changed:
-            return self._world.memory.nccl(self._rank, nbytes)
+            pointer = self._world.memory.nccl(self._rank, nbytes)
+            if pointer is None:
+                words = "Cuda failure 2 'out of memory'"
+                raise NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, words)
+            return pointer
 
     def mem_free(self, pointer: int) -> None:
-        """See `Binding.mem_free`. Refused while the memory is registered or in flight."""
+        """See `Binding.mem_free`. Refused while the memory is registered, in flight or used by compute."""
         self._checks.enter("mem_free")
         self._checks.capability(Capability.MEMORY)
         with self._world.changed:
@@ -218,6 +222,8 @@ class SimLibrary:
                 self._checks.broken("mem_free", f"{pointer:#x} is still registered")
             elif self._checks.in_flight((pointer, nbytes)):
                 self._checks.broken("mem_free", f"{pointer:#x} is still in flight")
+            elif (touch := self._world.touching(self._rank, (pointer, nbytes))) is not None:
+                self._checks.broken("mem_free", f"{pointer:#x} is still used by {touch} on stream {touch.stream}")
             else:
                 self._world.memory.free(self._rank, pointer)
                 return

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from ringattn.transport.nccl.binding import Status
-from tests.transport.simulated.entries import Entry, Launch, Op, Record, Wait
+from tests.transport.simulated.entries import Entry, Launch, Op, Range, Record, Touch, Wait
 from tests.transport.simulated.memory import Memory
 
 
@@ -69,6 +69,23 @@ class Queues:
                 todo.extend(end.launch for end in ends if end is not None)
         return found
 
+    def touching(self, rank: int, held: Range) -> Touch | None:
+        """Compute of `rank` that has not run and reads or writes some of these bytes."""
+        address, nbytes = held
+        for entry in (entry for (owner, _), queue in self._queues.items() if owner == rank for entry in queue):
+            if isinstance(entry, Touch) and not entry.complete:
+                if any(at < address + nbytes and address < at + size for at, size in (*entry.reads, *entry.writes)):
+                    return entry
+        return None
+
+    def compute(self, touch: Touch) -> None:
+        """Run compute, which must find all its memory."""
+        touch.complete = True
+        for what, ranges in (("reads", touch.reads), ("writes", touch.writes)):
+            for address, nbytes in ranges:
+                if self._memory.gone(touch.rank, address, nbytes):
+                    self._violate(touch.rank, f"illegal address {address:#x}: {touch} {what} memory that was freed")
+
     def drop(self, launches: Iterable[Launch]) -> None:
         """Abort these: their streams go on, their ops meet nobody."""
         for launch in launches:
@@ -80,6 +97,8 @@ class Queues:
             entry.complete = True
         elif isinstance(entry, Wait):
             entry.complete = entry.record.complete
+        elif isinstance(entry, Touch) and not entry.held:
+            self.compute(entry)
         elif isinstance(entry, Launch) and not entry.complete:
             self._drive(entry)
 

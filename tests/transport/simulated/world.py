@@ -1,8 +1,9 @@
 """The machine that all simulated ranks share: what they issued, who waits for whom, and what is forbidden.
 
 Ranks are threads of one process. Compute runs at once on the calling thread, so that thread is the rank's compute
-stream: an event recorded there is complete at once, and a wait there blocks the host. All other streams are queues
-(`queues.py`). Whoever calls in advances them, under the one lock; nothing runs by itself.
+stream: an event recorded there is complete at once, and a wait there blocks the host. All other streams, the caller's
+further ones among them (`SimDevice.user_stream`), are queues (`queues.py`). Whoever calls in advances them, under the
+one lock; nothing runs by itself.
 Guarantees: what NCCL leaves undefined, or forgives for small messages only, is a violation here, in words; no wait
 outlasts `limit_s`, and then it says who waits for whom.
 Not covered: the bindings' calls (`library.py`), torch (`device.py`).
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.transport.simulated.communicators import Communicator, Registry
-from tests.transport.simulated.entries import COMPUTE, Entry, Launch, Wait
+from tests.transport.simulated.entries import COMPUTE, Entry, Launch, Range, Touch, Wait
 from tests.transport.simulated.faults import Fault, Script
 from tests.transport.simulated.graph import Graph
 from tests.transport.simulated.hosts import Hosts, Waiter
@@ -42,7 +43,8 @@ class SimWorld:
     `polls`: answers IN_PROGRESS of `state` before SUCCESS, after opening, splitting, finalizing and each group.
     `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so a
     missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched something to
-    this rank, now or before. `supervised`, `limit_s`: see `Hosts`. `any_memory`: see `Memory`.
+    this rank, now or before. `supervised`, `limit_s`: see `Hosts`. `any_memory`, `memory_bytes`: see
+    `Memory`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class SimWorld:
         allow_duplicates: bool = False,
         connects: bool = False,
         any_memory: bool = False,
+        memory_bytes: int | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
         self.world_size, self.polls, self.limit_s = world_size, polls, limit_s
@@ -64,7 +67,7 @@ class SimWorld:
         self.devices: dict[int, SimDevice] = {}
         self.streams: dict[int, tuple[int, str]] = {}
         self.dead: set[int] = set()
-        self.memory = Memory(any_memory)
+        self.memory = Memory(any_memory, memory_bytes)
         self.script = Script(self, faults)
         uuid_of = None if allow_duplicates else lambda process: self.devices[process].uuid
         self.registry = Registry(polls, self.violate, uuid_of)
@@ -96,6 +99,17 @@ class SimWorld:
             if any(comm.unlaunched for comm in self.registry.of(rank)):
                 self.violate(rank, "the capture ends while a group is still in progress")
             del self._capturing[rank]
+
+    def finish(self, touch: Touch) -> None:
+        """Let compute that was held run, as soon as its stream comes to it."""
+        with self.changed:
+            touch.held = False
+            self.settle()
+            self.changed.notify_all()
+
+    def touching(self, rank: int, held: Range) -> Touch | None:
+        """Compute of `rank` that has not run and reads or writes some of these bytes."""
+        return self._queues.touching(rank, held)
 
     def release(self, rank: int) -> None:
         """End the stalls of `rank`, now and later."""
@@ -164,6 +178,8 @@ class SimWorld:
             if isinstance(entry, Wait):
                 record = entry.record
                 self.block(entry.rank, str(entry), lambda: record.complete, lambda: [record])
+            if isinstance(entry, Touch):
+                self._queues.compute(entry)
             entry.complete = True
 
     def number(self, launch: Launch) -> None:

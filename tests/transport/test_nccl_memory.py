@@ -1,0 +1,359 @@
+"""When the memory of an NCCL ring is given back: never under compute or an exchange, and always in the end.
+
+The real transport runs over simulated GPUs whose compute runs later than the host issues it.
+Not covered: CUDA's own allocator (`tests/gpu/test_lifetimes.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Ring
+from ringattn.engine.base import KV
+from ringattn.engine.plain import PlainEngine
+from ringattn.errors import OutOfMemoryError, PeerLostError, RingError
+from ringattn.observe.shortage import is_shortage
+from ringattn.transport.nccl.binding import NcclError, Status
+from ringattn.transport.nccl.communicator import Communicator
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.transport import NcclTransport
+from tests.transport.nccl_rings import on_gpus, on_rings, results
+from tests.transport.simulated.device import SimDevice, SimStream, span
+from tests.transport.simulated.entries import Touch
+from tests.transport.simulated.faults import Stall
+from tests.transport.simulated.world import SimWorld
+from tests.transport.test_nccl_life import around
+
+MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
+SOON_S = 10.0
+"""How long a busy machine may take to do what needs no time."""
+
+
+def until(what: Callable[[], bool]) -> bool:
+    """Whether it comes about soon. Garbage goes meanwhile: a traceback is a cycle."""
+    end_s = time.monotonic() + SOON_S
+    while not what():
+        gc.collect()
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def held_reader(ring: NcclTransport, slots: torch.Tensor, as_pass: bool = False) -> tuple[SimStream, Touch]:
+    """Compute on a stream of the user's that reads `slots` and runs only when it is told to; the stream."""
+    gpu: SimDevice = ring.gpu  # type: ignore[assignment]
+    stream = gpu.user_stream()
+    with gpu.on(stream):
+        if as_pass:
+            ring.begin_pass()
+        reader = gpu.kernel(reads=[span(slots)], label="attend", held=True)
+        if as_pass:
+            ring.end_pass()
+    return stream, reader
+
+
+def gone(world: SimWorld, rank: int, there: tuple[int, int]) -> bool:
+    with world.changed:
+        return world.memory.gone(rank, *there)
+
+
+# --- at close --------------------------------------------------------------------------------------------------------
+
+
+@MEMORY
+@pytest.mark.parametrize("where", ["on the stream of the pass", "on another"])
+def test_close_waits_for_compute_that_still_reads(where: str, register: bool) -> None:
+    world = SimWorld(2)
+
+    def body(ring: NcclTransport) -> tuple[bool, bool]:
+        slots = ring.allocate(1024).view(2, 512)
+        there = span(slots)
+        around(ring, slots[0], slots[1]).start().wait()
+        elsewhere = where == "on another"
+        stream, reader = held_reader(ring, slots, as_pass=elsewhere)
+        del slots
+        released: list[bool] = []
+
+        def finish() -> None:
+            released.append(gone(world, ring.rank, there))
+            world.finish(reader)
+
+        threading.Timer(0.3, finish).start()
+        with ring.gpu.on(ring.gpu.current_stream() if elsewhere else stream):  # type: ignore[attr-defined]
+            ring.close()
+        return released == [False], gone(world, ring.rank, there)
+
+    assert results(on_gpus(world, body, options=NcclOptions(register=register))) == [(True, True)] * 2
+    assert world.violations == [] and world.memory.nccl_bytes(0) == 0
+
+
+@MEMORY
+def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    world = SimWorld(2)
+
+    def body(ring: NcclTransport) -> bool:
+        slots = ring.allocate(1024).view(2, 512)
+        there = span(slots)
+        around(ring, slots[0], slots[1]).start().wait()
+        ring.drain()
+        _, reader = held_reader(ring, slots, as_pass=True)
+        del slots
+        began_s = time.monotonic()
+        ring.close()
+        assert time.monotonic() - began_s < SOON_S
+        left = not gone(world, ring.rank, there)
+        world.finish(reader)
+        return left
+
+    assert results(on_gpus(world, body, deadline_s=0.5, options=NcclOptions(register=register))) == [True, True]
+    assert world.violations == []
+    said = capsys.readouterr().err
+    assert all(f"rank {rank}: the GPU was still computing after 0.5 s, so memory" in said for rank in range(2))
+
+
+def test_what_a_caller_still_views_after_close_is_given_back_later() -> None:
+    world, kept = SimWorld(2), []
+
+    def body(ring: NcclTransport) -> None:
+        kept.append(ring.allocate(1024))
+
+    results(on_gpus(world, body))
+    time.sleep(0.1)
+    assert [world.memory.nccl_bytes(rank) for rank in range(2)] == [1024, 1024]
+    kept.clear()
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == []
+
+
+# --- on growth -------------------------------------------------------------------------------------------------------
+
+
+@MEMORY
+def test_growth_waits_for_compute_that_still_reads(register: bool) -> None:
+    world = SimWorld(2)
+
+    def body(ring: NcclTransport) -> tuple[bool, bool]:
+        slots = ring.allocate(1024).view(2, 512)
+        there = span(slots)
+        around(ring, slots[0], slots[1]).start().wait()
+        _, reader = held_reader(ring, slots, as_pass=True)
+        del slots
+        released: list[bool] = []
+
+        def finish() -> None:
+            released.append(gone(world, ring.rank, there))
+            world.finish(reader)
+
+        threading.Timer(0.3, finish).start()
+        grown = ring.allocate(2048)
+        freed = gone(world, ring.rank, there)
+        return released == [False] and grown.nbytes == 2048, freed
+
+    assert results(on_gpus(world, body, options=NcclOptions(register=register))) == [(True, True)] * 2
+    assert world.violations == []
+
+
+@MEMORY
+def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    world = SimWorld(2)
+
+    def body(ring: NcclTransport) -> tuple[bool, bool]:
+        slots = ring.allocate(1024).view(2, 512)
+        there = span(slots)
+        _, reader = held_reader(ring, slots, as_pass=True)
+        del slots
+        grown = ring.allocate(2048)
+        left = not gone(world, ring.rank, there)
+        world.finish(reader)
+        del grown
+        ring.allocate(4096)  # gives back what was left
+        return left, gone(world, ring.rank, there)
+
+    options = NcclOptions(register=register)
+    assert results(on_gpus(world, body, deadline_s=0.4, options=options)) == [(True, True)] * 2
+    assert world.violations == [] and "rank 1: the GPU was still computing after 0.4 s" in capsys.readouterr().err
+
+
+# --- after failures --------------------------------------------------------------------------------------------------
+
+
+def attend(ring: Ring, tokens: int = 24) -> None:
+    seq = ring.sequence(tokens)
+    x = seq.shard(torch.ones(1, tokens, 2, 8))
+    ring.attention(x, x, x, seq, causal=True)
+
+
+def test_a_failure_of_the_users_gives_all_memory_back() -> None:
+    world, rings = SimWorld(2), []
+
+    def body(ring: Ring) -> None:
+        rings.append(ring)  # kept, as by a program that goes on
+        attend(ring)
+        ring.synchronize()
+        if ring.rank == 1:
+            raise ValueError("the user's own")
+        attend(ring, 48)
+        ring.synchronize()
+
+    outcomes = on_rings(world, body, ring={"engine": "plain"})
+    assert isinstance(outcomes[1].error, ValueError) and isinstance(outcomes[0].error, RingError)
+    assert "rank 1 failed first: ValueError: the user's own" in str(outcomes[0].error)
+    outcomes.clear()  # errors view the arena by the frames of their tracebacks
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == [] and len(rings) == 2
+
+
+class Breaking(PlainEngine):
+    """Fails on rank 1 in the middle of a pass."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank, self._calls = rank, 0
+
+    def attend(self, q: torch.Tensor, kv: KV, *rest: Any) -> None:
+        self._calls += 1
+        if self._rank == 1 and self._calls == 2:
+            raise ValueError("a kernel's own")
+        super().attend(q, kv, *rest)
+
+
+def test_a_failure_inside_of_a_pass_gives_all_memory_back() -> None:
+    world, rings = SimWorld(3), []
+
+    def body(ring: Ring) -> None:
+        rings.append(ring)
+        ring.engine = Breaking(ring.rank)
+        for _ in range(3):
+            attend(ring)
+        ring.synchronize()
+
+    outcomes = on_rings(world, body, ring={"engine": "plain"})
+    assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError, PeerLostError]
+    outcomes.clear()
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(3)))
+    assert world.violations == []
+
+
+@MEMORY
+def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
+    world, readers, found = SimWorld(2), [], []
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        found.append((ring.rank, span(slots)))
+        around(ring, slots[0], slots[1]).start().wait()
+        readers.append(held_reader(ring, slots, as_pass=True)[1])
+        ring.abort(ValueError("done"))
+
+    on_gpus(world, body, options=NcclOptions(register=register))
+    time.sleep(0.3)
+    assert not any(gone(world, rank, there) for rank, there in found) and world.violations == []
+    for reader in readers:
+        world.finish(reader)
+    assert until(lambda: all(gone(world, rank, there) for rank, there in found)) and world.violations == []
+
+
+def test_a_failure_lets_go_of_exchanges_that_do_not_arrive() -> None:
+    world, rings = SimWorld(2), []
+
+    def body(ring: NcclTransport) -> None:
+        rings.append(ring)
+        slots = ring.allocate(1024).view(2, 512)
+        if ring.rank == 0:
+            with ring.gpu.on(ring.gpu.user_stream()):  # type: ignore[attr-defined]
+                around(ring, slots[0], slots[1]).start()
+        ring.abort(ValueError("done"))
+
+    on_gpus(world, body)
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == [] and len(rings) == 2
+
+
+def test_an_abort_that_is_stuck_leaves_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, abort = SimWorld(2, faults=[Stall(0, "abort")]), Communicator.abort
+    monkeypatch.setattr(Communicator, "abort", lambda self: abort(self, 0.3))
+
+    def body(ring: NcclTransport) -> None:
+        slots = ring.allocate(1024).view(2, 512)
+        with ring.gpu.on(ring.gpu.user_stream()):  # type: ignore[attr-defined]
+            around(ring, slots[0], slots[1]).start()
+        ring.abort(ValueError("done"))
+
+    on_gpus(world, body)
+    assert until(lambda: not world.memory.nccl_bytes(1))
+    said = ""
+    deadline = time.monotonic() + SOON_S
+    while "rank 0: a communicator does not end" not in said and time.monotonic() < deadline:
+        said += capsys.readouterr().err
+        time.sleep(0.05)
+    assert "rank 0: a communicator does not end, so memory of the ring is not given back" in said
+    assert world.memory.nccl_bytes(0) == 1024 and world.violations == []
+    world.release(0)
+
+
+# --- no room ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_torch_has_cached_is_taken() -> None:
+    world = SimWorld(2, memory_bytes=4096)
+
+    def body(ring: NcclTransport) -> tuple[int, int]:
+        world.memory.cached[ring.rank] = 3000
+        slots = ring.allocate(2048)
+        return slots.nbytes, ring.gpu.emptied  # type: ignore[attr-defined]
+
+    assert results(on_gpus(world, body)) == [(2048, 1)] * 2
+    assert world.violations == []
+
+
+def test_a_shortage_is_tried_twice_and_no_other_error_is() -> None:
+    world, errors = SimWorld(1, memory_bytes=4096), []
+
+    def body(ring: NcclTransport) -> None:
+        with pytest.raises(NcclError) as caught:
+            ring.allocate(8192)
+        errors.append((caught.value, ring.gpu.emptied))  # type: ignore[attr-defined]
+        ring._memory._binding.mem_alloc = lambda nbytes: (_ for _ in ()).throw(other)  # type: ignore[method-assign]
+        with pytest.raises(NcclError) as caught:
+            ring.allocate(1024)
+        errors.append((caught.value, ring.gpu.emptied))  # type: ignore[attr-defined]
+        del ring._memory._binding.mem_alloc
+
+    other = NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, "Cuda failure 700 'an illegal memory access'")
+    results(on_gpus(world, body))
+    assert [(is_shortage(error), emptied) for error, emptied in errors] == [(True, 1), (False, 1)]
+
+
+def test_a_ring_without_room_tells_its_account_and_only_its_own() -> None:
+    world = SimWorld(2, memory_bytes=40_000)
+
+    def body(ring: Ring) -> None:
+        attend(ring)
+        if ring.rank == 1:
+            world.memory.cached[1] = 0
+            with world.changed:
+                ring.transport._held = ring.transport._binding.mem_alloc(30_000)  # type: ignore[attr-defined]
+        attend(ring, 240)
+        ring.synchronize()
+
+    short, lost = reversed(on_rings(world, body, ring={"engine": "plain"}))
+    assert isinstance(short.error, OutOfMemoryError) and isinstance(short.error.__cause__, NcclError)
+    for part in ("rank 1: out of memory in an attention pass: ncclMemAlloc", "the pool holds", "to change:"):
+        assert part in str(short.error)
+    assert isinstance(lost.error, PeerLostError) and "rank 1 failed first: NcclError: ncclMemAlloc" in str(lost.error)
+
+
+@pytest.mark.parametrize("words", ["ncclMemAlloc: 'out of memory'", "CPUAllocator: can't allocate memory"])
+def test_a_shortage_of_another_rank_is_not_this_ranks_own(words: str) -> None:
+    assert not is_shortage(PeerLostError(f"rank 0: rank 1 failed first: RuntimeError: Default{words}"))
+    assert not is_shortage(NcclError("ncclCommRegister", Status.SYSTEM_ERROR, words))
