@@ -24,15 +24,17 @@ from rich.table import Table
 
 import ringattn
 from ringattn.errors import InputError, RingError
-from ringattn.launch.doctor import facts, probes
+from ringattn.launch.doctor import facts, network, probes, speeds
+from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 
 HELP = """usage: ringattn doctor [--json]
 
-Look at this machine: versions, CUDA, NCCL, devices and how they are connected, environment variables; then let two
-processes (under torchrun: all ranks) meet, exchange, and attend beside a float64 reference. Findings say what to do.
+Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
+them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
+nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
 
   --json  one JSON document instead of a table
 
@@ -105,6 +107,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         "processors": lambda: probes.processors(*facts.cores(), os.environ.get("OMP_NUM_THREADS")),
         "NCCL": lambda: probes.nccl(facts.nccl_library(), facts.torch_nccl()),
         "NCCL wheels": lambda: probes.wheels(facts.nccl_wheels(), build),
+        "network": lambda: network.network(network_facts(), os.environ, facts.nccl_library().version),
         "environment": lambda: probes.variables(os.environ, facts.nccl_library().version),
         "kernels": lambda: [probes.kernels_name(facts.installed("kernels"), facts.kernels_origin())],
     }
@@ -143,7 +146,7 @@ def _under_torchrun(say: Say) -> tuple[list[dict[str, Any]], list[Finding]]:
 
 def judged(answers: Sequence[dict[str, Any]]) -> list[Finding]:
     """The findings about ranks that have met."""
-    return [*probes.meeting(answers), *probes.exchange(answers)]
+    return [*probes.meeting(answers), *probes.exchange(answers), *speeds.speeds(answers), *speeds.other_nodes(answers)]
 
 
 def _apart(error: Exception) -> Finding:
@@ -166,8 +169,11 @@ def _show(findings: Sequence[Finding], system: dict[str, Any], answers: Sequence
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    table = Table("about", "", "found", "what to do", box=box.SIMPLE_HEAD)
+    table = Table("about", "", box=box.SIMPLE_HEAD)
+    for name in ("found", "why it matters", "what to do"):
+        table.add_column(name, overflow="fold")
     for one in findings:
-        table.add_row(one.topic, f"[{STYLES[one.level]}]{one.level}[/]", escape(one.text), escape(one.advice))
+        words = escape(one.text), escape(one.why), escape(one.advice)
+        table.add_row(one.topic, f"[{STYLES[one.level]}]{one.level}[/]", *words)
     console.print(table)
     print(", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level]))

@@ -28,12 +28,13 @@ PARITY_BOUND = 1e-5
 
 
 class Finding(NamedTuple):
-    """What was found about a topic, how bad it is, and what to do about it."""
+    """What was found about a topic, how bad it is, what to do about it, and why it matters."""
 
     topic: str
     level: str
     text: str
     advice: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
