@@ -9,7 +9,9 @@ WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-rest test-all prove durations lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
-	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-tune clean
+	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-check-nccl-alone gpu-check-nccl-processes gpu-check-many \
+	gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
+	gpu-check-many-report gpu-tune clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -73,6 +75,7 @@ bench: $(STAMP) ## the benchmarks, each behind its correctness gate
 GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. $(PYTHON)
 GPU_TESTS = $(GPU_PYTHON) -m pytest -v -m gpu -p no:cacheprovider --durations=5 --timeout=200 --timeout-method=thread
 GPU_CHECKS := first kernels speed speed-short tune qkv nccl
+export GPU_CHECK_COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14
 
 gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Python and torch
@@ -80,6 +83,7 @@ gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Pyt
 
 gpu-here:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
+	@[ -n "$(GPU_CHECK_COMMIT)" ] || echo "no git here: set GPU_CHECK_COMMIT=<commit>, or the results will not say what they are of"
 
 gpu-check-first: gpu-here ## of them: speed of three kernels at one size, in two minutes
 	@timeout -k 10 240 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,descriptors,gluon tokens=8192 file=kernels_first budget_s=200
@@ -108,11 +112,29 @@ gpu-check-tune: gpu-here ## of them: the most promising block sizes of out and o
 gpu-check-qkv: gpu-here ## of them: the projection
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.qkv
 
-gpu-check-nccl: gpu-here ## of them: the transport over real NCCL, in one process, then in several
-	@mkdir -p build; failed=0; for part in loopback:190 processes:250; do name=$${part%:*}; \
-		timeout -k 10 $${part#*:} $(GPU_TESTS) tests/gpu/test_$$name.py > build/gpu-$$name.log 2>&1 || failed=1; \
-		tail -n 25 build/gpu-$$name.log; $(call gpu-copy,build/gpu-$$name.log) done; exit $$failed
+gpu-check-nccl: gpu-here ## the two parts below: the transports, by what is cheapest first
+	@failed=0; for part in alone processes; do $(MAKE) gpu-check-nccl-$$part || failed=1; done; exit $$failed
 
+gpu-check-nccl-alone: gpu-here ## of them: the transport over real NCCL in one process
+	@$(call gpu-tests,loopback:190)
+
+gpu-check-nccl-processes: gpu-here ## of them: the same between processes, which may share a GPU
+	@$(call gpu-tests,processes:300)
+
+gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and one page of what they found
+	@failed=0; for part in hops overlap ring life faults report; do \
+		$(MAKE) gpu-check-many-$$part || failed=1; done; exit $$failed
+
+gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-report: gpu-here
+	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.many part=$(@:gpu-check-many-%=%)
+
+gpu-check-many-faults: gpu-here
+	@$(call gpu-tests,processes:450)
+
+# File and seconds of each: the tests of a file end by their own limit, and do not keep those of the next from running.
+gpu-tests = mkdir -p build; failed=0; for part in $(1); do name=$${part%:*}; \
+		timeout -k 10 $${part\#*:} $(GPU_TESTS) tests/gpu/test_$$name.py > build/gpu-$$name.log 2>&1 || failed=1; \
+		tail -n 25 build/gpu-$$name.log; $(call gpu-copy,build/gpu-$$name.log) done; exit $$failed
 gpu-copy = $(if $(OUT),mkdir -p $(OUT) && cp $(1) $(OUT);)
 
 gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write them into kernels/configs.json; run it again to go on

@@ -27,9 +27,14 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._end = seconds, monotonic() + seconds
 
+    @property
+    def left_s(self) -> float:
+        """What is left, less than 0 where more is spent."""
+        return self._end - monotonic()
+
     def limit(self, most: float) -> float:
         """The seconds that the next job may take, `most` or what is left. Raises JobFailed where nothing is."""
-        left = self._end - monotonic()
+        left = self.left_s
         if left <= 0:
             raise JobFailed(f"not tried: the {self._seconds:.0f} s of budget_s are spent")
         return min(most, left)

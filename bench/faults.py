@@ -126,12 +126,17 @@ class Ended(NamedTuple):
 
 
 def run_torchrun(
-    program: list[str], job: Path, meanwhile: Callable[[], None], ranks: int = RANKS, more: Sequence[str] = ()
+    program: list[str],
+    job: Path,
+    meanwhile: Callable[[], None],
+    ranks: int = RANKS,
+    more: Sequence[str] = (),
+    job_s: float = JOB_S,
 ) -> Ended:
     """Run `program` on `ranks` processes by torchrun with the options `more`, and `meanwhile()` now and then.
 
     `job` is a file that the program's command line names. Raises `RingError` when a process outlives torchrun or
-    `JOB_S`; all are ended then.
+    `job_s`, and what `meanwhile` raises; all are ended then.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={ranks}", *more]
@@ -144,7 +149,7 @@ def run_torchrun(
             cwd=Path(__file__).parents[2],
         )  # fmt: skip
         try:
-            until = time.monotonic() + JOB_S
+            until = time.monotonic() + job_s
             while agent.poll() is None and time.monotonic() < until:
                 meanwhile()
                 time.sleep(POLL_S)

@@ -96,6 +96,7 @@ def _facts(options: Any) -> dict[str, Any]:
         "hardware": hardware(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
+        **({"commit": commit} if (commit := os.environ.get("GPU_CHECK_COMMIT")) else {}),
         "options": {key: value for key, value in asdict(options).items() if key != "results"},
     }
 

@@ -212,7 +212,7 @@ def main(job: Path) -> None:
     spec = json.loads(job.read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(90)
+    faulthandler.dump_traceback_later(150)  # before the job's own end
     torch.set_num_threads(1)
     prepare(spec)
     try:

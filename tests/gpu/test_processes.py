@@ -25,6 +25,10 @@ pytestmark = pytest.mark.gpu
 
 DEADLINE_S = 10.0
 GRACE_S = 2.0
+SHARED_GRACE_S = 6.0
+"""Where ranks take turns on one GPU, each waits for the others' time slices too, in the abort as well."""
+JOB_S = 180.0
+"""Four processes that share a GPU start one after another; pytest's own limit is longer."""
 
 
 def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: Any) -> list[Any]:
@@ -39,7 +43,7 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
             with suppress(ProcessLookupError):
                 os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
 
-    ended = run_torchrun(["-m", "tests.gpu.processes", str(job)], job, wake, ranks)
+    ended = run_torchrun(["-m", "tests.gpu.processes", str(job)], job, wake, ranks, job_s=JOB_S)
     files = [folder / f"answer-{rank}.json" for rank in range(ranks)]
     answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
     failed = [answer["traceback"] for answer in answers if answer is not None and "traceback" in answer]
@@ -71,7 +75,8 @@ def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "
         assert answer is not None, f"rank {rank} said nothing"
         assert names_as_culprit(culprit, answer["message"]), answer
         found[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
-    assert max(found.values()) <= DEADLINE_S + GRACE_S, found
+    shared = transport != "gloo" and torch.cuda.device_count() < ranks
+    assert max(found.values()) <= DEADLINE_S + (SHARED_GRACE_S if shared else GRACE_S), found
     return found
 
 
@@ -103,14 +108,6 @@ def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
     keep("nccl_processes", f"seconds to the named error, {kind}", a_lost_rank_is_named(tmp_path, kind, 3))
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
-def test_a_pass_is_captured_and_replayed(blocking: bool, tmp_path: Path) -> None:
-    answers = run(tmp_path, "graph", 2, blocking=blocking)
-    assert all(max(answer["errors"]) < 1e-10 for answer in answers), answers
-    name = "blocking" if blocking else "non-blocking"
-    keep("nccl_processes", f"captured pass replayed, {name}, ms", [answer["replay_ms"] for answer in answers])
-
-
 def test_abort_frees_the_device(tmp_path: Path) -> None:
     answers = run(tmp_path, "abort", 2)
     assert answers[0]["device_free_s"] < 10.0
@@ -124,3 +121,12 @@ def test_all_gpus_of_this_machine(tmp_path: Path) -> None:
         pytest.skip("this machine has one GPU; with several, one rank runs on each")
     every_schedule_is_exact(tmp_path, count, "bf16")
     keep("nccl_processes", f"exact, bf16, one rank on each of {count} GPUs", len(list(cases())))
+
+
+# Last, for it is the likeliest to hang: a capture with NCCL's proxy for sockets.
+@pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
+def test_a_pass_is_captured_and_replayed(blocking: bool, tmp_path: Path) -> None:
+    answers = run(tmp_path, "graph", 2, blocking=blocking)
+    assert all(max(answer["errors"]) < 1e-10 for answer in answers), answers
+    name = "blocking" if blocking else "non-blocking"
+    keep("nccl_processes", f"captured pass replayed, {name}, ms", [answer["replay_ms"] for answer in answers])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ringattn.bench.many import PARTS, ManyOptions
 from ringattn.bench.options import parse
 from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
@@ -29,6 +30,9 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 ROOT = Path(__file__).resolve().parents[2]
+NCCL_TESTS = ("loopback", "processes")
+COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
+"""Targets that only run others."""
 POOR = """
 import sys
 class Absent:
@@ -68,11 +72,11 @@ for name in sys.argv[1:]:
         print(name, str(error).partition(":")[0])
 """
     )
-    names = ["kernels", "tune", "qkv"]
+    names = ["kernels", "tune", "qkv", "many"]
     done = subprocess.run(
         [sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.split() == ["kernels", "nothing", "tune", "nothing", "qkv", "nothing"], done.stderr
+    assert done.stdout.split() == [word for name in names for word in (name, "nothing")], done.stderr
 
 
 @pytest.fixture
@@ -112,7 +116,7 @@ def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
         f"--part={part}/14" for part in range(1, 15)
     )
     assert all("not compute_sanitizer" in given for given in kernels)
-    assert [given[-1] for given in nccl] == ["tests/gpu/test_loopback.py", "tests/gpu/test_processes.py"]
+    assert [given[-1] for given in nccl] == [f"tests/gpu/test_{name}.py" for name in NCCL_TESTS]
     benchmarks = [given[1:] for given in asked if given[1] != "pytest"]
     assert [given[0].rpartition(".")[2] for given in benchmarks] == ["kernels", "kernels", "kernels", "tune", "qkv"]
     pytest.importorskip("triton")
@@ -124,8 +128,38 @@ def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
     assert chosen[3].limit == 25 and chosen[3].kernels == ("forward", "grad_kv") and not chosen[3].write
     assert all(one.budget_s <= 420 for one in chosen)
     said = {file.name for file in (machine / "out").iterdir()}
-    assert said == {"gpu-kernels.log", "gpu-loopback.log", "gpu-processes.log"}
+    assert said == {"gpu-kernels.log", *(f"gpu-{name}.log" for name in NCCL_TESTS)}
     assert (machine / "out" / "gpu-kernels.log").read_text().count("said") == 14
+
+
+def test_every_part_on_several_gpus_is_run_in_order(machine: Path) -> None:
+    """Each in a command of its own, all within the options of the benchmark, and the page of all of them last."""
+    status, asked = made(machine, "gpu-check-many")
+    assert status == 0 and [given[1] for given in asked] == ["ringattn.bench.many"] * 4 + [
+        "pytest",
+        "ringattn.bench.many",
+    ]
+    chosen = [parse(ManyOptions(), given[2:]) for given in asked if given[1] != "pytest"]
+    assert [one.part for one in chosen] == [*PARTS, "report"] and all(one.budget_s + 20 <= 460 for one in chosen)
+    assert asked[4][-1] == "tests/gpu/test_processes.py"
+
+
+def test_every_file_that_a_part_names_is_there() -> None:
+    named = set(re.findall(r"([a-z_]+):\d+", (ROOT / "Makefile").read_text()))
+    assert named >= set(NCCL_TESTS) and all((ROOT / "tests" / "gpu" / f"test_{name}.py").exists() for name in named)
+
+
+@pytest.mark.parametrize(("git", "told"), [(True, False), (False, True)])
+def test_the_commit_is_told_or_asked_for(git: bool, told: bool, machine: Path) -> None:
+    """Results without it cannot be said to be of any code."""
+    (machine / "git").write_text("#!/bin/sh\n" + ("echo c0ffee\n" if git else "exit 1\n"))
+    (machine / "git").chmod(0o755)
+    (machine / "python").write_text('#!/bin/sh\necho "commit <$GPU_CHECK_COMMIT>"\n')
+    poor = {**os.environ, "PATH": f"{machine}:{os.environ['PATH']}"}
+    poor.pop("GPU_CHECK_COMMIT", None)
+    command = ["make", "gpu-check-qkv", f"PYTHON={machine / 'python'}"]
+    said = subprocess.run(command, cwd=machine, env=poor, capture_output=True, text=True, timeout=60).stdout
+    assert ("set GPU_CHECK_COMMIT=<commit>" in said) == told and f"commit <{'c0ffee' if git else ''}>" in said
 
 
 def test_what_a_test_keeps_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +174,9 @@ def test_what_a_test_keeps_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_part_ends_by_itself(machine: Path) -> None:
     """Within eight minutes, and where nothing else ends it: a hung driver call hears no signal but the last."""
-    parts = re.findall(r"^(gpu-(?:check-[a-z-]+|tune)):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert len(parts) == 9
+    lines = re.findall(r"^(gpu-[a-z- ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    parts = {part for line in lines for part in line.split()} - {*COLLECTIONS, "gpu-here"}
+    assert len(parts) == 16
     for part in parts:
         shown = subprocess.run(["make", "-n", part], cwd=machine, capture_output=True, text=True, timeout=60).stdout
         limits = [int(s) for s in re.findall(r"timeout -k 10 (\d+) env|:(\d+)", shown) for s in s if s]
