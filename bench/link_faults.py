@@ -55,7 +55,7 @@ class LinkFaultsOptions:
 
 @dataclass
 class LinkOutcome:
-    """What the ranks saw of one fault. `seconds`: from the fault, or the call after it, to the error."""
+    """What the ranks saw of one fault. `seconds`: from the fault, or a later wait's beginning, to the error."""
 
     kind: str
     number: int
@@ -87,7 +87,7 @@ def judged(kind: str, number: int, fault_s: float, answers: dict[int, dict[str, 
             outcome.complaints.append(f"rank {rank} gave no answer")
             continue
         outcome.errors[rank] = answer["kind"]
-        outcome.seconds[rank] = answer["at_s"] - max(fault_s, answer["call_s"])
+        outcome.seconds[rank] = answer["at_s"] - max(fault_s, answer["wait_s"])
         said = f"rank {rank}: {answer['kind']}: {answer['message']}"
         if answer["kind"] == "right":
             if kind not in SLOW:
@@ -174,7 +174,7 @@ def tabulate(options: LinkFaultsOptions, outcomes: Sequence[LinkOutcome]) -> Tab
         "accused no rank that it could reach, or finished right where the link was only slow. The bar is all of them: "
         f"{'met' if good == len(outcomes) else 'MISSED'}.",
         "- Two ranks on each host; the name of each host resolves to a loopback address. Seconds: from the fault, or "
-        "from the call after it, to the error.",
+        "from the beginning of a later wait, to the error.",
         *(
             f"- {outcome.kind} {outcome.number}: {complaint}"
             for outcome in outcomes

@@ -31,7 +31,7 @@ def live(namespace: str, meeting: str, rank: int, ranks: int, hop: int, timeout_
         pipe.send(_suffer(rank, hop, timeout_s, pipe))
     except Exception as error:
         outside = f"outside the pass, {type(error).__name__}"
-        pipe.send({"kind": outside, "message": str(error), "at_s": 0.0, "call_s": 0.0})
+        pipe.send({"kind": outside, "message": str(error), "at_s": 0.0, "wait_s": 0.0})
     pipe.recv()  # the store's host must not end before the others have answered
 
 
@@ -48,16 +48,29 @@ def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str
 
     if rank == 0:
         _after_exchange(ring.transport, hop, happens)
+    waits = _waits_of(ring.transport)
     for _ in range(TRIES):
-        call_s = time.monotonic()
+        waits.append(time.monotonic())
         try:
             if not torch.equal(one_pass(ring), before):
                 return {
                     "kind": "wrong",
                     "message": "the pass was not exact",
                     "at_s": time.monotonic(),
-                    "call_s": call_s,
+                    "wait_s": waits[-1],
                 }
         except Exception as error:
-            return {"kind": type(error).__name__, "message": str(error), "at_s": time.monotonic(), "call_s": call_s}
-    return {"kind": "right", "message": "", "at_s": time.monotonic(), "call_s": call_s}
+            return {"kind": type(error).__name__, "message": str(error), "at_s": time.monotonic(), "wait_s": waits[-1]}
+    return {"kind": "right", "message": "", "at_s": time.monotonic(), "wait_s": waits[-1]}
+
+
+def _waits_of(transport: Any) -> list[float]:
+    """When the waits of a transport began, from now on. Each has a deadline of its own."""
+    finish, began = transport._finish, list[float]()
+
+    def waits(handle: Any) -> None:
+        began.append(time.monotonic())
+        finish(handle)
+
+    transport._finish = waits
+    return began

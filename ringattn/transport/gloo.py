@@ -27,10 +27,12 @@ from ringattn.transport.base import HostTransport, Message, Operation, listed, o
 from ringattn.transport.bounded_store import bounded, host_of
 from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.heartbeat import HEARTBEAT_S, Diagnosis, HeartbeatThread
+from ringattn.transport.heartbeat import HEARTBEAT_S, Diagnosis, Heartbeat, HeartbeatThread, Wait
 
 PUBLISH_S = 0.3
 """How long a rank that fails tries to publish why."""
+HALVED_FROM_S = 2.0
+"""From which deadline on only a rank that was silent for half of it is called so. Shorter ones have few heartbeats."""
 PROBE_S = 0.5
 """How long the store has to answer before its host is taken for the reason of a failed opening."""
 DATA_LANE = 0
@@ -110,10 +112,12 @@ class GlooTransport(HostTransport):
         self._flights = FlightRecord(self.rank, self.world_size, self.name)
         self._flight_dir = flight_dir
         self._sender: HeartbeatThread | None = None
+        self._wait: Wait | None = None
         # A ring of one has nobody who would read its heartbeat.
         if self.world_size > 1:
             self._beating = control.clone().store
-            self._sender = HeartbeatThread(self._beating, self.rank, HEARTBEAT_S, self._flights.where)
+            self._reader = Heartbeat(self._beating, self.rank)
+            self._sender = HeartbeatThread(self._beating, self.rank, HEARTBEAT_S, self._flights.where, self._look)
 
     @classmethod
     def open(
@@ -250,11 +254,13 @@ class GlooTransport(HostTransport):
         self._check_open()
         # One deadline for all operations of the exchange, not one for each.
         deadline = time.monotonic() + self._timeout_s
+        self._wait = Wait(self._timeout_s) if self._timeout_s >= HALVED_FROM_S else None
         for operation in handle.operations:
             try:
                 operation.wait(deadline)
             except RuntimeError as error:
                 raise self._failure(operation, handle, error, deadline) from error
+        self._wait = None
         # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
@@ -272,7 +278,7 @@ class GlooTransport(HostTransport):
             late = sorted({operation.peer for operation in pending})
             message = (
                 f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self._timeout_s} s; "
-                f"pending: {listed(pending)}; {self._diagnosis.of_deadline(late)}"
+                f"pending: {listed(pending)}; {self._diagnosis.of_deadline(late, self._wait)}"
             )
         else:
             message = f"{failed}{handle.where}: {self._diagnosis.of_loss(failed.peer, error)}"
@@ -280,6 +286,11 @@ class GlooTransport(HostTransport):
         failure = kind(f"{message}; {left}" if left else message)
         self._fail(failure)
         return failure
+
+    def _look(self) -> None:
+        """Let a wait that lasts read the heartbeats of the others. On the heartbeat thread, over its connection."""
+        if (wait := self._wait) is not None:
+            wait.look(self._reader, [rank for rank in range(self.world_size) if rank != self.rank])
 
     def _recorded(self, cause: str) -> str:
         """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""

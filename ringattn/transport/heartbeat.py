@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -301,6 +301,24 @@ DIAGNOSIS_S = 1.5
 """How long a diagnosis may take after a deadline, also where the store does not answer."""
 
 
+class Wait:
+    """A wait of one rank, halfway to whose deadline its heartbeat thread reads the heartbeats of the others.
+
+    A link that loses packets holds heartbeats back for seconds. A rank that is stopped has sent none for half of the
+    deadline when that is reached.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._halfway_s = time.monotonic() + timeout_s / 2
+        self.heartbeats: dict[int, LastHeartbeat] | None = None
+        """None: not read. A rank that had sent none is missing."""
+
+    def look(self, reader: Heartbeat, others: Iterable[int]) -> None:
+        """Read them if it is time and they have not been read. On the heartbeat thread."""
+        if self.heartbeats is None and time.monotonic() >= self._halfway_s:
+            self.heartbeats = reader.last_of(others)
+
+
 class Diagnosis:
     """One rank's view of the others. Used by the thread that uses the transport. Where the store does not answer in
     time, what is known until then is told."""
@@ -310,19 +328,28 @@ class Diagnosis:
         self._control = control
         self._others = [rank for rank in control.everyone() if rank != control.rank]
 
-    def of_deadline(self, waited_for: Sequence[int]) -> str:
+    def of_deadline(self, waited_for: Sequence[int], wait: Wait | None = None) -> str:
         """After a missed deadline: the silent among all ranks, where the others of `waited_for` are, the first cause.
 
-        Returns one line; reads for `SILENCE_S` unless every heartbeat changes before.
+        Returns one line; reads for `SILENCE_S` unless every heartbeat changes before. With the `wait` that has failed,
+        only ranks that have also sent nothing for half of it are called silent.
         """
         control, found = self._control.until(Deadline(DIAGNOSIS_S)), list[str]()
         reader = Heartbeat(control.store, control.rank)
         try:
             # Silence first: it takes the longest, and a cause may be published meanwhile.
-            silent = reader.silent(self._others, SILENCE_S)
-            found += _silences(reader, silent)
+            unheard = reader.silent(self._others, SILENCE_S)
+            last = reader.last_of(unheard)
+            early = last if wait is None else wait.heartbeats
+            silent = [rank for rank in unheard if early is not None and early.get(rank) == last.get(rank)]
+            found += _silences(last, silent)
+            found += [
+                f"rank {rank} is not heard at the moment, last in '{last[rank].status}'"
+                for rank in unheard
+                if rank not in silent and rank in last
+            ]
             # A rank that is waited for and alive waits itself for another: its status says where.
-            found += [_whereabouts(reader, rank) for rank in waited_for if rank not in silent]
+            found += [_whereabouts(reader, rank) for rank in waited_for if rank not in unheard]
             if cause := control.cause():
                 found.append(cause)
         except RuntimeError as error:
@@ -351,7 +378,7 @@ class Diagnosis:
                 check.update()
             # Nobody has published anything: the heartbeats say who is gone.
             lost = f"rank {peer} {'is gone' if peer in check.quiet else 'dropped its connection'} ({error})"
-            return "; ".join([lost, *_silences(reader, sorted(check.quiet))])
+            return "; ".join([lost, *_silences(reader.last_of(check.quiet), sorted(check.quiet))])
         except RuntimeError as lost_store:
             # The peer may be innocent: where the store's host fails, every rank drops its connections.
             why = f"{_lost_store(lost_store)}, so no first cause can be read"
@@ -363,10 +390,9 @@ def _lost_store(error: RuntimeError) -> str:
     return str(error) if isinstance(error, DeadlineError) else HOST_LOST
 
 
-def _silences(reader: Heartbeat, silent: Iterable[int]) -> list[str]:
-    found = {rank: reader.last(rank) for rank in silent}
-    last = {rank: f"last heard in '{one.status}'" if one else "never heard" for rank, one in found.items()}
-    return [f"rank {rank} is silent (stopped, stuck or gone), {words}" for rank, words in last.items()]
+def _silences(last: Mapping[int, LastHeartbeat], silent: Iterable[int]) -> list[str]:
+    words = {rank: f"last heard in '{last[rank].status}'" if rank in last else "never heard" for rank in silent}
+    return [f"rank {rank} is silent (stopped, stuck or gone), {heard}" for rank, heard in words.items()]
 
 
 def _whereabouts(reader: Heartbeat, rank: int) -> str:

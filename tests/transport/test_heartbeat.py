@@ -20,7 +20,16 @@ from ringattn.errors import ClosedError, DeadlineError, PeerLostError
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import ControlStore, rendezvous_store
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.heartbeat import CAUSE_S, ENDED, SILENCE_S, Diagnosis, Heartbeat, HeartbeatThread, LastHeartbeat
+from ringattn.transport.heartbeat import (
+    CAUSE_S,
+    ENDED,
+    SILENCE_S,
+    Diagnosis,
+    Heartbeat,
+    HeartbeatThread,
+    LastHeartbeat,
+    Wait,
+)
 from tests.contract.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +161,22 @@ def test_a_deadline_names_the_silent_among_all(scene: Scene) -> None:
     assert scene.diagnosis.of_deadline([2]) == f"{SILENT}; {alive}"
     assert SILENCE_S <= time.monotonic() - start < 1.0
     assert scene.diagnosis.of_deadline([1, 3]) == f"{SILENT}; rank 3 has left its ring"
+
+
+def test_who_was_heard_in_the_second_half_of_the_wait_is_not_called_silent(scene: Scene) -> None:
+    reader, one = Heartbeat(scene.store, 0), Heartbeat(scene.store, 1)
+    wait = Wait(0.0)
+    wait.look(reader, [1, 2, 3])
+    assert scene.diagnosis.of_deadline([2], wait).startswith(SILENT)  # it has sent nothing since
+    one.send("forward step 1: KV0")
+    one.send("forward step 1: KV0")
+    told = scene.diagnosis.of_deadline([1, 2], wait)
+    assert told.startswith("rank 1 is not heard at the moment, last in 'forward step 1: KV0'; rank 2 is alive")
+    assert "silent" not in told
+    unread = Wait(20.0)
+    unread.look(reader, [1, 2, 3])
+    assert unread.heartbeats is None
+    assert "silent" not in scene.diagnosis.of_deadline([1], unread)  # nothing is known of the time before
 
 
 def test_a_deadline_tells_an_earlier_cause(scene: Scene) -> None:

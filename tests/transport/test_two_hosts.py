@@ -41,7 +41,7 @@ def test_a_host_whose_own_name_is_a_loopback_address_hosts_the_store(hosts: None
 
 def test_the_judge_sees_what_is_wrong() -> None:
     def answer(kind: str, message: str = "", at_s: float = 12.0) -> dict[str, object]:
-        return {"kind": kind, "message": message, "at_s": at_s, "call_s": 9.0}
+        return {"kind": kind, "message": message, "at_s": at_s, "wait_s": 9.0}
 
     good = {rank: answer("DeadlineError", "no answer from ranks [2]; rank 3 is silent (x)") for rank in (0, 1)}
     good |= {rank: answer("PeerLostError", "the store's host (rank 0 of the job) did not answer") for rank in (2, 3)}
