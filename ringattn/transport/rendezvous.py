@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError, PeerLostError, RingError, UnsupportedError
 from ringattn.transport.base import Transport
-from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
+from ringattn.transport.control_store import GRACE_S, ControlStore, group_store, rendezvous_store
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.gloo import PUBLISH_S, GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, order_advice
 from ringattn.transport.nccl.device import CudaDevice
@@ -68,11 +68,11 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     store = store or dist.HashStore()
     try:
         gpu = _gpu_index(rank) if on_gpu else None
-        locations = _located(ControlStore(store, rank, world_size).clone(), gpu, timeout_s)
+        locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s)
         if gpu is not None:
             return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
     except Exception as error:  # the others wait for this rank already
-        ControlStore(store, rank, world_size).publish_cause(error)
+        ControlStore(store, rank, world_size).until(Deadline(PUBLISH_S)).publish_cause(error)
         raise
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface)
@@ -82,17 +82,18 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
 
 def _located(control: ControlStore, gpu: int | None, timeout_s: float) -> tuple[Location, ...]:
     """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
-    heard_s = time.monotonic()
+    heard_s, deadline = time.monotonic(), Deadline(timeout_s)
+    bounded = control.until(deadline.plus(GRACE_S))
 
     def watch() -> None:
         """Whether a rank that cannot open has said why."""
         nonlocal heard_s
         if time.monotonic() > heard_s + CAUSES_EVERY_S:
             heard_s = time.monotonic()
-            if cause := control.cause():
+            if cause := bounded.cause():
                 raise PeerLostError(f"rank {control.rank}: {cause}")
 
-    locations = gather_locations(control, my_location(gpu), Deadline(timeout_s), watch)
+    locations = gather_locations(control, my_location(gpu), deadline, watch)
     if control.rank == 0 and (advice := order_advice(locations)):
         warnings.warn(f"rank 0: {advice}", stacklevel=4)
     return locations

@@ -82,8 +82,7 @@ def on_gpus(
         try:
             ring = open_on(world, rank, MortalStore(world, rank, store.clone()), **opening)
             if deadline_s is not None:
-                ring._timeout_s = ring.supervisor._timeout_s = ring._all_gather._timeout_s = deadline_s
-                ring.communicator._timeout_s = deadline_s
+                set_deadline(ring, deadline_s)
             outcome.result = body(ring)
             ring.close()
         except BaseException as error:
@@ -101,6 +100,12 @@ def on_gpus(
     hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hanging, f"ranks {hanging} hang\n{world.report()}"
     return outcomes
+
+
+def set_deadline(ring: NcclTransport, deadline_s: float) -> None:
+    """Replace the deadline of a ring that is open."""
+    ring._timeout_s = ring.supervisor._timeout_s = ring._all_gather._timeout_s = deadline_s
+    ring.communicator._timeout_s = deadline_s
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:

@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, PeerLostError, RingError
+from ringattn.transport import rendezvous
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract.processes import Processes
 from tests.transport.attribution import names_as_culprit
+from tests.transport.nccl_rings import open_on, set_deadline
+from tests.transport.simulated.world import SimWorld
 from tests.transport.store_hosts import StoreHost, store_host
 
 DEADLINE_S = 1.0
@@ -90,6 +94,17 @@ def test_opening_ends_in_time(host: StoreHost) -> None:
         assert text.startswith(f"rank {rank} opened a ring of 2: {UNANSWERED.format(port=host.port)}")
 
 
+def test_finding_out_where_all_ranks_are_ends_in_time(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.PrefixStore("located", host.client())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "rendezvous_store", lambda *facts, **more: store)
+    host.stop()
+    text, seconds = raised(lambda: rendezvous.open_transport(None, "gloo", DEADLINE_S))
+    assert seconds < WITHIN_S
+    assert UNANSWERED.format(port=host.port) in text
+
+
 def test_connecting_ends_in_time(host: StoreHost) -> None:
     # The host stops when the ranks have met and gloo exchanges its addresses.
     class Stops(dist.ProcessGroupGloo):
@@ -104,6 +119,57 @@ def test_connecting_ends_in_time(host: StoreHost) -> None:
     for text, seconds in opened:
         assert seconds < WITHIN_S
         assert UNANSWERED.format(port=host.port) in text
+
+
+# --- NCCL, simulated -------------------------------------------------------------------------------------------------
+
+
+def nccl_rings(host: StoreHost, name: str) -> list[NcclTransport]:
+    world = SimWorld(2)
+    made = both(lambda rank: open_on(world, rank, dist.PrefixStore(name, host.client())))
+    for ring in made:
+        set_deadline(ring, DEADLINE_S)
+    return made
+
+
+def waits_for_the_other(ring: NcclTransport) -> None:
+    ring.exchange([], [Message(1 - ring.rank, ring.gpu.empty(16), "kv")]).wait()
+    ring.drain()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [waits_for_the_other, lambda ring: ring.all_gather_bytes(b"alone")],
+    ids=["an exchange", "an all-gather"],
+)
+def test_nccl_raises_in_time(host: StoreHost, call: Callable[[NcclTransport], Any]) -> None:
+    one, _ = nccl_rings(host, f"nccl {time.monotonic()}")
+    host.stop()
+    text, seconds = raised(lambda: call(one), (DeadlineError, PeerLostError))
+    assert seconds < WITHIN_S
+    assert UNANSWERED.format(port=host.port) in text
+    assert not names_as_culprit(1, text) and not names_as_culprit(0, text), text
+
+
+@pytest.mark.parametrize("leave", ["close", "abort"])
+def test_leaving_nccl_ends_in_time(host: StoreHost, leave: str) -> None:
+    two = nccl_rings(host, f"nccl {leave}")
+    host.stop()
+    start = time.monotonic()
+    both(lambda rank: two[rank].close() if leave == "close" else two[rank].abort(ValueError("enough")))
+    assert time.monotonic() - start < WITHIN_S
+
+
+def test_opening_nccl_ends_in_time(host: StoreHost) -> None:
+    world, stores = SimWorld(2), [dist.PrefixStore("nccl open", host.client()) for _ in range(2)]
+    host.stop()
+    opened = both(lambda rank: raised(lambda: open_on(world, rank, stores[rank], DEADLINE_S)))
+    for text, seconds in opened:
+        assert seconds < WITHIN_S
+        assert UNANSWERED.format(port=host.port) in text
+
+
+# --- on processes ----------------------------------------------------------------------------------------------------
 
 
 def stops_the_host(rank: int, world_size: int) -> tuple[str, float]:

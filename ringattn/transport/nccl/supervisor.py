@@ -157,6 +157,8 @@ class Supervisor:
         # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
         unasked = threading.current_thread() is self._thread
         threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True).start()
+        if self._control.store.lost:
+            self._telling.store.abandon()  # the caller has found that the store does not answer
         telling = threading.Thread(target=self._tell, args=(error, attribute), name="ringattn-tell", daemon=True)
         telling.start()
         # Callers are told in time, with or without the rank at fault.
@@ -227,7 +229,7 @@ class Supervisor:
     def _tell(self, error: BaseException, attribute: bool) -> None:
         """Name the rank at fault, publish the cause; on a thread of its own, for the store may not answer."""
         words = ""
-        if attribute:
+        if attribute and not self._telling.store.lost:
             try:
                 words = self._attribution.words(self._waited_for(), self.missing)
             except RuntimeError as unanswered:

@@ -49,6 +49,8 @@ CLOSE_S = 10.0
 EXIT_LINGER_S = 1.0
 GRACE_S = 5.0
 """What a wait on the host grants the supervisor, which knows better what went wrong."""
+ANSWER_S = 0.5
+"""How long after the end of its patience a rank that closes waits for an answer of the store."""
 LOOK_S = 0.3
 """How often a rank that has closed looks which others have not."""
 WATCHED = 8
@@ -117,7 +119,7 @@ class NcclTransport:
         the ranks which did not arrive, `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
-        control, leave = ControlStore(store, rank, world_size), leave or _leave
+        control, leave = ControlStore(store, rank, world_size, timeout_s), leave or _leave
         ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size)
         ring.locations = tuple(locations)
         try:
@@ -255,7 +257,8 @@ class NcclTransport:
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together, lost = False, None
         try:
-            together = wait_until(self._all_closed(), Deadline(patience_s), self.supervisor.watch)
+            linger = Deadline(patience_s)
+            together = wait_until(self._all_closed(linger), linger, self.supervisor.watch)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
@@ -285,17 +288,17 @@ class NcclTransport:
         if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
             raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
 
-    def _all_closed(self) -> Callable[[], bool]:
+    def _all_closed(self, linger: Deadline) -> Callable[[], bool]:
         """Whether all ranks have closed; asked again and again, it has the supervisor watch those that have not."""
-        looked = 0.0
+        control, looked = self._control.until(linger.plus(ANSWER_S)), 0.0
 
         def asked() -> bool:
             nonlocal looked
-            if self._control.complete("closed"):
+            if control.complete("closed"):
                 return True
             if time.monotonic() - looked >= LOOK_S:
                 looked = time.monotonic()
-                missing = sorted(self._control.missing("closed"), key=lambda rank: (rank - self.rank) % self.world_size)
+                missing = sorted(control.missing("closed"), key=lambda rank: (rank - self.rank) % self.world_size)
                 self.supervisor.leaving = frozenset(missing[:WATCHED])
             return False
 
