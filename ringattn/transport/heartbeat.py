@@ -392,7 +392,7 @@ def _lost_store(error: RuntimeError) -> str:
 
 def _silences(last: Mapping[int, LastHeartbeat], silent: Iterable[int]) -> list[str]:
     words = {rank: f"last heard in '{last[rank].status}'" if rank in last else "never heard" for rank in silent}
-    return [f"rank {rank} is silent (stopped, stuck or gone), {heard}" for rank, heard in words.items()]
+    return [f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}" for rank, heard in words.items()]
 
 
 def _whereabouts(reader: Heartbeat, rank: int) -> str:

@@ -152,7 +152,7 @@ def scene() -> Iterator[Scene]:
     made.living.stop()
 
 
-SILENT = "rank 1 is silent (stopped, stuck or gone), last heard in 'forward step 1: KV0'"
+SILENT = "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'forward step 1: KV0'"
 
 
 def test_a_deadline_names_the_silent_among_all(scene: Scene) -> None:
@@ -186,7 +186,7 @@ def test_a_deadline_tells_an_earlier_cause(scene: Scene) -> None:
 
 def test_who_was_never_heard_is_silent() -> None:
     told = Diagnosis(ControlStore(HashStore(), 0, 2)).of_deadline([1])
-    assert told == "rank 1 is silent (stopped, stuck or gone), never heard"
+    assert told == "rank 1 is silent (stopped, stuck, gone or out of reach), never heard"
 
 
 def test_a_lost_peer_that_is_silent_is_gone(scene: Scene) -> None:
@@ -274,7 +274,7 @@ def test_a_stopped_rank_is_named_at_the_end_of_the_chain(processes: Processes) -
     for rank in (0, 2):
         kind, message, seconds = told[rank]
         assert kind in ("DeadlineError", "PeerLostError")
-        assert "rank 1 is silent (stopped, stuck or gone), last heard in 'step 1: KV0'" in message, told
+        assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'step 1: KV0'" in message, told
         assert "rank 2 is silent" not in message and "rank 0 is silent" not in message, told
         assert seconds < 4.0, told
 

@@ -58,4 +58,5 @@ def test_the_judge_sees_what_is_wrong() -> None:
         complaints = judged("link cut", 0, 10.0, answers, 4.0).complaints  # type: ignore[arg-type]
         assert any(words in complaint for complaint in complaints), complaints
     assert accused("no answer from ranks [1]; rank 2 is silent (stopped), rank 3 is alive in 'idle'") == {2}
-    assert innocent("rank 0 stopped", 1) == {1, 2, 3} and innocent("30 % loss", 0) == {0, 1, 2, 3}
+    assert innocent("rank 0 stopped", 1) == {1, 2, 3} and innocent("200 ms delay", 0) == {0, 1, 2, 3}
+    assert innocent("30 % loss", 3) == {0, 1} and innocent("link cut", 3) == {2, 3}

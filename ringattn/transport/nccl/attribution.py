@@ -77,7 +77,7 @@ def at_fault(places: Mapping[int, Place], silent: Iterable[int], missing: Iterab
     found = []
     for rank in sorted(silent):
         last = f"last heard in {places[rank]}" if rank in places else "never heard"
-        found.append(f"rank {rank} is silent (stopped, stuck or gone), {last}")
+        found.append(f"rank {rank} is silent (stopped, stuck, gone or out of reach), {last}")
     if found:
         return found
     here = {rank: place for rank, place in places.items() if not place.left}
