@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringattn.bench import many
+from ringattn.bench import many, many_ranks
 from ringattn.bench.faults import Ended
 from ringattn.bench.many import PARTS, ManyOptions, cases_of, measure
 from ringattn.errors import InputError
+from ringattn.ring import Ring
 from ringattn.transport.nccl.options import NcclOptions
+from tests.transport.nccl_rings import on_rings, results
+from tests.transport.simulated.world import SimWorld
 
 SMALL = (
     "ranks=2", "transports=gloo", "engines=plain,aten", "bytes=4096,65536", "rows=64", "tokens=128", "heads=2",
@@ -108,3 +113,24 @@ def test_dead_hanging_and_wrong_ranks_are_told_of(tmp_path: Path, monkeypatch: p
     assert found[4] == {"failed": "UnsupportedError: no such transport", "goes on": True}
     assert "exit code 1" in found[1]["failed"] and found[2]["failed"].startswith("no answer within 15 s")
     assert found[3] == {"failed": "ArithmeticError: a wrong byte"} and found[64]["64"]["us"] > 0
+
+
+def test_every_choice_of_nccl_hops_over_the_simulated_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a hop and of an overlap, on a ring opened with what each case asks for."""
+    cases = [case for case in cases_of(ManyOptions(transports=("nccl",))) if case["kind"] == "hop"]
+    assert len(cases) == 11
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rows": 16, "dtype": "float32", "count": 2}
+    local = threading.local()
+    monkeypatch.setattr(many_ranks, "opened", lambda case: nullcontext(local.ring))
+
+    def body(ring: Ring) -> tuple[Any, Any]:
+        local.ring = ring
+        hops = many_ranks.hop({"kind": "hop", "bytes": [256, 4096], "count": 2})
+        return hops, many_ranks.overlap({"kind": "overlap", **shape})
+
+    for case in cases:
+        world = SimWorld(2, any_memory=True)
+        answers = results(on_rings(world, body, ring={"engine": "plain"}, options=NcclOptions(**case["nccl"])))
+        assert world.violations == []
+        for hops, both in answers:
+            assert set(hops) == {"256", "4096"} and all(of["us"] > 0 for of in hops.values()) and both["both_us"] > 0
