@@ -1,0 +1,315 @@
+"""What the peer transport asks of CUDA's driver, and the driver itself through ctypes.
+
+Guarantees: every number and layout of `cuda.h` that is used stands in this module; only versioned symbols are called
+(the first versions of the stream memory operations need a parameter of the kernel module); a call that fails raises
+`DriverError` with CUDA's own name of the error. Streams and events are torch's.
+Sources: `cuda.h` of CUDA 13.0; the driver manual on virtual memory, stream memory operations and `cuGetProcAddress`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from ringattn.errors import RingError, UnsupportedError
+
+FLOOR_VERSION = 12000
+"""As `cuDriverGetVersion` counts. Symbols are asked for as of this version."""
+SONAME = "libcuda.so.1"
+OUT_OF_MEMORY = 2
+POSIX_FD = 1
+READ_WRITE = 3
+RECOMMENDED = 1
+PINNED = 1
+DEVICE = 1
+PORTABLE_AND_MAPPED = 1 | 2
+WAIT_64, WRITE_64 = 4, 5
+AT_LEAST = 0
+FLUSH = 1 << 30
+"""Of a wait: what was written remotely before the word is visible behind it."""
+LONGEST_BATCH = 255
+LEGACY_STREAM = 1
+
+
+class Attribute(IntEnum):
+    """`CUdevice_attribute`."""
+
+    ASYNC_ENGINES = 40
+    FLUSHES_REMOTE_WRITES = 98
+    VIRTUAL_MEMORY = 102
+    POSIX_HANDLES = 103
+    STREAM_MEMORY_OPERATIONS_64 = 122
+    MULTI_PROCESS_SERVER = 133
+
+
+class AllocationProp(ctypes.Structure):
+    """`CUmemAllocationProp`."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("handle_types", c_int32),
+        ("location_type", c_int32),
+        ("location_id", c_int32),
+        ("win32", c_void_p),
+        ("compression", ctypes.c_uint8),
+        ("rdma", ctypes.c_uint8),
+        ("usage", ctypes.c_uint16),
+        ("reserved", ctypes.c_uint8 * 4),
+    )
+
+
+class AccessDescription(ctypes.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = (("location_type", c_int32), ("location_id", c_int32), ("flags", c_int32))
+
+
+class BatchOperation(ctypes.Structure):
+    """`CUstreamBatchMemOpParams`, a union of 48 bytes; the members for a wait and a write of 64 bits agree."""
+
+    _fields_ = (
+        ("operation", c_int32),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint32),
+        ("alias", c_uint64),
+        ("rest", c_uint64),
+    )
+
+
+class WordOperation(NamedTuple):
+    """A stream's write of a 64-bit word, or its wait until the word is at least `value`."""
+
+    waits: bool
+    address: int
+    value: int
+    flushes: bool = False
+
+
+class DriverError(RingError):
+    """A driver call failed. `code` is its `CUresult`."""
+
+    def __init__(self, call: str, code: int, name: str, words: str) -> None:
+        super().__init__(f"{call}: {name} ({code}): {words}")
+        self.call, self.code = call, code
+
+
+class Driver(Protocol):
+    """One device, as the driver offers it to this process. Addresses are device addresses unless said otherwise."""
+
+    version: int
+    """As `cuDriverGetVersion` counts, e.g. 13000."""
+
+    def attribute(self, which: Attribute) -> int: ...
+
+    def is_partition(self) -> bool:
+        """Whether the device is an instance of a partitioned GPU (MIG)."""
+        ...
+
+    def granularity(self) -> int:
+        """What sizes of allocations are multiples of."""
+        ...
+
+    def create(self, nbytes: int) -> int:
+        """Device memory that can be exported; a handle."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Give a handle up. The memory goes with its last mapping, handle and file descriptor, in any process."""
+        ...
+
+    def export(self, handle: int) -> int:
+        """A file descriptor of the memory, closed on exec."""
+        ...
+
+    def adopt(self, fd: int) -> int:
+        """A handle of another process's memory. `fd` stays the caller's."""
+        ...
+
+    def map(self, handle: int, nbytes: int) -> int:
+        """Map the memory for reads and writes of this device; its address."""
+        ...
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Does not wait for streams: nothing may be under way."""
+        ...
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        """Let streams of this device reach host memory; its device address."""
+        ...
+
+    def unregister(self, pointer: int) -> None: ...
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Put a copy on a stream."""
+        ...
+
+    def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
+        """Put word operations on a stream, in their order."""
+        ...
+
+
+# Name as of `FLOOR_VERSION` and the types of its arguments; every call returns a CUresult.
+_CALLS: dict[str, tuple[object, ...]] = {
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetUuid": (c_void_p, c_int),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProp), c_int),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(AllocationProp), c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(AccessDescription), c_size_t),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemHostRegister": (c_void_p, c_size_t, c_uint32),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer": (POINTER(c_uint64), c_void_p, c_uint32),
+    "cuMemcpyDtoDAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuStreamBatchMemOp": (c_void_p, c_uint32, POINTER(BatchOperation), c_uint32),
+}
+
+
+class CudaDriver:
+    """The device `index` of this process, whose context torch has made."""
+
+    def __init__(self, index: int, path: str = SONAME) -> None:
+        """Raises `UnsupportedError` where there is no driver, or where it is too old."""
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise UnsupportedError(f"no CUDA driver ({error})") from error
+        self._check("cuInit", self._library.cuInit(c_uint32(0)))
+        number = c_int()
+        self._check("cuDriverGetVersion", self._library.cuDriverGetVersion(byref(number)))
+        self.version = number.value
+        if self.version < FLOOR_VERSION or not hasattr(self._library, "cuGetProcAddress_v2"):
+            raise UnsupportedError(
+                f"the CUDA driver is of version {self.version // 1000}.{self.version % 1000 // 10}, and 12.0 is needed"
+            )
+        self._functions = {name: self._function(name, types) for name, types in _CALLS.items()}
+        self._call("cuDeviceGet", byref(number), index)
+        self._device = number.value
+        self._prop = AllocationProp(
+            type=PINNED, handle_types=POSIX_FD, location_type=DEVICE, location_id=self._device
+        )  # fmt: skip
+        self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
+
+    def attribute(self, which: Attribute) -> int:
+        """See `Driver.attribute`."""
+        number = c_int()
+        self._call("cuDeviceGetAttribute", byref(number), which, self._device)
+        return number.value
+
+    def is_partition(self) -> bool:
+        """See `Driver.is_partition`: the first version of the call tells of the whole GPU, the second of the part."""
+        whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
+        self._check("cuDeviceGetUuid", self._library.cuDeviceGetUuid(whole, c_int(self._device)))
+        self._call("cuDeviceGetUuid", part, self._device)
+        return whole.raw != part.raw
+
+    def granularity(self) -> int:
+        """See `Driver.granularity`."""
+        number = c_size_t()
+        self._call("cuMemGetAllocationGranularity", byref(number), byref(self._prop), RECOMMENDED)
+        return number.value
+
+    def create(self, nbytes: int) -> int:
+        """See `Driver.create`."""
+        handle = c_uint64()
+        self._call("cuMemCreate", byref(handle), nbytes, byref(self._prop), 0)
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """See `Driver.release`."""
+        self._call("cuMemRelease", handle)
+
+    def export(self, handle: int) -> int:
+        """See `Driver.export`. The driver sets the flag itself since some version, which no page names."""
+        fd = c_int(-1)
+        self._call("cuMemExportToShareableHandle", byref(fd), handle, POSIX_FD, 0)
+        os.set_inheritable(fd.value, False)
+        return fd.value
+
+    def adopt(self, fd: int) -> int:
+        """See `Driver.adopt`."""
+        handle = c_uint64()
+        self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), POSIX_FD)
+        return handle.value
+
+    def map(self, handle: int, nbytes: int) -> int:
+        """See `Driver.map`. A step that fails undoes those before."""
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+        try:
+            self._call("cuMemMap", address.value, nbytes, 0, handle, 0)
+            try:
+                self._call("cuMemSetAccess", address.value, nbytes, byref(self._access), 1)
+            except DriverError:
+                self._call("cuMemUnmap", address.value, nbytes)
+                raise
+        except DriverError:
+            self._call("cuMemAddressFree", address.value, nbytes)
+            raise
+        return address.value
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """See `Driver.unmap`."""
+        self._call("cuMemUnmap", address, nbytes)
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        """See `Driver.register`."""
+        self._call("cuMemHostRegister", pointer, nbytes, PORTABLE_AND_MAPPED)
+        address = c_uint64()
+        try:
+            self._call("cuMemHostGetDevicePointer", byref(address), pointer, 0)
+        except DriverError:
+            self.unregister(pointer)
+            raise
+        return address.value
+
+    def unregister(self, pointer: int) -> None:
+        """See `Driver.unregister`."""
+        self._call("cuMemHostUnregister", pointer)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """See `Driver.copy`."""
+        self._call("cuMemcpyDtoDAsync", dst, src, nbytes, stream)
+
+    def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
+        """See `Driver.operate`."""
+        for first in range(0, len(operations), LONGEST_BATCH):
+            some = operations[first : first + LONGEST_BATCH]
+            batch = (BatchOperation * len(some))()
+            for entry, (waits, address, value, flushes) in zip(batch, some, strict=True):
+                entry.operation = WAIT_64 if waits else WRITE_64
+                entry.address, entry.value = address, value
+                entry.flags = AT_LEAST | (FLUSH if flushes else 0) if waits else 0
+            self._call("cuStreamBatchMemOp", stream, len(some), batch, 0)
+
+    def _function(self, name: str, types: tuple[object, ...]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+        """The function `name` as of `FLOOR_VERSION`, whatever suffix it has."""
+        found, status = c_void_p(), c_int()
+        code = self._library.cuGetProcAddress_v2(
+            c_char_p(name.encode()), byref(found), c_int(FLOOR_VERSION), c_uint64(LEGACY_STREAM), byref(status)
+        )
+        if code or not found.value:
+            raise UnsupportedError(f"the CUDA driver {self.version} has no {name} of version {FLOOR_VERSION}")
+        return ctypes.CFUNCTYPE(c_int, *types)(found.value)  # type: ignore[arg-type]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, self._functions[name](*arguments))
+
+    def _check(self, call: str, code: int) -> None:
+        if code:
+            name, words = c_char_p(), c_char_p()
+            self._library.cuGetErrorName(c_int(code), byref(name))
+            self._library.cuGetErrorString(c_int(code), byref(words))
+            raise DriverError(call, code, (name.value or b"unknown error").decode(), (words.value or b"").decode())

@@ -1,0 +1,157 @@
+"""One exchange by copy engines, bound once and started many times.
+
+Guarantees: the buffers of a bound hop have fixed addresses, so a start makes no allocation; receives into memory that
+other ranks cannot map arrive in staging memory and are copied on from there, on the same stream.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringattn.errors import UnsupportedError
+from ringattn.observe.flight import LAUNCHING, POSTED, Flight, MessageRecord
+from ringattn.transport.base import Operation, listed
+from ringattn.transport.nccl.device import Event
+from ringattn.transport.nccl.hop import Arrived
+from ringattn.transport.peer.arena import Place
+from ringattn.transport.peer.lane import MOST_TO_ONE_PEER
+from ringattn.transport.peer.program import push_exchange
+
+if TYPE_CHECKING:
+    from ringattn.transport.peer.transport import PeerTransport
+
+ALIGNMENT_BYTES = 256
+
+
+class PeerWorkHandle:
+    """A started hop. Keeps its buffers alive until it has arrived."""
+
+    arrived_s = None
+    __slots__ = ("done", "flight", "hop", "pending", "ready", "started_at", "transport", "waited")
+
+    def __init__(self, hop: PeerHop, flight: Flight, ready: Event, done: Event) -> None:
+        self.transport, self.hop, self.flight, self.ready, self.done = hop.transport, hop, flight, ready, done
+        bases = hop.transport.lane.numbers.bases(hop.program)
+        self.pending: Callable[[], list[Operation]] = lambda: hop.transport.lane.pending(hop, bases)
+        self.started_at = 0.0
+        self.waited = False
+
+    def wait(self) -> None:
+        """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
+        transport = self.transport
+        transport.check()
+        if not self.waited:
+            transport.gpu.current_stream().wait_event(self.done)
+            self.waited = True
+            # Again: a failure meanwhile is raised before its results are used. Only `drain` is certain.
+            transport.check()
+
+    def release(self) -> None:
+        """It has arrived: let go of the buffers."""
+        self.pending = list
+        del self.hop
+
+
+class PeerHop:
+    """The messages of one hop with everything worked out beforehand."""
+
+    def __init__(self, transport: PeerTransport, operations: Sequence[Operation]) -> None:
+        self.transport = transport
+        self.sends = [operation for operation in operations if operation.sends]
+        self.recvs = [operation for operation in operations if not operation.sends]
+        self.peers = {operation.peer for operation in operations}
+        self.program = push_exchange(transport.rank, [o.peer for o in self.sends], [o.peer for o in self.recvs])
+        for (src, dst), count in self.program.counts:
+            if count > MOST_TO_ONE_PEER:
+                raise UnsupportedError(
+                    f"rank {transport.rank}: {count} messages from rank {src} to rank {dst} in one exchange, and "
+                    f"transport='peer' carries {MOST_TO_ONE_PEER}; pack them, or use transport='nccl'"
+                )
+        self.unstaged: list[tuple[int, int, int]] = []
+        self.places = self._placed()
+        self._parts = tuple(
+            MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
+            for o in operations
+        )
+
+    def __str__(self) -> str:
+        return listed([*self.recvs, *self.sends])
+
+    def start(self) -> PeerWorkHandle | Arrived:
+        """Put the hop on the lane, behind what the current stream holds now."""
+        transport = self.transport
+        transport.check()
+        if not self._parts:
+            return Arrived()
+        gpu, watch = transport.gpu, transport.watch
+        if gpu.is_capturing():
+            raise UnsupportedError(
+                f"rank {transport.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
+            )
+        ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
+        flight = transport.record.begin(0, self._parts)
+        flight.state = LAUNCHING
+        handle = PeerWorkHandle(self, flight, ready, done)
+        try:
+            transport.lane.start(self, ready, done, watch.raise_failure)
+        except BaseException as error:
+            # Some ranks may count this message already.
+            watch.fail(error)
+            transport.check()
+            raise
+        flight.state, flight.posted_s = POSTED, time.time()
+        watch.handles.append(handle)
+        return handle
+
+    def _placed(self) -> list[Place]:
+        """Where the other ranks write each receive."""
+        transport = self.transport
+        found = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
+        offsets, total = [], 0
+        for operation, place in zip(self.recvs, found, strict=True):
+            offsets.append(total)
+            if place is None:
+                total += -(-operation.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if not total:
+            return [place for place in found if place is not None]
+        staging = transport.staging.take(total)
+        weakref.finalize(self, transport.staging.give_back, staging).atexit = False
+        places = []
+        for operation, place, offset in zip(self.recvs, found, offsets, strict=True):
+            if place is None:
+                address = staging.data_ptr() + offset
+                place = transport.arena.place(address, operation.nbytes)
+                assert place is not None
+                self.unstaged.append((operation.buffer.data_ptr(), address, operation.nbytes))
+            places.append(place)
+        return places
+
+
+class Staging:
+    """Memory that other ranks can map, for receives into memory that they cannot. Used again, by its size."""
+
+    def __init__(self, transport: PeerTransport) -> None:
+        self._transport = transport
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes."""
+        rounded = 1 << max(nbytes - 1, 4095).bit_length()
+        free = self._free.setdefault(rounded, [])
+        try:
+            return free.pop()
+        except IndexError:
+            return self._transport.allocate(rounded)
+
+    def give_back(self, staging: torch.Tensor) -> None:
+        """For the next hop. Its copies stand behind those of this one, on the same stream."""
+        self._free[staging.numel()].append(staging)
+
+    def clear(self) -> None:
+        """Let go of all that no hop has."""
+        self._free = {size: [] for size in self._free}

@@ -1,0 +1,222 @@
+"""Opens a ring over copy engines, or refuses by name where they cannot do it.
+
+Guarantees: all ranks open or all raise, with the same words, which name the rank and the step that failed; a ring opens
+only after every pair of ranks has exchanged changing patterns which arrived without a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn.errors import RingError, UnsupportedError
+from ringattn.observe.flight import FlightRecord
+from ringattn.planner.links import LinkClass
+from ringattn.transport.base import Message
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.location import Location, links_of
+from ringattn.transport.nccl.device import Device
+from ringattn.transport.peer.arena import Place
+from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
+from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.shared.group import SharedGroup
+
+ANSWER = "transport='nccl' does without"
+REACHABLE = (LinkClass.SAME_GPU, LinkClass.NVLINK)
+NEEDED = {
+    Attribute.VIRTUAL_MEMORY: "virtual memory management",
+    Attribute.POSIX_HANDLES: "memory that is shared by file descriptors",
+    Attribute.STREAM_MEMORY_OPERATIONS_64: "stream memory operations on 64-bit words",
+}
+ROUNDS = 64
+PATTERN_BYTES = 1 << 20
+CONNECTIONS = 8
+SYSTEM_NOT_READY = 802
+"""`CUDA_ERROR_SYSTEM_NOT_READY`."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself before it opens. `problem`: why it cannot, empty where it can."""
+
+    location: str
+    problem: str = ""
+    version: int = 0
+    partition: bool = False
+    lacks: tuple[str, ...] = ()
+
+
+def facts_of(location: Location, make: Callable[[], tuple[Driver, Device]]) -> tuple[Facts, list[Any]]:
+    """This rank's facts, and what `make` gave, empty where it could not."""
+    try:
+        driver, gpu = make()
+        lacks = tuple(words for which, words in NEEDED.items() if not driver.attribute(which))
+        return Facts(location.text(), "", driver.version, driver.is_partition(), lacks), [driver, gpu]
+    except RingError as error:
+        return Facts(location.text(), str(error)), []
+
+
+def refusal(facts: Sequence[Facts]) -> str | None:
+    """Why these ranks cannot form a ring over copy engines; the same on every rank."""
+    places = [Location.parse(each.location) for each in facts]
+    for rank, each in enumerate(facts):
+        if each.problem:
+            return f"rank {rank}: {each.problem}"
+    for rank, place in enumerate(places):
+        if not place.same_machine(places[0]):
+            known = "unknown machines" if place.machine is None else f"two hosts, {places[0].host} and {place.host}"
+            return f"ranks 0 and {rank} are on {known}, and file descriptors pass on one machine only"
+        if place.uid != places[0].uid:
+            return f"ranks 0 and {rank} belong to different users, {places[0].uid} and {place.uid}"
+    for rank, each in enumerate(facts):
+        if each.version < FLOOR_VERSION:
+            version = f"{each.version // 1000}.{each.version % 1000 // 10}"
+            return f"rank {rank}: the CUDA driver is of version {version}, and 12.0 is needed"
+        if each.partition:
+            return f"rank {rank} has an instance of a partitioned GPU (MIG), which no other GPU can reach"
+        if each.lacks:
+            return f"rank {rank}: the GPU lacks {' and '.join(each.lacks)}"
+    links = links_of(places)
+    for rank in range(len(facts)):
+        for peer in range(rank):
+            if (link := links.of(peer, rank)) not in REACHABLE:
+                return (
+                    f"ranks {peer} and {rank} are joined by {link.value}, and copies are safe over NVLink or on one GPU"
+                )
+    return None
+
+
+def warnings_of(environ: Mapping[str, str], driver: Driver) -> list[str]:
+    """What costs time and no correctness."""
+    found = []
+    if driver.attribute(Attribute.MULTI_PROCESS_SERVER):
+        found.append("transport='peer' is not known to work under MPS, whose clients share hardware queues")
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if connections.isdigit() and int(connections) < CONNECTIONS:
+        found.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a wait of transport='peer' holds up other streams that share "
+            f"its hardware queue; leave it unset, or at {CONNECTIONS} or more"
+        )
+    return found
+
+
+def open_peer(
+    control: ControlStore,
+    location: Location,
+    make: Callable[[], tuple[Driver, Device]],
+    timeout_s: float,
+    *,
+    flight_dir: Path | None = None,
+    leave: Callable[[str], None] | None = None,
+    rounds: int = ROUNDS,
+) -> PeerTransport:
+    """A ring of the ranks of `control`. Every later wait ends within `timeout_s`, too.
+
+    `make` gives this rank's driver and device, or raises why there is none. `rounds`: exchanges of the self-test.
+    Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
+    """
+    mine, made = facts_of(location, make)
+    answers = control.gather("peer/facts", json.dumps(asdict(mine)).encode(), Deadline(timeout_s))
+    facts = [Facts(**json.loads(answer)) for answer in answers]
+    if why := refusal(facts):
+        raise UnsupportedError(f"transport='peer' cannot join these ranks: {why}; {ANSWER}")
+    driver, gpu = made
+    record = FlightRecord(control.rank, control.world_size, PeerTransport.name)
+    ring: PeerTransport | None = None
+
+    def where() -> str:
+        return ring.watch.where() if ring is not None else "opening"
+
+    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, where=where)
+    try:
+        problem = ""
+        try:
+            ring = PeerTransport(group, record, driver, gpu, timeout_s, flight_dir=flight_dir, leave=leave)
+        except DriverError as error:
+            problem = f"registering the shared pages: {error}"
+        until = Deadline(timeout_s)
+        _all_can(group, problem, until)
+        assert ring is not None
+        _reach(ring, until)
+        _self_test(ring, rounds, until)
+    except BaseException as error:
+        if ring is None:
+            group.drop()
+        else:
+            ring.abort(error)
+        raise
+    return ring
+
+
+def _all_can(group: SharedGroup, problem: str, deadline: Deadline) -> None:
+    """Raise `UnsupportedError` on all ranks where one has a problem."""
+    answers = _agreed(group, problem.encode(), deadline)
+    told = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
+    if told:
+        raise UnsupportedError(f"transport='peer' cannot join these ranks: {told}; {ANSWER}")
+
+
+def _agreed(group: SharedGroup, payload: bytes, deadline: Deadline) -> list[bytes]:
+    what = f"rank {group.rank} opening transport='peer'"
+    return group.all_gather(payload, lambda: None, lambda: what, time.monotonic() + deadline.left_s)
+
+
+def _reach(ring: PeerTransport, deadline: Deadline) -> None:
+    """Map memory of every other rank once: the step that fails is then known by its name."""
+    group, problem, place = ring.group, "", None
+    memory = None
+    try:
+        memory = ring.allocate(1)
+        place = ring.arena.place(memory.data_ptr(), 1)
+    except (RingError, RuntimeError) as error:
+        problem = f"memory for exchanges: {error}"
+    answers = _agreed(group, json.dumps([problem, place]).encode(), deadline)
+    for rank, answer in enumerate(answers):
+        failed, theirs = json.loads(answer)
+        if not problem and not failed and rank != ring.rank:
+            try:
+                ring.lane.imports.address(rank, Place(*theirs))
+            except DriverError as error:
+                problem = f"the memory of rank {rank}: {error}"
+                if error.code == SYSTEM_NOT_READY:
+                    problem += " (is the fabric manager running?)"
+    _all_can(group, problem, deadline)
+
+
+def _self_test(ring: PeerTransport, rounds: int, deadline: Deadline) -> None:
+    """Changing patterns between all pairs of ranks, compared right behind the waits; a difference refuses."""
+    peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
+    count = PATTERN_BYTES // 4
+    memory = ring.allocate((2 + 2 * len(peers)) * PATTERN_BYTES).view(torch.int32).view(2 + 2 * len(peers), count)
+    base = torch.arange(count, dtype=torch.int32, device=ring.device)
+    differs = torch.zeros((), dtype=torch.bool, device=ring.device)
+    memory.zero_()
+    # Before the first exchange: loading a kernel may wait for the whole device.
+    differs |= (base + 1 != base + 1).any()
+    for number in range(rounds):
+        sent = memory[number % 2]
+        torch.add(base, _mark(ring.rank, number), out=sent)
+        received = {peer: memory[2 + 2 * at + number % 2] for at, peer in enumerate(peers)}
+        label = f"self-test {number}"
+        ring.exchange(
+            [Message(peer, sent, label) for peer in peers], [Message(peer, received[peer], label) for peer in peers]
+        ).wait()
+        for peer in peers:
+            differs |= (received[peer] != base + _mark(peer, number)).any()
+    ring.drain()
+    problem = ""
+    if bool(differs):
+        problem = "patterns of the self-test arrived with differences"
+    _all_can(ring.group, problem, deadline)
+
+
+def _mark(rank: int, number: int) -> int:
+    """What a rank adds to its pattern in one round; no two alike."""
+    return 1_000_003 * (number + 1) + 7_919 * rank

@@ -1,0 +1,239 @@
+"""A ring whose ranks are processes of one node, over copy engines: no multiprocessor works on an exchange.
+
+Guarantees: an exchange is copies into the other ranks' memory between waits for words in shared host memory, on a
+stream of its own, so the host of any rank can release every wait by a plain store; every exchange has a deadline; a
+failure is raised on all ranks with its first cause; after `drain` no result is one that a failing rank could have
+spoiled. A wait orders streams and returns at once: call `drain` before results are kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError, UnsupportedError
+from ringattn.observe.flight import FlightRecord
+from ringattn.transport.base import Message, Operation, operations
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.nccl.device import Device
+from ringattn.transport.nccl.hop import Arrived
+from ringattn.transport.peer.arena import Arena
+from ringattn.transport.peer.driver import Driver, DriverError
+from ringattn.transport.peer.hop import PeerHop, PeerWorkHandle, Staging
+from ringattn.transport.peer.lane import NEVER, Lane
+from ringattn.transport.peer.watch import Watch
+from ringattn.transport.shared.group import SharedGroup
+from ringattn.transport.shared.page import FREED
+
+STUCK_ABORT_EXIT_CODE = 75
+
+_open: weakref.WeakSet[PeerTransport] = weakref.WeakSet()
+
+
+class PeerTransport:
+    """One rank of a ring over copy engines. Made by `peer.opening.open_peer`."""
+
+    name = "peer"
+    sm_margin = 0
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        record: FlightRecord,
+        driver: Driver,
+        gpu: Device,
+        timeout_s: float,
+        *,
+        flight_dir: Path | None = None,
+        leave: Callable[[str], None] | None = None,
+    ) -> None:
+        """Takes over an open group, which it closes with itself. `leave` ends the process when an abort is stuck."""
+        self.rank, self.world_size, self.device = group.rank, group.world_size, gpu.torch_device
+        self.gpu, self.group, self.record, self.driver = gpu, group, record, driver
+        self._timeout_s, self._pid = timeout_s, os.getpid()
+        self._end: BaseException | None = None
+        self._all_gathers = 0
+        self._closing = threading.Lock()
+        gpu.activate()
+        self.lane = Lane(driver, gpu, group, timeout_s)
+        self.stream = self.lane.stream
+        self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
+        self.staging = Staging(self)
+        self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or _leave)
+        self.watch.start()
+        _open.add(self)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
+        self.check()
+        if self.gpu.is_capturing():
+            raise RingError(f"rank {self.rank}: memory for exchanges cannot be allocated while capturing")
+        self.watch.tick()  # lets go of the buffers of what has arrived
+        try:
+            return self.arena.allocate(nbytes, self._quiet)
+        except DriverError as error:
+            raise torch.OutOfMemoryError(f"rank {self.rank}: no {nbytes} bytes for exchanges: {error}") from error
+
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerHop:
+        """See `Transport.bind`."""
+        self.check()
+        return PeerHop(self, operations(Operation, self.rank, self.world_size, self.device, sends, recvs))
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerWorkHandle | Arrived:
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
+        return self.bind(sends, recvs).start()
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """See `Transport.replay`: refused, for the numbers of the words would stand in the graph."""
+        raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        """See `Transport.announce`: each call is compared in the pages, which costs microseconds."""
+        return False
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport.all_gather_bytes`; over the shared pages."""
+        self.check()
+        label = f"rank {self.rank} in all-gather {self._all_gathers}"
+        self._all_gathers += 1
+        try:
+            until = time.monotonic() + self._timeout_s
+            return self.group.all_gather(payload, self.watch.raise_failure, lambda: label, until)
+        except (TransportError, DisagreementError) as error:
+            # The watch may have seen it first, and does not know of the all-gather.
+            told = str(error) if label in str(error) else f"{label}: {error}"
+            failure = type(error)(told)
+            self.abort(failure)
+            raise failure from error
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def drain(self) -> None:
+        """Return when every exchange has arrived and what was computed from it is sound. Raises what has failed.
+
+        A rank that fails poisons every page before it lets its copies loose. So a result is sound when its last reader
+        has run and no poison is found after it.
+        """
+        self.check()
+        # Without deadlines: the watch keeps them, from the moment that this rank is ready.
+        for handle in list(self.watch.handles):
+            wait_until(handle.done.query, Deadline(NEVER), self.check)
+        computed = self.gpu.new_event()
+        computed.record(self.gpu.current_stream())
+        wait_until(computed.query, Deadline(NEVER), self.check)
+        if (words := self.group.trouble()) is not None:
+            kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in words else PeerLostError
+            self.watch.fail(kind(f"rank {self.rank}: {words}"))
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+        if os.getpid() != self._pid:
+            raise RingError(
+                f"rank {self.rank}: this ring belongs to process {self._pid}, and this is {os.getpid()}, its fork; "
+                "start processes with spawn and open a Ring in each"
+            )
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        try:
+            self.watch.raise_failure()
+        except RingError as failure:
+            self._end = copy.copy(failure)  # without a traceback, whose frames may view memory
+            self._finish(failed=True)
+            raise
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`."""
+        if self._end is None:
+            self._end = cause
+        self.watch.fail(cause)
+        self._finish(failed=True)
+
+    def close(self) -> None:
+        """See `Transport.close`. Needs no other rank: memory lives for as long as another maps it."""
+        if self._end is not None:
+            return
+        try:
+            self.drain()
+        except RingError as error:
+            self.abort(error)
+            raise
+        self._end = ClosedError(f"rank {self.rank} closed its ring")
+        self._finish(failed=False)
+
+    def _finish(self, failed: bool) -> None:
+        """Give everything back, once: behind the abort where the ring has failed, on a thread that waits for it."""
+        if not self._closing.acquire(blocking=False):
+            return
+        _open.discard(self)
+        if failed:
+            threading.Thread(target=self._clear, args=(True,), name=f"ringattn-end-{self.rank}", daemon=True).start()
+        else:
+            self._clear(False)
+
+    def _clear(self, failed: bool) -> None:
+        """On an end: everything of this rank has run, or is stuck and keeps what it may touch."""
+        if failed:
+            self.watch.ended.wait()
+        self.watch.stop()
+        self.watch.tick()
+        self.group.drop() if failed else self.group.leave()
+        if failed and not self.watch.drained:
+            return
+        with suppress(DriverError):  # of a device that is lost
+            self.gpu.activate()
+            self.lane.close()
+            self.staging.clear()
+            self.watch.handles.clear()
+            self._computed()
+            self.arena.free()
+            # What the caller still views is freed when it lets go.
+            if len(self.arena):
+                threading.Thread(
+                    target=self.arena.free_later, args=(self._computed,), name=f"ringattn-free-{self.rank}", daemon=True
+                ).start()
+
+    def _computed(self) -> None:
+        """Return when the device has computed what the current stream holds now."""
+        self.gpu.activate()
+        computed = self.gpu.new_event()
+        computed.record(self.gpu.current_stream())
+        wait_until(computed.query, Deadline(NEVER))
+
+    def _quiet(self) -> None:
+        """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
+        self.drain()
+        self.watch.tick()
+
+    def _freed(self, count: int) -> None:
+        self.group.own.store(FREED, count)
+
+    def _emptied(self) -> None:
+        self._quiet()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _leave(why: str) -> None:
+    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
+    print(f"ringattn: {why}", file=sys.stderr, flush=True)
+    os._exit(STUCK_ABORT_EXIT_CODE)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the rings that are still open. Not in a fork, whose rings are its parent's."""
+    for ring in list(_open):
+        with suppress(RuntimeError, OSError):
+            ring.close()

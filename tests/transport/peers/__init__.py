@@ -1,0 +1,1 @@
+"""A GPU of processes on CPU: allocations are memfds, streams are threads."""

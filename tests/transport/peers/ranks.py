@@ -1,0 +1,232 @@
+"""What ranks of the peer transport do in `test_peer_faults.py` and `test_peer_memory.py`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+from ringattn.errors import RingError
+from ringattn.transport.base import Message
+from ringattn.transport.peer.transport import PeerTransport
+from tests.transport.peers.rings import meet
+from tests.transport.peers.sim_driver import SimGpu
+
+OFFSETS = (0, 1, 7, 64)
+
+
+def neighbors(ring: PeerTransport) -> tuple[int, int]:
+    return (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """No power of two divides its period, so bytes that are shifted are seen."""
+    period = torch.arange(251, dtype=torch.uint8).roll(seed)
+    return period.repeat(-(-nbytes // 251))[:nbytes]
+
+
+def around(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, label: str = "x") -> Any:
+    after, before = neighbors(ring)
+    return ring.exchange([Message(after, sent, label)], [Message(before, received, label)])
+
+
+def sizes(rank: int, world_size: int, wanted: list[int], switches: dict[str, Any]) -> list[bool]:
+    """Bytes of every size, at odd offsets, into exchanged and into plain memory."""
+    ring, whole = meet(rank, world_size, gpu=SimGpu(**switches)), []
+    before = neighbors(ring)[1]
+    for nbytes in wanted:
+        for offset in OFFSETS:
+            room = ring.allocate(2 * (nbytes + offset)).view(2, -1)
+            plain = torch.zeros(nbytes + offset, dtype=torch.uint8)
+            sent = room[0, offset:]
+            sent.copy_(pattern(nbytes, rank))
+            for received in (room[1, offset:], plain[offset:]):
+                received.zero_()
+                around(ring, sent, received).wait()
+                whole.append(torch.equal(received, pattern(nbytes, before)))
+    ring.close()
+    return whole
+
+
+def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
+    """Open and close: what the driver still has, open descriptors, and mappings after each time but the first."""
+    left, descriptors, mappings = [], [], []
+    for number in range(times + 1):
+        gpu = SimGpu()
+        ring = meet(rank, world_size, gpu=gpu, rounds=1)
+        room = ring.allocate(1 << 16).view(2, -1)
+        around(ring, room[0], room[1]).wait()
+        del room
+        ring.close()
+        if number:
+            left.append(gpu.driver.leftovers())
+            gc.collect()  # a ring holds its page until it is collected
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            with open("/proc/self/maps") as maps:
+                mappings.append(sum("memfd" in line for line in maps))
+    return left, descriptors, mappings
+
+
+def growing(rank: int, world_size: int) -> dict[str, Any]:
+    """Memory is let go of and taken anew in mid-run, on one rank more often than on the other."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    before, whole, mapped = neighbors(ring)[1], [], []
+    room = None
+    for number in range(6):
+        if room is None or rank == 0 or number % 2:
+            room = None
+            room = ring.allocate((number + 1) << 16)
+        half = room[: 1 << 16].view(2, -1)
+        half[0] = 10 * number + rank
+        around(ring, half[0], half[1], f"n {number}").wait()
+        whole.append(bool((half[1] == 10 * number + before).all()))
+        mapped.append(len(gpu.driver._mapped))
+        del half
+    del room
+    ring.close()
+    return {"whole": whole, "mapped": max(mapped), "left": gpu.driver.leftovers()}
+
+
+def out_of_memory(rank: int, world_size: int) -> str:
+    ring = meet(rank, world_size, gpu=SimGpu(memory=8 << 20), rounds=1)
+    emptied = []
+    ring.arena._emptied = lambda: emptied.append(1)  # type: ignore[assignment]
+    try:
+        ring.allocate(1 << 30)
+        said = "nothing"
+    except torch.OutOfMemoryError as error:
+        said = f"{len(emptied)} {error}"
+    room = ring.allocate(1 << 16).view(2, -1)
+    around(ring, room[0], room[1]).wait()
+    del room
+    ring.close()
+    return said
+
+
+def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
+    """After an abort the memory stays while it is viewed, and goes afterwards."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    room = ring.allocate(1 << 16)
+    around(ring, room[: 1 << 15], room[1 << 15 :]).wait()
+    ring.all_gather_bytes(b"")
+    ring.abort(ValueError("enough"))
+    until = time.monotonic() + 5.0
+    while gpu.driver.leftovers()["registered"] and time.monotonic() < until:
+        time.sleep(0.01)
+    found = [gpu.driver.leftovers()]
+    room[0] = 7  # still there
+    del room
+    while any(gpu.driver.leftovers().values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return [*found, gpu.driver.leftovers()]
+
+
+def unlike_ends(rank: int, world_size: int, what: str) -> str:
+    ring = meet(rank, world_size)
+    room = ring.allocate(64)
+    count, label = (32, "k") if what == "bytes" or rank == 0 else (16, "v")
+    if what == "bytes" and rank == 1:
+        count = 16
+    try:
+        if rank == 0:
+            ring.exchange([Message(1, room[:count], f"{label} to rank 1")], []).wait()
+        else:
+            ring.exchange(
+                [], [Message(0, room[:count] if what == "bytes" else room[:32], f"{label} from rank 0")]
+            ).wait()
+        ring.drain()
+    except RingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def struck(rank: int, world_size: int, kind: str, point: str, culprit: int, deadline_s: float) -> dict[str, Any]:
+    """One rank is killed or stopped at some point of a run; what the others raise, and when."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, deadline_s, gpu=gpu)
+    caller = gpu.caller = gpu.new_stream()
+    room = ring.allocate(4 << 16).view(4, -1)
+    ring.all_gather_bytes(b"")
+    strikes = rank == culprit
+
+    def strike() -> None:
+        # The strike of a stream's thread takes the whole process, too.
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+    began = time.monotonic()
+    try:
+        for number in range(200):
+            if strikes and number == 3:
+                if point == "before start":
+                    strike()
+                if point == "in a copy":
+                    gpu.driver.copy_began = strike
+                if point == "computing":
+                    caller.compute(strike)
+            handle = around(ring, room[number % 2], room[2 + number % 2], f"hop {number}")
+            if strikes and number == 3 and point == "after start":
+                strike()
+            handle.wait()
+            if number % 3 == 0:
+                ring.drain()
+        ring.drain()
+        return {"kind": "nothing", "message": "", "after_s": time.monotonic() - began}
+    except RingError as error:
+        return {
+            "kind": type(error).__name__, "message": str(error), "after_s": time.monotonic() - began, "left": ended(gpu)
+        }  # fmt: skip
+
+
+def ended(gpu: SimGpu) -> dict[str, int]:
+    """What the driver still has when the abort has ended: the memory that the caller views."""
+    until = time.monotonic() + 5.0
+    while gpu.driver.leftovers()["registered"] and time.monotonic() < until:
+        time.sleep(0.01)
+    return gpu.driver.leftovers()
+
+
+def spoiled(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then runs into."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    caller = gpu.caller = gpu.new_stream()
+    slot = ring.allocate(1 << 16)
+    release, seen = threading.Event(), []
+    if rank == 0:
+        slot.fill_(1)
+        ring.exchange([Message(1, slot, "first")], []).wait()
+        ring.drain()
+        other = torch.full((1 << 16,), 2, dtype=torch.uint8)
+        ring.exchange([Message(1, other, "second")], [])
+        ring.all_gather_bytes(b"queued")
+        ring.abort(ValueError("rank 0 gives up"))
+        time.sleep(2.0)
+        return {"said": "aborted"}
+    ring.exchange([], [Message(0, slot, "first")]).wait()
+
+    def compute() -> None:
+        release.wait(5.0)
+        seen.append(sorted(set(slot.tolist())))
+
+    caller.compute(compute)
+    ring.watch.stop()  # so that only `drain` can see the poison
+    ring.exchange([], [Message(0, slot, "second")])
+    ring.all_gather_bytes(b"queued")
+    time.sleep(0.5)  # the stray copy has run
+    release.set()
+    try:
+        ring.drain()
+        said = "success"
+    except RingError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seen": seen[0]}

@@ -1,0 +1,42 @@
+"""Opens the unchanged peer transport over a simulated GPU in the calling process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from ringattn.transport.control_store import ControlStore, rendezvous_store
+from ringattn.transport.location import Location, machine_id
+from ringattn.transport.peer.opening import open_peer
+from ringattn.transport.peer.transport import PeerTransport
+from tests.transport.peers.sim_driver import SimGpu
+
+
+def location(**facts: Any) -> Location:
+    """This process's, on the one simulated GPU of the machine."""
+    return replace(Location(socket.gethostname(), machine_id(), os.getpid(), os.getuid(), "one"), **facts)
+
+
+def meet(
+    rank: int,
+    world_size: int,
+    timeout_s: float = 20.0,
+    *,
+    gpu: SimGpu | None = None,
+    where: Location | None = None,
+    rounds: int = 2,
+    **opening: Any,
+) -> PeerTransport:
+    """A ring of all processes, opened when all are there, with waits of `timeout_s`."""
+    store = rendezvous_store(rank, world_size, 60.0)
+    store.set(f"ready/{rank}", "1")
+    store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=60.0))
+    gpu = gpu or SimGpu()
+    control = ControlStore(store, rank, world_size)
+    ring = open_peer(control, where or location(), lambda: (gpu.driver, gpu), 20.0, rounds=rounds, **opening)
+    # Shorter than a busy machine may need to open.
+    ring._timeout_s = ring.lane._timeout_s = ring.watch._timeout_s = ring.group.timeout_s = timeout_s
+    return ring
