@@ -21,14 +21,18 @@ from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import PUBLISH_S, GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, order_advice
-from ringattn.transport.nccl.device import CudaDevice
+from ringattn.transport.nccl.device import CudaDevice, Device
 from ringattn.transport.nccl.options import NcclOptions, open_binding, overlap_warnings, warnings_for
 from ringattn.transport.nccl.transport import NcclTransport
+from ringattn.transport.peer.driver import CudaDriver, Driver
+from ringattn.transport.peer.opening import open_peer
+from ringattn.transport.peer.opening import warnings_of as peer_warnings
+from ringattn.transport.peer.transport import PeerTransport
 
-TRANSPORTS = ("auto", "local", "gloo", "nccl")
+TRANSPORTS = ("auto", "local", "gloo", "nccl", "peer")
 CAUSES_EVERY_S = 0.5
 """How often a rank that waits for the others looks whether one of them has failed."""
-TransportName = Literal["auto", "local", "gloo", "nccl"]
+TransportName = Literal["auto", "local", "gloo", "nccl", "peer"]
 
 
 def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None) -> Transport:
@@ -64,11 +68,15 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
         )
     folder = os.environ.get("RINGATTN_FLIGHT_DIR")
     flight_dir = Path(folder) if folder else None
-    on_gpu = transport == "nccl" or (transport == "auto" and torch.cuda.is_available())
+    # A rank without a GPU tells the others so when peer opens.
+    on_gpu = transport == "nccl" or (transport in ("auto", "peer") and torch.cuda.is_available())
     store = store or dist.HashStore()
     try:
         gpu = _gpu_index(rank) if on_gpu else None
         locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s)
+        if transport == "peer":
+            control = ControlStore(store, rank, world_size, timeout_s)
+            return _open_peer(control, timeout_s, flight_dir, gpu, locations)
         if gpu is not None:
             return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
     except Exception as error:  # the others wait for this rank already
@@ -130,6 +138,25 @@ def _open_nccl(
         flight_dir=flight_dir,
         job_size=job_size(len(locations)),
     )
+
+
+def _open_peer(
+    control: ControlStore, timeout_s: float, flight_dir: Path | None, gpu: int | None, locations: tuple[Location, ...]
+) -> PeerTransport:
+    """Copy engines of this process's GPU."""
+
+    def make() -> tuple[Driver, Device]:
+        if gpu is None:
+            raise UnsupportedError("torch finds no CUDA device")
+        device = CudaDevice(gpu)
+        device.activate()
+        torch.cuda.current_stream(gpu).synchronize()  # the context is there from here on
+        driver = CudaDriver(gpu)
+        for warning in peer_warnings(os.environ, driver):
+            warnings.warn(f"rank {control.rank}: {warning}", stacklevel=7)
+        return driver, device
+
+    return open_peer(control, locations, make, timeout_s, flight_dir=flight_dir)
 
 
 def job_size(world_size: int) -> int:

@@ -89,10 +89,7 @@ class PeerHop:
         if not self._parts:
             return Arrived()
         gpu, watch = transport.gpu, transport.watch
-        if gpu.is_capturing():
-            raise UnsupportedError(
-                f"rank {transport.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
-            )
+        transport.refuse_capture()
         ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
         flight = transport.record.begin(0, self._parts)
         flight.state = LAUNCHING

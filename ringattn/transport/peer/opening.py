@@ -37,6 +37,8 @@ NEEDED = {
 }
 ROUNDS = 64
 PATTERN_BYTES = 1 << 20
+SPREAD = 2_654_435_761
+"""Odd, near 2^32 divided by the golden ratio: its multiples differ in all bytes."""
 CONNECTIONS = 8
 SYSTEM_NOT_READY = 802
 """`CUDA_ERROR_SYSTEM_NOT_READY`."""
@@ -46,26 +48,24 @@ SYSTEM_NOT_READY = 802
 class Facts:
     """What a rank says of itself before it opens. `problem`: why it cannot, empty where it can."""
 
-    location: str
     problem: str = ""
     version: int = 0
     partition: bool = False
     lacks: tuple[str, ...] = ()
 
 
-def facts_of(location: Location, make: Callable[[], tuple[Driver, Device]]) -> tuple[Facts, list[Any]]:
+def facts_of(make: Callable[[], tuple[Driver, Device]]) -> tuple[Facts, list[Any]]:
     """This rank's facts, and what `make` gave, empty where it could not."""
     try:
         driver, gpu = make()
         lacks = tuple(words for which, words in NEEDED.items() if not driver.attribute(which))
-        return Facts(location.text(), "", driver.version, driver.is_partition(), lacks), [driver, gpu]
+        return Facts("", driver.version, driver.is_partition(), lacks), [driver, gpu]
     except RingError as error:
-        return Facts(location.text(), str(error)), []
+        return Facts(str(error)), []
 
 
-def refusal(facts: Sequence[Facts]) -> str | None:
+def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
     """Why these ranks cannot form a ring over copy engines; the same on every rank."""
-    places = [Location.parse(each.location) for each in facts]
     for rank, each in enumerate(facts):
         if each.problem:
             return f"rank {rank}: {each.problem}"
@@ -109,7 +109,7 @@ def warnings_of(environ: Mapping[str, str], driver: Driver) -> list[str]:
 
 def open_peer(
     control: ControlStore,
-    location: Location,
+    locations: Sequence[Location],
     make: Callable[[], tuple[Driver, Device]],
     timeout_s: float,
     *,
@@ -117,15 +117,15 @@ def open_peer(
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
 ) -> PeerTransport:
-    """A ring of the ranks of `control`. Every later wait ends within `timeout_s`, too.
+    """A ring of the ranks of `control`, which are at `locations`. Every later wait ends within `timeout_s`, too.
 
     `make` gives this rank's driver and device, or raises why there is none. `rounds`: exchanges of the self-test.
     Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
     """
-    mine, made = facts_of(location, make)
+    mine, made = facts_of(make)
     answers = control.gather("peer/facts", json.dumps(asdict(mine)).encode(), Deadline(timeout_s))
     facts = [Facts(**json.loads(answer)) for answer in answers]
-    if why := refusal(facts):
+    if why := refusal(facts, locations):
         raise UnsupportedError(f"transport='peer' cannot join these ranks: {why}; {ANSWER}")
     driver, gpu = made
     record = FlightRecord(control.rank, control.world_size, PeerTransport.name)
@@ -152,6 +152,7 @@ def open_peer(
         else:
             ring.abort(error)
         raise
+    ring.locations = tuple(locations)
     return ring
 
 
@@ -195,7 +196,8 @@ def _self_test(ring: PeerTransport, rounds: int, deadline: Deadline) -> None:
     peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
     count = PATTERN_BYTES // 4
     memory = ring.allocate((2 + 2 * len(peers)) * PATTERN_BYTES).view(torch.int32).view(2 + 2 * len(peers), count)
-    base = torch.arange(count, dtype=torch.int32, device=ring.device)
+    # Every byte of every word changes from round to round, so one that does not arrive is seen.
+    base = (torch.arange(count, dtype=torch.int64, device=ring.device) * SPREAD).to(torch.int32)
     differs = torch.zeros((), dtype=torch.bool, device=ring.device)
     memory.zero_()
     # Before the first exchange: loading a kernel may wait for the whole device.
@@ -218,5 +220,5 @@ def _self_test(ring: PeerTransport, rounds: int, deadline: Deadline) -> None:
 
 
 def _mark(rank: int, number: int) -> int:
-    """What a rank adds to its pattern in one round; no two alike."""
-    return 1_000_003 * (number + 1) + 7_919 * rank
+    """What a rank adds to its pattern in one round, as a signed number of 32 bits."""
+    return (SPREAD * (number + 1) + 7_919 * rank + 2**31) % 2**32 - 2**31

@@ -25,6 +25,7 @@ from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingE
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.location import Location
 from ringattn.transport.nccl.device import Device
 from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Arena
@@ -45,6 +46,7 @@ class PeerTransport:
 
     name = "peer"
     sm_margin = 0
+    locations: tuple[Location, ...] = ()
 
     def __init__(
         self,
@@ -76,8 +78,7 @@ class PeerTransport:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
         self.check()
-        if self.gpu.is_capturing():
-            raise RingError(f"rank {self.rank}: memory for exchanges cannot be allocated while capturing")
+        self.refuse_capture()
         self.watch.tick()  # lets go of the buffers of what has arrived
         try:
             return self.arena.allocate(nbytes, self._quiet)
@@ -87,14 +88,22 @@ class PeerTransport:
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerHop:
         """See `Transport.bind`."""
         self.check()
+        self.refuse_capture()
         return PeerHop(self, operations(Operation, self.rank, self.world_size, self.device, sends, recvs))
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerWorkHandle | Arrived:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
         return self.bind(sends, recvs).start()
 
+    def refuse_capture(self) -> None:
+        """Raise `UnsupportedError` while the current stream is being captured: numbers would stand in the graph."""
+        if self.gpu.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
+            )
+
     def replay(self, run: Callable[[], None]) -> None:
-        """See `Transport.replay`: refused, for the numbers of the words would stand in the graph."""
+        """See `Transport.replay`."""
         raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
 
     def announce(self, call: int, digest: bytes, words: str) -> bool:

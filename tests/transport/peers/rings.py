@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from ringattn.transport.control_store import ControlStore, rendezvous_store
-from ringattn.transport.location import Location, machine_id
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.location import Location, gather_locations, machine_id
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.transport import PeerTransport
 from tests.transport.peers.sim_driver import SimGpu
@@ -36,7 +37,8 @@ def meet(
     store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=60.0))
     gpu = gpu or SimGpu()
     control = ControlStore(store, rank, world_size)
-    ring = open_peer(control, where or location(), lambda: (gpu.driver, gpu), 20.0, rounds=rounds, **opening)
+    locations = gather_locations(control, where or location(), Deadline(20.0))
+    ring = open_peer(control, locations, lambda: (gpu.driver, gpu), 20.0, rounds=rounds, **opening)
     # Shorter than a busy machine may need to open.
     ring._timeout_s = ring.lane._timeout_s = ring.watch._timeout_s = ring.group.timeout_s = timeout_s
     return ring
