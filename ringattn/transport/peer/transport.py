@@ -26,7 +26,7 @@ from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.device import Device
+from ringattn.transport.nccl.device import Device, PassOrder
 from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Arena
 from ringattn.transport.peer.driver import Driver, DriverError
@@ -69,6 +69,7 @@ class PeerTransport:
         gpu.activate()
         self.lane = Lane(driver, gpu, group, timeout_s)
         self.stream = self.lane.stream
+        self.order = PassOrder(gpu)
         self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
         self.staging = Staging(self)
         self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or _leave)
@@ -128,6 +129,14 @@ class PeerTransport:
             self.abort(error)
             raise
 
+    def begin_pass(self) -> None:
+        """See `Transport.begin_pass`."""
+        self.order.begin()
+
+    def end_pass(self) -> None:
+        """See `Transport.end_pass`."""
+        self.order.end()
+
     def drain(self) -> None:
         """Return when every exchange has arrived and what was computed from it is sound. Raises what has failed.
 
@@ -140,7 +149,7 @@ class PeerTransport:
             wait_until(handle.done.query, Deadline(NEVER), self.check)
         computed = self.gpu.new_event()
         computed.record(self.gpu.current_stream())
-        wait_until(computed.query, Deadline(NEVER), self.check)
+        wait_until(lambda: computed.query() and self.order.passed(), Deadline(NEVER), self.check)
         if (words := self.group.trouble()) is not None:
             kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in words else PeerLostError
             self.watch.fail(kind(f"rank {self.rank}: {words}"))
@@ -214,11 +223,11 @@ class PeerTransport:
                 ).start()
 
     def _computed(self) -> None:
-        """Return when the device has computed what the current stream holds now."""
+        """Return when the device has computed what the current stream holds now, and the last pass."""
         self.gpu.activate()
         computed = self.gpu.new_event()
         computed.record(self.gpu.current_stream())
-        wait_until(computed.query, Deadline(NEVER))
+        wait_until(lambda: computed.query() and self.order.passed(), Deadline(NEVER))
 
     def _quiet(self) -> None:
         """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
@@ -230,8 +239,7 @@ class PeerTransport:
 
     def _emptied(self) -> None:
         self._quiet()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.gpu.release_cached()
 
 
 def _leave(why: str) -> None:

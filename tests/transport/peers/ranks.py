@@ -94,14 +94,13 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def out_of_memory(rank: int, world_size: int) -> str:
-    ring = meet(rank, world_size, gpu=SimGpu(memory=8 << 20), rounds=1)
-    emptied = []
-    ring.arena._emptied = lambda: emptied.append(1)  # type: ignore[assignment]
+    gpu = SimGpu(memory=8 << 20)
+    ring = meet(rank, world_size, gpu=gpu, rounds=1)
     try:
         ring.allocate(1 << 30)
         said = "nothing"
     except torch.OutOfMemoryError as error:
-        said = f"{len(emptied)} {error}"
+        said = f"{gpu.driver.released} {error}"
     room = ring.allocate(1 << 16).view(2, -1)
     around(ring, room[0], room[1]).wait()
     del room

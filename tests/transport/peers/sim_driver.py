@@ -177,6 +177,10 @@ class SimGpu:
         """See `Device.empty`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def release_cached(self) -> None:
+        """See `Device.release_cached`."""
+        self.driver.released += 1
+
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
         """See `Device.wrap`."""
         array = (ctypes.c_uint8 * nbytes).from_address(pointer)
@@ -201,6 +205,7 @@ class SimDriver:
         memory: int,
     ) -> None:
         self.version = version
+        self.released = 0
         self.log: list[tuple[object, ...]] = []
         self.copy_began: Callable[[], None] = lambda: None
         """Called by a stream when a copy begins."""
