@@ -29,7 +29,7 @@ from ringattn.transport.location import Location
 from ringattn.transport.nccl.device import Device, PassOrder
 from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Arena
-from ringattn.transport.peer.driver import Driver, DriverError
+from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
 from ringattn.transport.peer.hop import PeerHop, PeerWorkHandle, Staging
 from ringattn.transport.peer.lane import NEVER, Lane
 from ringattn.transport.peer.watch import Watch
@@ -84,6 +84,8 @@ class PeerTransport:
         try:
             return self.arena.allocate(nbytes, self._quiet)
         except DriverError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
             raise torch.OutOfMemoryError(f"rank {self.rank}: no {nbytes} bytes for exchanges: {error}") from error
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerHop:
