@@ -108,7 +108,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         "NCCL": lambda: probes.nccl(facts.nccl_library(), facts.torch_nccl()),
         "NCCL wheels": lambda: probes.wheels(facts.nccl_wheels(), build),
         "network": lambda: network.network(network_facts(), os.environ, facts.nccl_library().version),
-        "environment": lambda: probes.variables(os.environ, facts.nccl_library().version),
+        "environment": lambda: probes.variables(os.environ),
         "kernels": lambda: [probes.kernels_name(facts.installed("kernels"), facts.kernels_origin())],
     }
     for topic, look in looks.items():

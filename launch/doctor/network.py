@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ringattn.launch.doctor.probes import ERROR, NOTE, OK, WARNING, Finding
 from ringattn.transport.nccl.binding import Capability
-from ringattn.transport.nccl.options import NcclOptions, overlap_warnings, warnings_for
+from ringattn.transport.nccl.options import NcclOptions, overlap_warnings, warnings_beside_torch
 
 SWITCH, BRIDGE, NUMA, SYSTEM, UNKNOWN = range(5)
 DISTANCES = ("one PCIe switch", "one host bridge", "one NUMA node", "another NUMA node", "unknown ways")
@@ -255,9 +255,7 @@ def blocks(environment: Mapping[str, str]) -> list[Finding]:
 
 def launches(environment: Mapping[str, str], nccl_version: int) -> list[Finding]:
     """The order of launches beside other communicators, as DDP and FSDP open them."""
-    refused = {"NCCL_COMM_ID", "NCCL_COMM_BLOCKING"}  # findings of their own
-    allowed = {key: value for key, value in environment.items() if key not in refused}
-    told = warnings_for(allowed, nccl_version, other_nccl_groups=True)
+    told = warnings_beside_torch(environment, nccl_version)
     why = "two communicators that launch in different orders on two ranks wait for each other for ever"
     return [Finding("launch order", NOTE, f"beside DDP or FSDP: {text}", "", why) for text in told] or [
         Finding("launch order", OK, "one order on all ranks, also beside DDP or FSDP")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
 from ringattn.transport.nccl.binding import version_text
-from ringattn.transport.nccl.options import warnings_for
+from ringattn.transport.nccl.options import check_environment
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (OK, NOTE, WARNING, ERROR)
@@ -213,12 +213,12 @@ def processors(cores: int, allowed: int, numa_nodes: int, threads: str | None) -
     return [Finding("processors", OK, text, advice)]
 
 
-def variables(environment: Mapping[str, str], nccl_version: int) -> list[Finding]:
+def variables(environment: Mapping[str, str]) -> list[Finding]:
     """What NCCL and torch are told by the environment, and what of it does harm."""
     told = {key: value for key, value in environment.items() if key.startswith(("NCCL_", "TORCH_", "RINGATTN_"))}
     findings = []
     try:
-        warnings_for(environment, nccl_version, other_nccl_groups=False)
+        check_environment(environment)
     except InputError as error:
         findings.append(Finding("environment", ERROR, str(error)))
     if told.get("NCCL_P2P_DISABLE") == "1":

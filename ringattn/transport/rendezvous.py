@@ -22,7 +22,14 @@ from ringattn.transport.gloo import PUBLISH_S, GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, order_advice
 from ringattn.transport.nccl.device import CudaDevice, Device
-from ringattn.transport.nccl.options import NcclOptions, open_binding, overlap_warnings, warnings_for
+from ringattn.transport.nccl.options import (
+    NcclOptions,
+    check_environment,
+    open_binding,
+    overlap_warnings,
+    warnings_beside_torch,
+)
+from ringattn.transport.nccl.other_groups import LateGroups
 from ringattn.transport.nccl.transport import NcclTransport
 from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
@@ -118,14 +125,20 @@ def _open_nccl(
 ) -> NcclTransport:
     """NCCL on this process's GPU."""
     binding = open_binding(options)
-    others = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    overlap = [] if len(locations) == 1 else overlap_warnings(os.environ, options, binding.capabilities)
-    for warning in [*warnings_for(os.environ, binding.version, others), *overlap]:
+    check_environment(os.environ)
+    for warning in [] if len(locations) == 1 else overlap_warnings(os.environ, options, binding.capabilities):
         warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
+
+    def beside_torch() -> None:
+        for warning in warnings_beside_torch(os.environ, binding.version):
+            warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
+
+    late = LateGroups(beside_torch)
+    late.look()
     nccl_id = os.environ.get("NCCL_HOSTID", locations[rank].host)
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # then NCCL lets ranks share a GPU
         nccl_id += f"/{rank}"
-    return NcclTransport.open(
+    ring = NcclTransport.open(
         store,
         rank,
         len(locations),
@@ -138,6 +151,8 @@ def _open_nccl(
         flight_dir=flight_dir,
         job_size=job_size(len(locations)),
     )
+    ring.look_around = late.look
+    return ring
 
 
 def _open_peer(

@@ -232,7 +232,7 @@ def test_processors() -> None:
     ],
 )
 def test_variables(environment: dict[str, str], level: str, words: str) -> None:
-    found = worst(doctor_probes.variables(environment, 22907))
+    found = worst(doctor_probes.variables(environment))
     assert found.level == level and words in found.text
 
 

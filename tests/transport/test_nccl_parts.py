@@ -26,7 +26,13 @@ from ringattn.transport.nccl.bootstrap import (
     share_unique_id,
 )
 from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
-from ringattn.transport.nccl.options import NcclOptions, config_of, overlap_warnings, warnings_for
+from ringattn.transport.nccl.options import (
+    NcclOptions,
+    check_environment,
+    config_of,
+    overlap_warnings,
+    warnings_beside_torch,
+)
 from tests.transport.nccl_rings import on_gpus, results
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
@@ -174,17 +180,16 @@ def test_what_a_heartbeat_tells_is_small_and_what_a_rank_keeps_is_bounded() -> N
 
 
 def test_advice() -> None:
-    assert warnings_for({}, 22809, other_nccl_groups=False) == []
-    (order,) = warnings_for({}, 22809, other_nccl_groups=True)
+    (order,) = warnings_beside_torch({}, 22809)
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in order
-    assert warnings_for({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22809, other_nccl_groups=True) == []
-    (old,) = warnings_for({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22503, other_nccl_groups=True)
+    assert warnings_beside_torch({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22809) == []
+    (old,) = warnings_beside_torch({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, 22503)
     assert "NCCL 2.25.3 keeps no order" in old
-    both = warnings_for({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809, other_nccl_groups=True)
+    both = warnings_beside_torch({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809)
     assert len(both) == 2 and "CUDA_DEVICE_MAX_CONNECTIONS=1" in both[1]
     for name, value in (("NCCL_COMM_ID", "127.0.0.1:2000"), ("NCCL_COMM_BLOCKING", "1")):
         with pytest.raises(InputError, match=f"{name} is set"):
-            warnings_for({name: value}, 22809, other_nccl_groups=False)
+            check_environment({name: value})
 
 
 def test_bad_options_are_refused() -> None:

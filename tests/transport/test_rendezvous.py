@@ -16,6 +16,7 @@ import ringattn
 from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
 from ringattn.transport import rendezvous as opening
 from ringattn.transport.location import Location, my_location
+from ringattn.transport.nccl import other_groups
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.simulated.device import SimDevice
@@ -79,6 +80,31 @@ def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytes
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with pytest.warns(UserWarning, match="rank 0: .*NCCL_LAUNCH_ORDER_IMPLICIT=1"):
         Ring(transport="nccl").close()
+
+
+def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
+    gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    with warnings.catch_warnings(record=True) as told, Ring(transport="nccl") as ring:
+        warnings.simplefilter("always")
+        calls = iter(range(1, 10))
+
+        def call() -> int:
+            ring.transport.announce(next(calls), b"", "a call")
+            return len(told)
+
+        assert call() == 0
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            assert call() == 0
+            later = dist.new_group([0], backend="gloo")
+            # As FSDP does beside a default group of gloo; a machine without a GPU has no NCCL group to open.
+            monkeypatch.setitem(other_groups._world.pg_backend_config, later, "cuda:nccl")
+            assert [call(), call()] == [1, 1]
+        finally:
+            dist.destroy_process_group()
+    assert "rank 0: torch's NCCL process groups and this ring launch on one GPU" in str(told[0].message)
 
 
 def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

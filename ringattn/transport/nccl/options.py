@@ -94,12 +94,9 @@ def config_of(options: NcclOptions, capabilities: Collection[Capability]) -> Com
 LAUNCH_ORDER_SINCE = 22600
 
 
-def warnings_for(environment: Mapping[str, str], nccl_version: int, other_nccl_groups: bool) -> list[str]:
-    """Warnings for the user. `other_nccl_groups`: torch has NCCL process groups in this process.
-
-    Raises `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one, and for
-    `NCCL_COMM_BLOCKING`, which takes the deadline from opening.
-    """
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one, and for
+    `NCCL_COMM_BLOCKING`, which takes the deadline from opening."""
     if environment.get("NCCL_COMM_ID"):
         raise InputError(
             "NCCL_COMM_ID is set, and gives every communicator the same id; unset it: ranks meet through the store"
@@ -109,8 +106,10 @@ def warnings_for(environment: Mapping[str, str], nccl_version: int, other_nccl_g
             "NCCL_COMM_BLOCKING is set, and overrides how every communicator is made; unset it, and use "
             "NcclOptions(blocking=...)"
         )
-    if not other_nccl_groups:
-        return []
+
+
+def warnings_beside_torch(environment: Mapping[str, str], nccl_version: int) -> list[str]:
+    """Warnings for a ring beside NCCL process groups of torch's in one process."""
     found = []
     if nccl_version >= LAUNCH_ORDER_SINCE and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
         found.append(

@@ -94,6 +94,7 @@ class NcclTransport:
         self._timeout_s = timeout_s
         self._all_gather = StoreAllGather(control, self.supervisor, timeout_s)
         self._end: BaseException | None = None
+        self.look_around: Callable[[], None] = lambda: None  # at each call of the ring
 
     @classmethod
     def open(
@@ -191,6 +192,7 @@ class NcclTransport:
     def announce(self, call: int, digest: bytes, words: str) -> bool:
         """See `Transport.announce`: the supervisors compare calls while they wait."""
         self._calls.announce(call, digest, words)
+        self.look_around()
         return True
 
     def begin_pass(self) -> None:
