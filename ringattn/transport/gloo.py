@@ -27,7 +27,8 @@ from ringattn.transport.base import HostTransport, Message, Operation, listed, o
 from ringattn.transport.bounded_store import bounded, host_of
 from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.heartbeat import HEARTBEAT_S, Diagnosis, Heartbeat, HeartbeatThread, Wait
+from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
+from ringattn.transport.heartbeat import Heartbeat, HeartbeatThread
 
 PUBLISH_S = 0.3
 """How long a rank that fails tries to publish why."""
@@ -97,13 +98,18 @@ class GlooTransport(HostTransport):
     device = torch.device("cpu")
 
     def __init__(
-        self, group: dist.ProcessGroupGloo, control: ControlStore, timeout_s: float, flight_dir: Path | None = None
+        self,
+        group: dist.ProcessGroupGloo,
+        control: ControlStore,
+        timeout_s: float,
+        flight_dir: Path | None = None,
+        job_size: int | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self._group: dist.ProcessGroupGloo | None = group
         self._control = control
-        self._diagnosis = Diagnosis(self._control)
+        self._diagnosis = Diagnosis(self._control, job_size)
         self._timeout_s = timeout_s
         self._all_gathers = 0
         self._end: BaseException | None = None
@@ -117,7 +123,8 @@ class GlooTransport(HostTransport):
         if self.world_size > 1:
             self._beating = control.clone().store
             self._reader = Heartbeat(self._beating, self.rank)
-            self._sender = HeartbeatThread(self._beating, self.rank, HEARTBEAT_S, self._flights.where, self._look)
+            every_s = heartbeat_s(job_size or self.world_size)
+            self._sender = HeartbeatThread(self._beating, self.rank, every_s, self._flights.where, self._look)
 
     @classmethod
     def open(
@@ -128,12 +135,14 @@ class GlooTransport(HostTransport):
         timeout_s: float,
         flight_dir: Path | None = None,
         interface: str = "",
+        job_size: int | None = None,
     ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
-        has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. Raises `DeadlineError`
-        that names the ranks which did not arrive, or the addresses that could not be reached.
+        has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. `job_size` ranks share
+        the store; None: those of this ring do. Raises `DeadlineError` that names the ranks which did not arrive, or the
+        addresses that could not be reached.
         """
         deadline, opened = Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
         control = ControlStore(store, rank, world_size, timeout_s)
@@ -169,7 +178,7 @@ class GlooTransport(HostTransport):
             except DeadlineError as unanswered:
                 raise DeadlineError(f"{opened}{unanswered}") from error
             raise DeadlineError(late) from error
-        return cls(group, control, timeout_s, flight_dir)
+        return cls(group, control, timeout_s, flight_dir, job_size)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""

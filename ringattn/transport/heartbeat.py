@@ -1,9 +1,8 @@
-"""Heartbeats in the control store, the monitor that reads them, and failure attribution for gloo.
+"""Heartbeats in the control store, and the monitor that reads them.
 
 Each rank writes a counter and a status at an interval for as long as its process runs. A rank whose counter does not
 change is stopped, stuck in a call that holds the interpreter, or gone; one whose counter changes is alive, and its
-status says where it is. One that ended its heartbeat on purpose is neither. When a wait fails, every rank is checked:
-the peer that a rank waits for may itself wait for another.
+status says where it is. One that ended its heartbeat on purpose is neither.
 Guarantees: clocks of different machines are never compared.
 """
 
@@ -12,15 +11,13 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ringattn.errors import DeadlineError
 from ringattn.transport.bounded_store import BoundedStore
 from ringattn.transport.control_store import CAUSE, ControlStore
-from ringattn.transport.deadline import Deadline
 
 ENDED = 0
 CLOSED = "c"
@@ -286,117 +283,3 @@ class HeartbeatMonitor:
 
     def _lose(self, error: RuntimeError) -> None:
         self.lost = str(error)
-
-
-HEARTBEAT_S = 0.25
-"""Seconds between two heartbeats of a rank."""
-SILENCE_S = 0.8
-"""How long a heartbeat must not change: three intervals."""
-# A rank publishes its cause just before its connections fall, except that gloo drops the pair of a timed-out wait by
-# itself, before that rank has read the heartbeats. So its neighbor looks for the cause this long.
-CAUSE_S = SILENCE_S + 0.5
-CAUSE_POLL_S = 0.02
-HOST_LOST = "the store's host (rank 0) is gone"
-DIAGNOSIS_S = 1.5
-"""How long a diagnosis may take after a deadline, also where the store does not answer."""
-
-
-class Wait:
-    """A wait of one rank, halfway to whose deadline its heartbeat thread reads the heartbeats of the others.
-
-    A link that loses packets holds heartbeats back for seconds. A rank that is stopped has sent none for half of the
-    deadline when that is reached.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._halfway_s = time.monotonic() + timeout_s / 2
-        self.heartbeats: dict[int, LastHeartbeat] | None = None
-        """None: not read. A rank that had sent none is missing."""
-
-    def look(self, reader: Heartbeat, others: Iterable[int]) -> None:
-        """Read them if it is time and they have not been read. On the heartbeat thread."""
-        if self.heartbeats is None and time.monotonic() >= self._halfway_s:
-            self.heartbeats = reader.last_of(others)
-
-
-class Diagnosis:
-    """One rank's view of the others. Used by the thread that uses the transport. Where the store does not answer in
-    time, what is known until then is told."""
-
-    def __init__(self, control: ControlStore) -> None:
-        """`control` is read, never written."""
-        self._control = control
-        self._others = [rank for rank in control.everyone() if rank != control.rank]
-
-    def of_deadline(self, waited_for: Sequence[int], wait: Wait | None = None) -> str:
-        """After a missed deadline: the silent among all ranks, where the others of `waited_for` are, the first cause.
-
-        Returns one line; reads for `SILENCE_S` unless every heartbeat changes before. With the `wait` that has failed,
-        only ranks that have also sent nothing for half of it are called silent.
-        """
-        control, found = self._control.until(Deadline(DIAGNOSIS_S)), list[str]()
-        reader = Heartbeat(control.store, control.rank)
-        try:
-            # Silence first: it takes the longest, and a cause may be published meanwhile.
-            unheard = reader.silent(self._others, SILENCE_S)
-            last = reader.last_of(unheard)
-            early = last if wait is None else wait.heartbeats
-            silent = [rank for rank in unheard if early is not None and early.get(rank) == last.get(rank)]
-            found += _silences(last, silent)
-            found += [
-                f"rank {rank} is not heard at the moment, last in '{last[rank].status}'"
-                for rank in unheard
-                if rank not in silent and rank in last
-            ]
-            # A rank that is waited for and alive waits itself for another: its status says where.
-            found += [_whereabouts(reader, rank) for rank in waited_for if rank not in unheard]
-            if cause := control.cause():
-                found.append(cause)
-        except RuntimeError as error:
-            found.append(_lost_store(error))
-        return "; ".join(found)
-
-    def of_loss(self, peer: int, error: BaseException) -> str:
-        """After the connection to `peer` was lost with `error`: the first cause, else who closed, else who is silent.
-
-        Returns one line. A peer that lives and says nothing fell because of another, which then is the silent one.
-        """
-        # A peer may drop its connection before its cause is in the store.
-        until = time.monotonic() + CAUSE_S
-        control = self._control.until(Deadline(DIAGNOSIS_S))
-        reader = Heartbeat(control.store, control.rank)
-        try:
-            check = SilenceCheck(reader, self._others)
-            while time.monotonic() < until:
-                # Asked in this order: a rank that fails publishes its cause before it ends.
-                closed = control.holds(f"closed/{peer}")
-                if cause := control.cause():
-                    return cause
-                if closed:
-                    return f"rank {peer} closed its ring"
-                time.sleep(CAUSE_POLL_S)
-                check.update()
-            # Nobody has published anything: the heartbeats say who is gone.
-            lost = f"rank {peer} {'is gone' if peer in check.quiet else 'dropped its connection'} ({error})"
-            return "; ".join([lost, *_silences(reader.last_of(check.quiet), sorted(check.quiet))])
-        except RuntimeError as lost_store:
-            # The peer may be innocent: where the store's host fails, every rank drops its connections.
-            why = f"{_lost_store(lost_store)}, so no first cause can be read"
-            return f"the connection to rank {peer} was lost ({error}), and {why}"
-
-
-def _lost_store(error: RuntimeError) -> str:
-    """Why the store told nothing."""
-    return str(error) if isinstance(error, DeadlineError) else HOST_LOST
-
-
-def _silences(last: Mapping[int, LastHeartbeat], silent: Iterable[int]) -> list[str]:
-    words = {rank: f"last heard in '{last[rank].status}'" if rank in last else "never heard" for rank in silent}
-    return [f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}" for rank, heard in words.items()]
-
-
-def _whereabouts(reader: Heartbeat, rank: int) -> str:
-    heartbeat = reader.last(rank)
-    if heartbeat is None or heartbeat.count == ENDED:
-        return f"rank {rank} has left its ring"
-    return f"rank {rank} is alive in '{heartbeat.status}'"

@@ -90,7 +90,7 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
         ControlStore(store, rank, world_size).until(Deadline(PUBLISH_S)).publish_cause(error)
         raise
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface)
+    opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, job_size(world_size))
     opened.locations = locations
     return opened
 

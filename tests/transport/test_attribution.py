@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from ringattn import Ring
 from ringattn.errors import DeadlineError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.diagnosis import Diagnosis
 from ringattn.transport.heartbeat import Heartbeat, HeartbeatMonitor, interval_s, silence_s
 from ringattn.transport.nccl.attribution import Attribution, Place, Waits, at_fault
 from tests.transport.attribution import accused
@@ -155,6 +156,24 @@ def test_one_accuser_names_the_silent_one_of_six_hundred(job: Job) -> None:
     assert [accused(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
     assert sum("failed first: DeadlineError" in words for words in told.values()) == 2
     assert job.requests[0] < 300  # one of them reads all heartbeats, and no rank asks for one after another
+
+
+def test_on_gloo_too_one_rank_reads_all_heartbeats(job: Job) -> None:
+    told: dict[int, str] = {}
+
+    def at_the_deadline(rank: int) -> None:
+        control = ControlStore(Counted(job.store, job.requests), rank, job.ranks)
+        diagnosis = Diagnosis(control)
+        told[rank] = diagnosis.of_loss(rank + 1, OSError("reset")) if rank == 300 else diagnosis.of_deadline([rank + 1])
+        control.publish_cause(DeadlineError(f"no answer; {told[rank]}"))
+
+    threads = [threading.Thread(target=at_the_deadline, args=(rank,)) for rank in (100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert [accused(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
+    assert job.requests[0] < 200
 
 
 def test_the_next_of_a_silent_rank_names_it_at_once(job: Job) -> None:
