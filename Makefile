@@ -118,8 +118,8 @@ gpu-check-nccl: gpu-here ## the two parts below: the transports, by what is chea
 gpu-check-nccl-alone: gpu-here ## of them: the transport over real NCCL in one process
 	@$(call gpu-tests,loopback:190)
 
-gpu-check-nccl-processes: gpu-here ## of them: the same between processes, which may share a GPU
-	@$(call gpu-tests,processes:300)
+gpu-check-nccl-processes: gpu-here ## of them: between processes, which may share a GPU: real NCCL, then transport=peer
+	@$(call gpu-tests,processes:300 peer:150)
 
 gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and one page of what they found
 	@failed=0; for part in hops overlap ring life faults report; do \

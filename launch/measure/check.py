@@ -44,7 +44,7 @@ class CheckConfig:
     ranks: int | None = option(None, "ranks to start; default torchrun's, else 4", least=1)
     transport: str = option(
         "gloo", "processes on CPU, threads of this process, or processes with a GPU each",
-        choices=("gloo", "local", "nccl"),
+        choices=("gloo", "local", "nccl", "peer"),
     )  # fmt: skip
     engine: str = option("auto", "which kernels attend", choices=ringattn.engine.select.ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
@@ -130,7 +130,9 @@ def main(argv: Sequence[str]) -> int:
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process of the check."""
     torch.set_num_threads(1)
-    with ringattn.Ring(transport="nccl" if spec["transport"] == "nccl" else "gloo", **_ring_options(spec)) as ring:
+    # Threads of one process cannot be asked for where processes are there already.
+    transport = "gloo" if spec["transport"] == "local" else spec["transport"]
+    with ringattn.Ring(transport=transport, **_ring_options(spec)) as ring:
         return check_rank(ring, spec)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ringattn import Ring
+from ringattn.errors import UnsupportedError
 from ringattn.planner.plan import record_elements
 from ringattn.schedule.content import size
 from ringattn.testing import dense_attention
@@ -146,6 +147,33 @@ def graph(spec: dict[str, Any]) -> Any:
             errors.append(float((out - reference).abs().max()))
         captured.reset()
         return {"errors": errors, "replay_ms": took_ms}
+
+
+def refused_capture(spec: dict[str, Any]) -> Any:
+    """What a transport without graphs says to a capture, and the error of a pass after it."""
+    with open_ring(spec) as ring, torch.no_grad():
+        seq, held, reference = tensors(ring)
+        ring.attention(*held, seq, causal=True)
+        ring.synchronize()
+        torch.cuda.synchronize()
+        captured, refused = torch.cuda.CUDAGraph(), ""
+        try:
+            with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+                ring.transport.bind([], []).start()
+        except UnsupportedError as error:
+            refused = str(error)
+        out = ring.attention(*held, seq, causal=True)
+        ring.synchronize()
+        return {"refused": refused, "error": float((out - reference).abs().max())}
+
+
+def beside(spec: dict[str, Any]) -> Any:
+    """`ringattn.bench.many_ranks.overlap` with the engine on torch's kernels."""
+    from ringattn.bench.many_ranks import overlap
+
+    half = "bfloat16" if torch.cuda.is_available() else "float32"
+    shape = {"heads": 16, "kv_heads": 4, "head_dim": 128, "rows": 4096} if torch.cuda.is_available() else spec["shape"]
+    return overlap({"transport": spec["transport"], "nccl": {}, "engine": "aten", "dtype": half, "count": 10, **shape})
 
 
 def fault(spec: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 ROOT = Path(__file__).resolve().parents[2]
-NCCL_TESTS = ("loopback", "processes")
+NCCL_TESTS = ("loopback", "processes", "peer")
 COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
 """Targets that only run others."""
 POOR = """
@@ -206,6 +206,14 @@ def test_every_schedule_is_exact(ranks: int) -> None:
 @pytest.mark.slow
 def test_processes_are_exact(tmp_path: Path) -> None:
     processes.every_schedule_is_exact(tmp_path, 2, "fp64", "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["sizes", "beside"])
+def test_bodies_of_processes_run(entry: str, tmp_path: Path) -> None:
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "rows": 64}
+    answers = processes.run(tmp_path, entry, 2, "gloo", shape=shape)
+    assert all(all(answer["whole"]) if entry == "sizes" else answer["both_us"] > 0 for answer in answers)
 
 
 @pytest.mark.slow

@@ -55,3 +55,18 @@ def test_a_wrong_case_shows_the_cases_of_its_schedule(
     assert lines[3][:5] == ["direct", "1", "1", "1", "nan"] and lines[3][-4:] == ["1", "OVER", "THEIR", "BOUND"]
     assert lines[5][:4] == ["causal", "zigzag", "direct", "nan"] and lines[5][-1] == "OVER"
     assert lines[-1] == ["4", "cases,", "1", "over", "their", "bound"]
+
+
+@pytest.mark.parametrize(("asked", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "gloo")])
+def test_processes_are_checked_over_the_transport_that_was_asked_for(
+    asked: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened(Exception):
+        pass
+
+    def ring(transport: str, **_: object) -> None:
+        raise Opened(transport)
+
+    monkeypatch.setattr("ringattn.Ring", ring)
+    with pytest.raises(Opened, match=f"^{opened}$"):
+        check.worker({"transport": asked, "engine": "plain", "timeout_s": 5.0})

@@ -1,0 +1,57 @@
+"""transport="peer" between processes that may share one GPU: exact, whole, never hanging, and refused in a capture.
+
+The bodies are those of `test_processes.py`, which `tests/gpu/test_rehearsal.py` runs over gloo. The protocol runs
+over stand-ins of the driver (`tests/transport/test_peer*.py`) and over memory of CPU processes (`test_shm.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringattn.launch.measure.check import cases
+from tests.gpu.kept import keep
+from tests.gpu.processes import SIZES
+from tests.gpu.test_processes import a_lost_rank_is_named, every_schedule_is_exact, run
+
+pytestmark = pytest.mark.gpu
+
+
+def test_messages_of_every_size(tmp_path: Path) -> None:
+    answers = run(tmp_path, "sizes", 2, "peer")
+    assert answers == [{"whole": [True] * len(SIZES)}] * 2
+    keep("peer_processes", "messages of every size", list(SIZES))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_schedule_is_exact(ranks: int, tmp_path: Path) -> None:
+    every_schedule_is_exact(tmp_path, ranks, "fp64", "peer")
+    keep("peer_processes", f"exact, fp64, {ranks} processes", len(list(cases())))
+
+
+def test_abort_frees_the_device(tmp_path: Path) -> None:
+    """A stream waits for a word that nobody writes; the supervisor's stores release it."""
+    answers = run(tmp_path, "abort", 2, "peer")
+    assert answers[0]["device_free_s"] < 5.0
+    assert "rank 0 failed first: ValueError: rank 0 gives up" in answers[1]["heard"]
+    keep("peer_processes", "abort with a waiting exchange, s", answers[0])
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "stall"])
+def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
+    keep("peer_processes", f"seconds to the named error, {kind}", a_lost_rank_is_named(tmp_path, kind, 3, "peer"))
+
+
+def test_a_capture_is_refused(tmp_path: Path) -> None:
+    """The numbers of an exchange would stand in the graph; the ring goes on without it."""
+    for answer in run(tmp_path, "refused_capture", 2, "peer"):
+        assert "transport='peer' cannot be captured into a CUDA graph" in answer["refused"] and answer["error"] < 1e-10
+    keep("peer_processes", "a capture is refused", True)
+
+
+def test_a_hop_beside_computing_processes(tmp_path: Path) -> None:
+    """Figures only: microseconds of a hop, an attention step, and both at once, on GPUs that may be shared."""
+    found = run(tmp_path, "beside", 2, "peer")[0]
+    keep("peer_processes", f"a hop beside a step, {torch.cuda.device_count()} GPUs", found)
