@@ -181,7 +181,7 @@ class PeerTransport:
         self._finish(failed=True)
 
     def close(self) -> None:
-        """See `Transport.close`. Needs no other rank: memory lives for as long as another maps it."""
+        """See `Transport.close`. No other rank is waited for: memory lives for as long as another maps it."""
         if self._end is not None:
             return
         try:
