@@ -40,7 +40,7 @@ class LinkState(NamedTuple):
 
 
 class TwoHosts:
-    """Two network namespaces and the link between them. A context manager. Needs root."""
+    """Two network namespaces and the link between them. A context manager, for root."""
 
     _numbers = itertools.count()
 
@@ -76,7 +76,7 @@ class TwoHosts:
         self._remove()
 
     def _carry(self) -> None:
-        """Carry packets from one device to the other until told to end."""
+        """Hand packets from one device to the other until told to end."""
         under_way: list[tuple[float, int, int, bytes]] = []
         count = itertools.count()
         while True:
