@@ -172,7 +172,6 @@ def fsdp(case: Case) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     width = case["heads"] * case["head_dim"]
     with opened(case) as ring:
         seq, losses, found = ring.sequence(case["tokens"], layout="zigzag"), [], {}
@@ -246,6 +245,7 @@ def abort(case: Case) -> Any:
 def main(job: Path) -> None:
     """One rank's life: the cases of the job in order, an answer each; the first that fails is the last."""
     rank, folder = os.environ["RANK"], job.parent
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # for FSDP2 beside a ring; NCCL reads it once
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
