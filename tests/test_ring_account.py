@@ -13,8 +13,11 @@ import torch
 
 import ringattn
 from ringattn import InputError, Ring, Sequence
+from ringattn.attention import call_of
+from ringattn.core.dilation import Dilated
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.links import LinkClass
+from ringattn.runtime.spec import AttentionSpec
 from ringattn.testing import dense_attention, run_ranks
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location
@@ -262,6 +265,22 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     assert told.predicted_us > near.predicted_us + 2 * 2 * 15  # two hops a pass, each 15 us of latency longer
     assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
     assert "4 times, and 2 would do" in explained("abab")[1]
+
+
+@pytest.mark.parametrize(
+    ("machines", "route"), [("aaaa", "all_gather"), ("aabb", "all_to_all"), ("abab", "all_to_all")]
+)
+def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
+    transport = LocalWorld(4).transport(0)
+    transport.locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate(machines))
+    spec = AttentionSpec(mask=Dilated((512, 1 << 14), (1, 4)))
+    with Ring(transport=transport, engine="plain") as ring:
+        seq = ring.sequence(1 << 14, layout="contiguous")
+        call = call_of(ring, seq, None, (1, 16, 16, 64, 64), torch.bfloat16, torch.device("cpu"), spec)
+        told = ring.explain(
+            seq, q_heads=16, head_dim=64, segment_lengths=[512, 1 << 14], dilation_rates=[1, 4], backward=False
+        )
+    assert call.route.name == told.forward.name == route
 
 
 def test_explain_of_machines_that_tell_their_nodes_keeps_them() -> None:
