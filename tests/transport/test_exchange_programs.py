@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
 
@@ -12,13 +11,11 @@ import pytest
 
 from ringattn.transport.peer import program as peer_program
 from ringattn.transport.peer.program import MAX_MEMOPS, push_exchange
-from ringattn.transport.shared import pull, steps
-from ringattn.transport.shared.pull import pull_exchange
+from ringattn.transport.shared import steps
 from ringattn.transport.shared.steps import (
     Copy,
     Event,
     FindBuffer,
-    HostStep,
     LogStart,
     Memops,
     PairNumbers,
@@ -41,7 +38,7 @@ def arrival(src: int, dst: int) -> Word:
     return Word(WordKind.ARRIVAL, src, dst)
 
 
-def test_a_hop_of_a_ring_by_push() -> None:
+def test_a_hop_of_a_ring() -> None:
     program = push_exchange(1, [2], [0])
     assert program.start == (
         LogStart(0, 0, 1, 1, sends=False),
@@ -56,23 +53,6 @@ def test_a_hop_of_a_ring_by_push() -> None:
     )
     assert program.wait == (WaitEvent(Event.DONE, Stream.CALLER),)
     assert dict(program.counts) == {(0, 1): 1, (1, 2): 1}
-
-
-def test_a_hop_of_a_ring_by_pull() -> None:
-    program = pull_exchange(1, [2], [0])
-    assert program.start == (
-        LogStart(0, 0, 1, 1, sends=False),
-        LogStart(0, 1, 2, 1, sends=True),
-        Write(arrival(1, 2), 1),
-    )
-    assert program.wait == (
-        Wait(arrival(0, 1), 1, data=True),
-        FindBuffer(0, 0, 1, 1),
-        Copy(0, 0, 1, 1),
-        HostStep.CHECK,
-        Write(credit(0, 1), 1),
-        Wait(credit(1, 2), 1),
-    )
 
 
 def test_a_word_lies_with_the_rank_that_waits() -> None:
@@ -100,9 +80,8 @@ def test_numbers_are_of_pairs_and_last_as_long_as_the_ring() -> None:
     assert numbers.bases(both) == {(0, 1): 3, (0, 2): 1, (2, 0): 1}
 
 
-@pytest.mark.parametrize("exchange", [push_exchange, pull_exchange])
-def test_an_exchange_of_nothing_has_no_step(exchange: Callable[[int, Sequence[int], Sequence[int]], Program]) -> None:
-    assert exchange(0, [], []) == Program(0, (), (), ())
+def test_an_exchange_of_nothing_has_no_step() -> None:
+    assert push_exchange(0, [], []) == Program(0, (), (), ())
 
 
 def test_long_batches_are_cut_with_all_stores_before_the_waits() -> None:
@@ -113,7 +92,7 @@ def test_long_batches_are_cut_with_all_stores_before_the_waits() -> None:
         assert all(isinstance(one, Write) or isinstance(other, Wait) for one, other in pairwise(ops))
 
 
-@pytest.mark.parametrize("module", [steps, pull, peer_program])
+@pytest.mark.parametrize("module", [steps, peer_program])
 def test_programs_need_neither_torch_nor_a_driver(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

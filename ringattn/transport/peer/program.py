@@ -1,4 +1,4 @@
-"""The order of operations of an exchange by copy engines, and of a drain, an abort and a close.
+"""The order of operations of an exchange by copy engines.
 
 The sender's copy engine writes the receiver's buffer (push). Why this order, of the k-th message of a pair:
 no read before the write: copy, fence of the store, arrival >= k, DONE, consumer;
@@ -18,7 +18,6 @@ from ringattn.transport.shared.steps import (
     Copy,
     Event,
     FindBuffer,
-    HostStep,
     LogStart,
     Memops,
     PairMessage,
@@ -39,18 +38,6 @@ from ringattn.transport.shared.steps import (
 
 MAX_MEMOPS = 255
 """Operations in one batch of the driver."""
-
-DRAIN = (HostStep.AWAIT_DONE, HostStep.AWAIT_COMPUTED, HostStep.CHECK)
-"""A failed rank's queued copies may run into buffers that nobody permitted. It poisons before it lets them, so who
-checks after its last reader has run knows that the reader saw no such bytes. DONE alone is not enough: the caller's
-kernels read received buffers after it."""
-ABORT = (HostStep.POISON, HostStep.PAINT, HostStep.UNMAP)
-"""Painting lets the queues run on, unpermitted copies included: first everybody must be able to know. Other ranks may
-overwrite a painted word with a lower number, so it is painted until nothing of this rank waits. Only then can no copy
-touch what is unmapped."""
-CLOSE = (*DRAIN, HostStep.SAY_CLOSED, HostStep.AWAIT_CLOSED, HostStep.UNMAP, HostStep.FREE)
-"""No step but the waiting is collective: memory lives as long as another rank maps it."""
-
 
 def push_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
     """What `rank` does to send a message to each peer of `sends` and receive one from each of `recvs`.

@@ -24,11 +24,9 @@ class WordKind(Enum):
     """What a word counts. Each is written by one end of the pair and waited for by the other."""
 
     CREDIT = "credit"
-    """Written by the receiver. Push: the last message that it has room for; until then its buffer may not be written.
-    Pull: the last message that it has read; from then on the sender's buffer may be written again."""
+    """Written by the receiver: the last message that it has room for. Until then its buffer may not be written."""
     ARRIVAL = "arrival"
-    """Written by the sender. Push: the last message that is complete in the receiver's memory. Pull: the last message
-    that may be read from the sender's memory."""
+    """Written by the sender: the last message that is complete in the receiver's memory."""
 
 
 class Stream(Enum):
@@ -106,7 +104,7 @@ class Memops:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Move the bytes of a message: `message` is its index among the sends (push) or receives (pull) of the exchange."""
+    """Move the bytes of a message: `message` is its index among the sends of the exchange."""
 
     message: int
     src: int
@@ -137,9 +135,10 @@ class LogStart:
 
 @dataclass(frozen=True, slots=True)
 class FindBuffer:
-    """The host finds the other end's buffer of a message, by that rank's start log and book.
+    """The host finds the receiver's buffer of a message, by that rank's start log.
 
-    The one step at which it may wait for another rank: the first time, until that rank has logged the start.
+    The one step at which it waits for another rank: until that rank has logged the start of this very number, for a
+    receiver may start what it has bound in any order.
     """
 
     message: int
@@ -169,22 +168,7 @@ class WaitEvent:
     stream: Stream
 
 
-class HostStep(Enum):
-    """What the host does when a ring drains, fails or closes; `peer/program.py` gives the order and its reasons."""
-
-    AWAIT_DONE = "wait until the last exchange's DONE has passed"
-    AWAIT_COMPUTED = "record an event on the caller's stream now and wait until it has passed"
-    CHECK = "after a full fence, raise unless every poison word of the own page is 0"
-    POISON = "store 1 + the rank at fault into the own poison word of every page"
-    PAINT = "store PAINTED into every word of the own page, every millisecond until the last DONE has passed"
-    UNMAP = "unmap the other ranks' memory"
-    SAY_CLOSED = "say in every page that this rank waits for nothing more"
-    AWAIT_CLOSED = "wait until every rank has said so, or has gone"
-    FREE = "let go of the own memory"
-
-
-Step = LogStart | FindBuffer | RecordEvent | WaitEvent | Memops | Copy | Write | Wait | HostStep
-"""`Write` and `Wait` that stand in no `Memops` are the host's."""
+Step = LogStart | FindBuffer | RecordEvent | WaitEvent | Memops | Copy
 
 
 @dataclass(frozen=True, slots=True)

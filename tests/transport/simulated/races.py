@@ -12,7 +12,7 @@ an event complete orders nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tests.transport.simulated.communicators import Communicator
@@ -55,10 +55,15 @@ class Race(NamedTuple):
 
 def find_races(traces: Sequence[Sequence[Entry]]) -> list[Race]:
     """All races of a run, `traces` by rank as `SimWorld.trace` has them."""
+    return unordered(_Run(traces).accesses())
+
+
+def unordered(accesses: Iterable[Access]) -> list[Race]:
+    """Each two accesses to the same bytes of a rank that nothing orders, one of them a write."""
     races = []
-    accesses = sorted(_Run(traces).accesses(), key=lambda access: (access.rank, access.held[0]))
-    for n, one in enumerate(accesses):
-        for other in accesses[n + 1 :]:
+    by_place = sorted(accesses, key=lambda access: (access.rank, access.held[0]))
+    for n, one in enumerate(by_place):
+        for other in by_place[n + 1 :]:
             if other.rank != one.rank or other.held[0] >= sum(one.held):
                 break
             if (one.writes or other.writes) and not one.before(other) and not other.before(one):

@@ -1,4 +1,4 @@
-"""The order of operations of an exchange by the processors: the receiver copies from the sender's memory (pull).
+"""The order of operations of an exchange over shm, as `ShmTransport` has it: the receiver copies (pull).
 
 All steps are the host's. A start waits for no other rank. A wait takes all its receives before it waits until its sends
 have been taken, so it waits only for starts and for receives of the same exchange: no deadlock. Buffers belong to the
@@ -10,14 +10,13 @@ receiver that checks behind its copy knows that it has read the right bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ringattn.transport.shared.steps import (
     Copy,
     FindBuffer,
-    HostStep,
     LogStart,
     Program,
-    Step,
     Wait,
     Word,
     WordKind,
@@ -27,29 +26,20 @@ from ringattn.transport.shared.steps import (
     received,
     sent,
 )
-
-ABORT = (HostStep.POISON, HostStep.UNMAP)
-"""The host's own waits look at poison words and deadlines, so nothing needs painting."""
+from tests.transport.peer_model.endings import EndStep
 
 
 def pull_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
-    """What `rank` does to send a message to each peer of `sends` and receive one from each of `recvs`.
-
-    A peer may stand there several times. Nothing at all where both are empty.
-    """
+    """What `rank` does to send a message to each peer of `sends` and receive one from each of `recvs`."""
     out, into = sent(rank, sends), received(rank, recvs)
-    if not out and not into:
-        return Program(rank, (), (), ())
-    start: list[Step] = []
-    for each in into:
-        start += [LogStart(*each, sends=False)]
+    start: list[Any] = [LogStart(*each, sends=False) for each in into]
     for each in out:
         # Whoever sees the arrival finds the entry.
         start += [LogStart(*each, sends=True), Write(Word(WordKind.ARRIVAL, each.src, each.dst), each.nth)]
-    wait: list[Step] = []
+    wait: list[Any] = []
     for each in into:
         wait += [Wait(Word(WordKind.ARRIVAL, each.src, each.dst), each.nth, data=True), FindBuffer(*each), Copy(*each)]
         # Behind the copy: what was right until now was right while it was read.
-        wait += [HostStep.CHECK, Write(Word(WordKind.CREDIT, each.src, each.dst), each.nth)]
+        wait += [EndStep.CHECK, Write(Word(WordKind.CREDIT, each.src, each.dst), each.nth)]
     wait += [Wait(Word(WordKind.CREDIT, each.src, each.dst), each.nth) for each in last(out)]
     return Program(rank, tuple(start), tuple(wait), counted(out, into))
