@@ -41,11 +41,30 @@ def page(options: Any, parts: Sequence[str]) -> None:
             continue
         found[part] = json.loads(file.read_text(encoding="utf-8"))
         shown += tables(part, found[part])
+    if faults := _faults(Path(options.results)):
+        shown.append(faults)
+    else:
+        missing.append("faults")
     if not found:
         raise InputError(f"results={options.results}: no part has been measured there; run `make gpu-check-many`")
     if missing:
         shown[-1].notes.append(f"not measured: {', '.join(missing)}")
     finish("many", options, shown, {"parts": found}, options.results, PAGE)
+
+
+def _faults(folder: Path) -> Table | None:
+    """What the tests between processes have kept of faults and aborts (`tests/gpu/kept.py`)."""
+    rows: list[Sequence[str]] = []
+    for transport in ("nccl", "peer"):
+        file = folder / f"{transport}_processes.json"
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        device = kept.get("measured on", {}).get("device", "")
+        rows += [
+            [transport, device, what, "; ".join(f"{key}: {value}" for key, value in figures.items())]
+            for what, figures in kept.items()
+            if what.startswith(("seconds to the named error", "abort with")) and isinstance(figures, dict)
+        ]
+    return Table("Faults between processes", ["transport", "on", "what", "found"], rows) if rows else None
 
 
 def name_of(case: dict[str, Any]) -> str:

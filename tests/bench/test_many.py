@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,8 +21,8 @@ from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
 SMALL = (
-    "ranks=2", "transports=gloo", "engines=plain,aten", "bytes=4096,65536", "rows=64", "tokens=128", "heads=2",
-    "kv_heads=1", "head_dim=16", "dtype=float32", "count=2", "cycles=3",
+    "ranks=2", "transports=gloo", "engines=plain", "bytes=4096,65536", "rows=64", "tokens=128", "heads=2",
+    "kv_heads=1", "head_dim=16", "dtype=float32", "count=2", "cycles=2",
 )  # fmt: skip
 
 
@@ -97,8 +98,14 @@ def test_every_part_runs_and_is_on_the_page(tmp_path: Path, capsys: pytest.Captu
         kept = json.loads((tmp_path / f"many_{part}.json").read_text())
         assert kept["complete"] and not [case for case in kept["cases"] if "failed" in case["found"]], kept
     many.main(["part=report", f"results={tmp_path}"])
+    assert "not measured: faults" in (tmp_path / "many.md").read_text()
+    kept = {"measured on": {"device": "2 x GPU"}, "seconds to the named error, stop": {"rank 0": 11.2}, "other": [1]}
+    (tmp_path / "nccl_processes.json").write_text(json.dumps(kept))
+    capsys.readouterr()
+    many.main(["part=report", f"results={tmp_path}"])
     page = (tmp_path / "many.md").read_text()
-    titles = ("A hop, GB/s", "A hop beside", "A causal pass", "A training step", "Openings", "An abort")
+    assert re.search(r"nccl +\| 2 x GPU +\| seconds to the named error, stop +\| rank 0: 11\.2", page)
+    titles = ("A hop, GB/s", "A hop beside", "A causal pass", "A training step", "Openings", "An abort", "Faults")
     assert all(f"### {title}" in page for title in titles) and "not measured" not in page
     assert page in capsys.readouterr().out
 
