@@ -91,14 +91,14 @@ class _Connection:
         if os.getpid() != self._pid:
             raise RingError("a forked process cannot use the store of its parent; open the ring after the fork")
         if deadline.passed:  # nothing was asked, so nothing is known of the host
-            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s} s has passed")
+            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s:g} s has passed")
         if self._thread is None:
             self._start()
         request = _Request(run)
         self._requests.put(request)
         if not request.wait(deadline, lambda: bool(self.lost)):
             self.lost = self.lost or (
-                f"{host_of(self.store)} did not answer within {deadline.timeout_s} s (stopped, or out of reach)"
+                f"{host_of(self.store)} did not answer within {deadline.timeout_s:g} s (stopped, or out of reach)"
             )
             raise DeadlineError(self.lost)
         return request.result()
@@ -151,8 +151,10 @@ class BoundedStore:
 
     def until(self, deadline: Deadline) -> BoundedStore:
         """The same connection; each call ends by `deadline` too."""
+        known = self._deadline
+        nearer = known if known is not None and known.left_s < deadline.left_s else deadline
         view = object.__new__(BoundedStore)
-        view._connection, view._timeout_s, view._deadline = self._connection, self._timeout_s, deadline
+        view._connection, view._timeout_s, view._deadline = self._connection, self._timeout_s, nearer
         return view
 
     @property

@@ -30,8 +30,10 @@ SILENCE_S = 0.8
 CAUSE_S = SILENCE_S + 0.5
 CAUSE_POLL_S = 0.02
 HOST_LOST = "the store's host (rank 0) is gone"
-SHARE_S = 0.9
+SHARE_S = 0.8
 """What a diagnosis may take besides the silence, also where the store does not answer."""
+ANSWER_S = 0.8
+"""How long the first answer of the store may take. A store that is stopped or out of reach gives none."""
 
 
 def heartbeat_s(job_size: int) -> float:
@@ -145,7 +147,7 @@ class Diagnosis:
     def _accuses(self, control: ControlStore) -> bool:
         """Whether this rank is the one that reads all heartbeats."""
         if self._claimed is None:
-            self._claimed = control.add("accusers") == 1
+            self._claimed = control.until(Deadline(ANSWER_S)).add("accusers") == 1
         return self._claimed
 
     def _cause(self, control: ControlStore, wait_s: float, ended: Callable[[], bool] = lambda: False) -> str | None:

@@ -32,7 +32,7 @@ from ringattn.transport.deadline import Deadline
 from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
 from ringattn.transport.heartbeat import Heartbeat, HeartbeatThread
 
-PUBLISH_S = 0.3
+PUBLISH_S = 0.2
 """How long a rank that fails tries to publish why."""
 HALVED_FROM_S = 2.0
 """From which deadline on only a rank that was silent for half of it is called so. Shorter ones have few heartbeats."""

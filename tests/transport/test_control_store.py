@@ -95,9 +95,12 @@ def test_a_lost_connection_is_not_used_again(host: StoreHost) -> None:
 
 
 def test_a_nearer_deadline_wins(host: StoreHost) -> None:
-    control = ControlStore(host.client(), 0, 1, 60.0)
+    near, far = Deadline(CALL_S), Deadline(40.0)
+    controls = [ControlStore(host.client(), 0, 1, 60.0) for _ in range(3)]
+    views = [controls[0].until(near), controls[1].until(near).until(far), controls[2].until(far).until(near)]
     host.stop()
-    refused_in_time(lambda: control.until(Deadline(CALL_S)).holds("key"))
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda view: refused_in_time(lambda: view.holds("key")), views))
 
 
 def test_a_deadline_that_has_passed_says_nothing_of_the_host(host: StoreHost) -> None:

@@ -17,6 +17,7 @@ from ringattn.errors import DeadlineError, PeerLostError, RingError
 from ringattn.transport import rendezvous
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
+from ringattn.transport.diagnosis import ANSWER_S
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract.processes import Processes
@@ -73,6 +74,7 @@ def test_a_wait_ends_in_time(host: StoreHost) -> None:
     for rank, (text, seconds) in enumerate(both(waits)):
         assert seconds < WITHIN_S
         assert UNANSWERED.format(port=host.port) in text
+        assert f"{UNANSWERED.format(port=host.port)} {ANSWER_S:g} s" in text  # and not only when all time is up
         assert not names_as_culprit(1 - rank, text) and not names_as_culprit(rank, text), text
 
 
