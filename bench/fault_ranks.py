@@ -59,14 +59,14 @@ def open_gate(ring: Ring) -> None:
         raise GateError(f"rank {ring.rank}: off by {error:.1e} before any fault; nothing is measured")
 
 
-def suffer(fault: Fault, timeout_s: float, note: Path) -> dict[str, Any]:
+def suffer(fault: Fault, timeout_s: float, note: Path, transport: str = "gloo") -> dict[str, Any]:
     """One fault in a fresh ring: which error this rank got, when, and whether the ring still works.
 
     The faulty rank writes when it happened, in seconds of the host's monotonic clock, and its process id to `note`.
     """
-    with Ring(transport="gloo", timeout_s=OPEN_S) as meeting:
+    with Ring(transport=transport, timeout_s=OPEN_S) as meeting:
         open_gate(meeting)  # a deadline of a few seconds is no measure for processes that still import
-    with Ring(transport="gloo", timeout_s=timeout_s) as ring:
+    with Ring(transport=transport, timeout_s=timeout_s) as ring:
         before = one_pass(ring)
         faulty = ring.rank == fault.rank
 
@@ -101,7 +101,9 @@ def suffer(fault: Fault, timeout_s: float, note: Path) -> dict[str, Any]:
 
 def _after_exchange(transport: Any, hop: int, happens: Callable[[], None]) -> None:
     """Let it happen when the `hop`-th exchange from now has been posted."""
-    post, posted = transport.exchange, [0]
+    # What each start of an exchange passes through, bound before or not.
+    name = "_start" if transport.name == "shm" else "exchange"
+    post, posted = getattr(transport, name), [0]
 
     def exchange(*messages: Any) -> Any:
         ticket = post(*messages)
@@ -110,7 +112,7 @@ def _after_exchange(transport: Any, hop: int, happens: Callable[[], None]) -> No
         posted[0] += 1
         return ticket
 
-    transport.exchange = exchange
+    setattr(transport, name, exchange)
 
 
 def _write(path: Path, content: Any) -> None:
@@ -129,7 +131,8 @@ def main(job: Path) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     answers = []
     for number, fault in enumerate(faults):
-        answers.append({**asdict(fault), **suffer(fault, described["timeout_s"], job.parent / f"fault-{number}.json")})
+        note = job.parent / f"fault-{number}.json"
+        answers.append({**asdict(fault), **suffer(fault, described["timeout_s"], note, described["transport"])})
     _write(job.parent / f"answer-{rank}.json", answers)
     return int(any(fault.kind in FATAL for fault in faults))
 

@@ -97,7 +97,7 @@ def judged(fault: Fault, happened_s: float, answers: dict[int, dict[str, Any]], 
     return outcome
 
 
-def run_job(faults: Sequence[Fault], timeout_s: float) -> list[Outcome]:
+def run_job(faults: Sequence[Fault], timeout_s: float, transport: str = "gloo") -> list[Outcome]:
     """Start torchrun once, let the faults happen one after another, and judge what the survivors wrote.
 
     Raises `RingError` when a fault did not happen, or when a process outlived the job.
@@ -105,7 +105,8 @@ def run_job(faults: Sequence[Fault], timeout_s: float) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as name:
         folder = Path(name)
         job = folder / "job.json"
-        job.write_text(json.dumps({"faults": [asdict(fault) for fault in faults], "timeout_s": timeout_s}))
+        described = {"faults": [asdict(each) for each in faults], "timeout_s": timeout_s, "transport": transport}
+        job.write_text(json.dumps(described))
         ended = run_torchrun(["-m", PROGRAM, str(job)], job, lambda: _wake(folder, faults))
         answers = {rank: _read(folder / f"answer-{rank}.json") for rank in range(RANKS)}
         outcomes = []

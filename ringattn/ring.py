@@ -61,8 +61,10 @@ class Ring(Runtime):
         Args:
             group: A ProcessGroup, or a DeviceMesh (its dimension `cp`). None: the default process group if there is
                 one, else torchrun's environment variables, else this process alone.
-            transport: What carries the messages: nccl, gloo, local (this process alone), or a `Transport`. auto: nccl
-                where there is a CUDA device, else gloo; local when alone.
+            transport: What carries the messages: nccl, peer (copy engines, inside a node), shm (memory that
+                the processes of one machine share), gloo, local (this process alone), or a `Transport`. auto: nccl
+                where there is a CUDA device, else shm where all ranks are one user's on one machine, else gloo; local
+                when alone.
             engine: What computes attention: aten, plain, triton, fa3, fa4, or an `Engine`. auto: by device, dtype and
                 heads.
             timeout_s: The deadline of every wait, in seconds.

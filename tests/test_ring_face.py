@@ -200,7 +200,7 @@ def test_a_barrier_beside_another_call() -> None:
         ({"timeout_s": 0}, r"timeout_s must be positive, got 0"),
         ({"timeout_s": float("nan")}, r"timeout_s must be positive, got nan"),
         ({"dkv_wire_dtype": torch.int8}, r"dkv_wire_dtype=torch\.int8 is not supported; use one of float64"),
-        ({"transport": "pigeon"}, r"transport='pigeon' is not known; choose one of auto, local, gloo, nccl"),
+        ({"transport": "pigeon"}, r"transport='pigeon' is not known; choose one of auto, local, shm, gloo, nccl, peer"),
         ({"transport": "nccl"}, r"needs a CUDA device, and torch finds none"),
     ],
 )

@@ -36,10 +36,10 @@ class CalibrateConfig:
 
     ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
     out: str = option("calibrated.json", "file to write (JSON)", writes="file")
-    transport: str = option("auto", "what carries messages", choices=("auto", "gloo", "nccl"))
+    transport: str = option("auto", "what carries messages", choices=("auto", "shm", "gloo", "nccl"))
     dtype: str | None = option(
         None,
-        "of the inputs; if not set float32 with gloo, bfloat16 with nccl",
+        "of the inputs; if not set float32 on the CPU, bfloat16 with nccl",
         choices=("float32", "bfloat16", "float16"),
     )
     rounds: int = option(30, "how often everything is measured", least=1)
@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
     gpus = torch.cuda.device_count()
     nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
     if nccl and config.ranks > gpus:
-        raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=gloo")
+        raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=shm")
     dtype = config.dtype or ("bfloat16" if nccl else "float32")
     out = Path(config.out)
-    spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else "gloo"}
+    spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else config.transport}
     by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, JOB_TIMEOUT_S, 1)
     described = description(by_rank, spec)
     with writing("out", out):

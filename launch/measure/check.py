@@ -43,8 +43,9 @@ class CheckConfig:
 
     ranks: int | None = option(None, "ranks to start; default torchrun's, else 4", least=1)
     transport: str = option(
-        "gloo", "processes on CPU, threads of this process, or processes with a GPU each",
-        choices=("gloo", "local", "nccl", "peer"),
+        "shm", "processes of this machine on CPU, processes on CPU anywhere, threads of this process, or processes "
+        "with a GPU each",
+        choices=("shm", "gloo", "local", "nccl", "peer"),
     )  # fmt: skip
     engine: str = option("auto", "which kernels attend", choices=ringattn.engine.select.ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
@@ -131,7 +132,7 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process of the check."""
     torch.set_num_threads(1)
     # Threads of one process cannot be asked for where processes are there already.
-    transport = "gloo" if spec["transport"] == "local" else spec["transport"]
+    transport = "shm" if spec["transport"] == "local" else spec["transport"]
     with ringattn.Ring(transport=transport, **_ring_options(spec)) as ring:
         return check_rank(ring, spec)
 

@@ -37,8 +37,8 @@ class Groups(NamedTuple):
 
 
 def device_type(transport: str) -> str:
-    """Where tensors of a run live: cuda where there is a GPU, unless `transport` is gloo; else cpu."""
-    return "cuda" if torch.cuda.is_available() and transport != "gloo" else "cpu"
+    """Where tensors of a run live: cuda where there is a GPU, unless `transport` is one of the CPU; else cpu."""
+    return "cuda" if torch.cuda.is_available() and transport not in ("shm", "gloo") else "cpu"
 
 
 def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:

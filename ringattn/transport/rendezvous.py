@@ -35,15 +35,20 @@ from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.opening import warnings_of as peer_warnings
 from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.shm.transport import ShmTransport, obstacle
 
-TRANSPORTS = ("auto", "local", "gloo", "nccl", "peer")
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
 CAUSES_EVERY_S = 0.5
 """How often a rank that waits for the others looks whether one of them has failed."""
-TransportName = Literal["auto", "local", "gloo", "nccl", "peer"]
+TransportName = Literal["auto", "local", "shm", "gloo", "nccl", "peer"]
 
 
 def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None) -> Transport:
-    """The transport of this rank: for auto nccl where there is a CUDA device, else gloo, and local when alone."""
+    """The transport of this rank.
+
+    For auto nccl where there is a CUDA device; else shm where the ranks are known to be one user's on one machine, and
+    gloo where they are not; local when alone. What auto has chosen is not changed where it cannot be opened.
+    """
     if transport not in TRANSPORTS:
         raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     if nccl is not None and transport not in ("auto", "nccl"):
@@ -71,7 +76,7 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     if transport == "local":
         raise InputError(
             f"transport='local' joins threads of one process, and there are {world_size} processes; "
-            "use gloo, or ringattn.testing.run_ranks for threads"
+            "use shm or gloo, or ringattn.testing.run_ranks for threads"
         )
     folder = os.environ.get("RINGATTN_FLIGHT_DIR")
     flight_dir = Path(folder) if folder else None
@@ -86,6 +91,10 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
             return _open_peer(control, timeout_s, flight_dir, gpu, locations)
         if gpu is not None:
             return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
+        if transport == "shm" or (transport == "auto" and obstacle(locations) is None):
+            shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations)
+            shared.locations = locations
+            return shared
     except Exception as error:  # the others wait for this rank already
         ControlStore(store, rank, world_size).until(Deadline(PUBLISH_S)).publish_cause(error)
         raise

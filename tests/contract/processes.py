@@ -76,7 +76,9 @@ class Processes:
 
 def _live(rank: int, world_size: int, port: str, pipe: Connection) -> None:
     """One process: answers (failure or None, result) to each (function, arguments) until the pipe closes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    # For every connection to a store torch asks the name service who the other end is, and a question that is lost
+    # costs five seconds by default.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RES_OPTIONS="timeout:1")
     import torch  # after OMP_NUM_THREADS came with the environment
 
     torch.set_num_threads(1)

@@ -126,7 +126,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; take fewer ranks, or transport=gloo"):
+    with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; take fewer ranks, or transport=shm"):
         calibrate.main(["transport=nccl"])
     with pytest.raises(InputError, match="ranks=1"):
         calibrate.main(["ranks=1"])

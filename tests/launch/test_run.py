@@ -85,7 +85,7 @@ def test_the_options_are_these() -> None:
 def test_groups_are_the_lists_of_the_runtime() -> None:
     assert presets_of(RunConfig, "schedule") == ["auto", *ROUTES]
     assert presets_of(RunConfig, "engine") == list(ENGINES)
-    assert presets_of(RunConfig, "transport") == ["auto", "gloo", "nccl"]
+    assert presets_of(RunConfig, "transport") == ["auto", "shm", "gloo", "nccl", "peer"]
     assert presets_of(RunConfig, "shape") == ["llama70b", "llama8b", "small"]
     for group in ("schedule", "engine", "transport", "mask", "shape"):
         for name in presets_of(RunConfig, group):

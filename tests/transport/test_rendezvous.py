@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,17 +111,60 @@ def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
 def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(opening, "rendezvous_store", lambda *facts, **more: dist.HashStore())
-    here = my_location()
-    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: (here, here))
+    here = replace(my_location(), host="one", machine="boot/1", uid=7)
+    places = [here, here]
+    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: tuple(places))
     monkeypatch.setattr(opening, "_open_nccl", lambda *facts: asked.append("nccl"))
     monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: (asked.append("gloo"), SimpleNamespace())[1])
+    shm = opening.ShmTransport.open
+    monkeypatch.setattr(opening.ShmTransport, "open", lambda *facts: (asked.append("shm"), SimpleNamespace())[1])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     opening.open_transport(None, "auto", 1.0)
     opening.open_transport(None, "gloo", 1.0)
+    opening.open_transport(None, "shm", 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     opening.open_transport(None, "auto", 1.0)
-    assert asked == ["nccl", "gloo", "gloo"]
+    assert asked == ["nccl", "gloo", "shm", "shm"]
+    # What is known beforehand to prevent shared memory: auto takes gloo, and shm by name is refused on every rank.
+    monkeypatch.setattr(opening.ShmTransport, "open", shm)
+    for other, words in (
+        (replace(here, machine="boot/2"), r"rank 0 is on one \(boot/1\), rank 1 on one \(boot/2\)"),
+        (replace(here, machine=None), r"rank 1 on one \(None\)"),
+        (replace(here, uid=8), "rank 0 is user 7's, rank 1 user 8's"),
+    ):
+        places[1] = other
+        asked.clear()
+        opening.open_transport(None, "auto", 1.0)
+        assert asked == ["gloo"]
+        with pytest.raises(UnsupportedError, match=f"{words}.*use gloo"):
+            opening.open_transport(None, "shm", 1.0)
+
+
+def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, nbytes: int) -> None:
+        raise OSError(38, "Function not implemented", "memfd_create")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("ringattn.transport.shared.group.Segment.create", missing)
+    here, store = my_location(), dist.HashStore()
+    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: (here, here))
+    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (store, group, 2))
+    errors = []
+
+    def live(rank: int) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            opening.open_transport(rank, "auto", 10.0)
+        errors.append(str(caught.value))
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(errors) == 2 and errors[0] == errors[1]
+    for words in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "transport='gloo' does without"):
+        assert words in errors[0]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_descriptor_is_pulled_and_does_not_outlive_an_exec(served: Service) ->
 def test_a_caller_that_does_not_know_the_ring_is_turned_away(served: Service) -> None:
     stranger = Service(1)
     stranger.connect(0, served.name, bytes(16), time.monotonic() + 5.0)
-    with pytest.raises(PeerLostError, match="rank 0 hung up"):
+    with pytest.raises(ConnectionError):
         stranger.pull(0, 0, time.monotonic() + 5.0)
     stranger.close()
     # One that asks before it greets.

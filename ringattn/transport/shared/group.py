@@ -243,9 +243,16 @@ class SharedGroup:
         """Hand out the owner's descriptor to the other ranks for as long as it lives; the number to `pull` it by."""
         return self._service.share(owner)
 
-    def pull(self, rank: int, arena: int, until: float) -> int:
+    def pull(self, rank: int, arena: int, until: float, what: Callable[[], str] | None = None) -> int:
         """Another rank's descriptor, the caller's from here on. Raises what `hold` raises."""
-        return self._service.pull(rank, arena, until, lambda: self.check([rank]))
+        try:
+            return self._service.pull(rank, arena, until, lambda: self.check([rank], what))
+        except OSError as error:
+            # Noticed before the group's thread has.
+            self._lose({rank})
+            self.check([rank], what)
+            where = what() if what else f"rank {self.rank}"
+            raise PeerLostError(f"{where}: rank {rank} hung up ({error})") from error
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -297,9 +304,14 @@ class SharedGroup:
         while not self._left:
             lost = self._service.round(BEAT_S)
             self.own.beat(next(self._beats), self._where())
-            if self.monitor.update(lost):
-                self.own.words.store(self._alarm, 1)
-                self.ring(self.rank)
+            self.monitor.update()
+            self._lose(lost)
+
+    def _lose(self, ranks: set[int]) -> None:
+        """These ranks have hung up."""
+        if self.monitor.lose(ranks):
+            self.own.words.store(self._alarm, 1)
+            self.ring(self.rank)
 
     def _page_of(self, peer: int, nonce: bytes, until: float) -> Page:
         """Another rank's page, mapped. Raises `OSError`, `RingError`."""

@@ -30,14 +30,17 @@ class BeatMonitor:
         self._rounds = 0
         self._heard = [(0, time.monotonic(), 0)] * len(pages)  # beat, when it was new, the round in which it was
 
-    def update(self, hung_up: set[int]) -> bool:
-        """One round: read every beat. True where a rank is newly gone."""
+    def update(self) -> None:
+        """One round: read every beat."""
         now = time.monotonic()
         self._rounds += 1
         for rank, page in enumerate(self._pages):
             beat = page.load(BEAT)
             if beat != self._heard[rank][0]:
                 self._heard[rank] = (beat, now, self._rounds)
+
+    def lose(self, hung_up: set[int]) -> bool:
+        """Note ranks that have hung up; whether one of them is gone."""
         gone = {rank for rank in hung_up if not self._ended(rank)}
         self.gone |= gone
         return bool(gone)

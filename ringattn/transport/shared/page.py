@@ -67,6 +67,11 @@ class Entry(NamedTuple):
         return f"'{self.label}' ({self.nbytes} bytes of {self.dtype})"
 
 
+def subject(label: str, peer: int) -> str:
+    """What both ends of a message call it: its label without the end that says where it goes or comes from."""
+    return label.removesuffix(f" to rank {peer}").removesuffix(f" from rank {peer}")
+
+
 class Log:
     """The last messages that one rank started with one peer in one direction: message n at n modulo `LOG_ENTRIES`."""
 

@@ -88,22 +88,21 @@ class Service:
     def pull(self, rank: int, arena: int, until: float, check: Callable[[], None] = lambda: None) -> int:
         """Another rank's descriptor, the caller's from here on; `check` may raise meanwhile.
 
-        Raises `PeerLostError` when the rank has hung up or shares that arena no more, `DeadlineError` at `until`.
+        Raises `OSError` when the rank has hung up, `PeerLostError` when it shares that arena no more, `DeadlineError`
+        at `until`.
         """
         peer = self._peers[rank]
-        try:
-            peer.send(ARENA.pack(arena))
-            while not _readable(peer):
-                check()
-                if time.monotonic() >= until:
-                    raise DeadlineError(f"rank {rank} did not hand out its arena {arena} in time")
-            # Not by `recv_fds`, which forgets its flags (Python 3.11): the descriptor would outlive an exec.
-            words, extras, _, _ = peer.recvmsg(len(FOUND), socket.CMSG_SPACE(NUMBER.size), socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise PeerLostError(f"rank {rank} hung up ({error})") from error
+        peer.send(ARENA.pack(arena))
+        while not _readable(peer):
+            check()
+            if time.monotonic() >= until:
+                raise DeadlineError(f"rank {rank} did not hand out its arena {arena} in time")
+        # Not by `recv_fds`, which forgets its flags (Python 3.11): the descriptor would outlive an exec.
+        words, extras, _, _ = peer.recvmsg(len(FOUND), socket.CMSG_SPACE(NUMBER.size), socket.MSG_CMSG_CLOEXEC)
+        if words == GONE:
+            raise PeerLostError(f"rank {rank} shares its arena {arena} no more")
         if words != FOUND or not extras:
-            why = f"shares its arena {arena} no more" if words == GONE else "hung up"
-            raise PeerLostError(f"rank {rank} {why}")
+            raise ConnectionResetError(f"rank {rank} hung up")
         return int(NUMBER.unpack(extras[0][2])[0])
 
     def round(self, wait_s: float) -> set[int]:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -85,7 +86,7 @@ class Imports:
         self._freed = [0] * group.world_size
         self._arenas: dict[tuple[int, int], Segment] = {}
 
-    def address(self, rank: int, entry: Entry, until: float) -> int:
+    def address(self, rank: int, entry: Entry, what: Callable[[], str], until: float) -> int:
         """Where the bytes of another rank's message lie in this process. Raises what `SharedGroup.pull` raises."""
         freed = self._group.pages[rank].load(FREED)
         if freed != self._freed[rank]:
@@ -94,7 +95,7 @@ class Imports:
             self._arenas = {key: segment for key, segment in self._arenas.items() if key[0] != rank}
         segment = self._arenas.get((rank, entry.arena))
         if segment is None:
-            segment = self._arenas[rank, entry.arena] = Segment.attach(self._group.pull(rank, entry.arena, until))
+            segment = self._arenas[rank, entry.arena] = Segment.attach(self._group.pull(rank, entry.arena, until, what))
         if entry.offset + entry.nbytes > segment.nbytes:
             raise TransportError(f"rank {rank} sent {entry} at {entry.offset} of an arena of {segment.nbytes} bytes")
         return segment.address + entry.offset

@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from ringattn.errors import ClosedError, DisagreementError, TransportError
+from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
 from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.location import Location
 from ringattn.transport.shared.group import SharedGroup
-from ringattn.transport.shared.page import ARRIVAL, CREDIT, LOG_ENTRIES, Entry
+from ringattn.transport.shared.page import ARRIVAL, CREDIT, LOG_ENTRIES, Entry, subject
 from ringattn.transport.shared.segment import Segment
 from ringattn.transport.shm.memory import Arenas, Imports
 
@@ -46,7 +47,7 @@ class _Operation(Operation):
         self.size = self.nbytes
         self.place = arenas.place(self.address, self.size) if self.sends else None
         arena, offset = self.place or (0, 0)
-        self.entry = Entry(0, arena, offset, self.size, str(self.buffer.dtype), self.label)
+        self.entry = Entry(0, arena, offset, self.size, str(self.buffer.dtype), subject(self.label, self.peer))
         self.packed = self.entry.packed()
 
 
@@ -63,18 +64,18 @@ class _Started:
 class ShmWorkHandle:
     """The operations of one exchange."""
 
+    arrived_s = None  # bytes move inside waits, and nobody looks before
+
     def __init__(self, transport: ShmTransport, flight: Flight) -> None:
         self._transport = transport
         self.flight = flight
         self.pending: dict[_Started, None] = {}
-        self.arrived_s: float | None = None
         self._waited = False
 
     def taken(self, started: _Started) -> None:
         """One of its messages has left or arrived."""
         del self.pending[started]
         if not self.pending:
-            self.arrived_s = time.perf_counter()
             self.flight.state, self.flight.done_s = DONE, time.time()
 
     def wait(self) -> None:
@@ -127,14 +128,23 @@ class ShmTransport(HostTransport):
 
     @classmethod
     def open(
-        cls, store: Store | ControlStore, rank: int, world_size: int, timeout_s: float, flight_dir: Path | None = None
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        flight_dir: Path | None = None,
+        locations: Sequence[Location] = (),
     ) -> ShmTransport:
         """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
 
-        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. Raises `UnsupportedError`
-        on all ranks where one cannot share memory, `DeadlineError` that names the ranks which did not arrive.
+        A failure leaves this rank's flight record in `flight_dir`, which is made if need be; `locations` of all ranks
+        are checked first. Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that
+        names the ranks which did not arrive.
         """
-        control = store if isinstance(store, ControlStore) else ControlStore(store, rank, world_size)
+        if why := obstacle(locations):
+            raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
+        control = ControlStore(store, rank, world_size)
         flights = FlightRecord(rank, world_size, cls.name)
         return cls(SharedGroup.open(control, rank, world_size, timeout_s, flights.where), flights, flight_dir)
 
@@ -250,9 +260,10 @@ class ShmTransport(HostTransport):
             raise DisagreementError(
                 f"two ends of one message do not match: {operation}, but rank {peer} sends it {entry}"
             )
-        ctypes.memmove(operation.address, self._imports.address(peer, entry, until), operation.size)
+        what = operation.__str__
+        ctypes.memmove(operation.address, self._imports.address(peer, entry, what, until), operation.size)
         # After the copy: a sender that fails says so before it lets anybody write into its buffers again.
-        self._group.check([peer], lambda: str(operation))
+        self._group.check([peer], what)
         self._incoming[peer].popleft()
         self._group.tell(peer, CREDIT, started.number)
         started.handle.taken(started)
@@ -308,6 +319,18 @@ class ShmTransport(HostTransport):
             raise ClosedError(f"rank {self.rank}: this process was forked from the ring's; open a ring of its own here")
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+
+
+def obstacle(locations: Sequence[Location]) -> str | None:
+    """Why ranks at these places cannot share memory, as far as the places tell; None where nothing does."""
+    for rank, other in enumerate(locations):
+        first = locations[0]
+        if not first.same_machine(other):
+            places = f"rank 0 is on {first.host} ({first.machine}), rank {rank} on {other.host} ({other.machine})"
+            return f"{places}: not known to be one machine and one network namespace"
+        if other.uid != first.uid:
+            return f"rank 0 is user {first.uid}'s, rank {rank} user {other.uid}'s"
+    return None
 
 
 def _part(operation: _Operation) -> MessageRecord:

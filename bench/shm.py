@@ -1,0 +1,203 @@
+"""Shared memory against gloo on the processes of one machine: messages, calls, and ranks that are lost.
+
+`python -m ringattn.bench.shm`. Every rank sends to the next and receives from the one before, at once; both transports
+take turns on the same processes in one run. Calls are compared with torch's own ring over gloo. A rank is killed or
+stopped in mid-pass over shm, and the others must name it, and no other, within the deadline and two seconds.
+The gate: every message of the first exchange of a size is right in all its bytes, and calls are exact.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ringattn.bench.baselines import OurRing
+from ringattn.bench.fault_ranks import FATAL, Fault
+from ringattn.bench.faults import HOPS, RANKS, FaultsOptions, Outcome, run_job
+from ringattn.bench.faults import tabulate as fault_table
+from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs
+from ringattn.bench.options import parse
+from ringattn.bench.processes import run_in_processes
+from ringattn.bench.report import RESULTS, Table, finish, progress
+from ringattn.bench.shm_plot import draw
+from ringattn.bench.torch_ring import TorchRing
+from ringattn.ring import Ring
+from ringattn.transport.base import Message, Transport
+
+NAMES = "shm", "gloo"
+SIZES = tuple(1 << power for power in range(16, 27, 2))
+BAR = 4.0
+"""How many times faster than gloo messages must be at every size."""
+BYTES_PER_SERIES = 1 << 28
+MOST, LEAST = 100, 4
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class ShmOptions:
+    """`blocks`: turns of each transport at each size; `calls`: rounds of calls of `tokens`."""
+
+    blocks: int = 8
+    calls: int = 60
+    tokens: int = 1024
+    faults: int = 20
+    timeout_s: float = 4.0
+    results: str = RESULTS
+
+
+def messages_on_rank(ring: Ring, blocks: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every exchange, by transport and bytes."""
+    with Ring(transport="gloo", timeout_s=600.0) as other:
+        by_name: dict[str, Transport] = {"shm": ring.transport, "gloo": other.transport}
+        found: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in SIZES} for name in NAMES}
+        for block in range(blocks):
+            for nbytes in sorted(SIZES):
+                for name in NAMES[:: 1 if block % 2 else -1]:
+                    found[name][str(nbytes)] += _series(by_name[name], nbytes)
+            if ring.rank == 0:
+                print(f"{ring.world_size} processes: block {block + 1} of {blocks}", flush=True)
+        return found
+
+
+def _series(transport: Transport, nbytes: int) -> list[float]:
+    """A series of exchanges with both neighbors, after one that the gate looks at."""
+    sent, into = transport.allocate(nbytes), transport.allocate(nbytes)
+    after, before = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    hop = transport.bind([Message(after, sent, "sent")], [Message(before, into, "sent")])
+    pattern = torch.arange(251, dtype=torch.uint8)  # a prime, so that no shift of whole words looks alike
+    sent.copy_(pattern.repeat(nbytes // 251 + 1)[:nbytes])
+    sent[-1], into[:] = transport.rank, 255
+    hop.start().wait()
+    if not torch.equal(into[:-1], sent[:-1]) or into[-1] != before:
+        raise GateError(f"rank {transport.rank}: {nbytes} bytes over {transport.name} arrived wrong")
+    transport.all_gather_bytes(b"")
+    times = []
+    for _ in range(max(LEAST, min(MOST, BYTES_PER_SERIES // nbytes))):
+        start = time.perf_counter()
+        hop.start().wait()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every pass, by who computes it and pass."""
+    shape = 8, 2, 64, torch.float32
+    with Ring(transport="gloo", timeout_s=600.0) as other:
+        ours, over_gloo, peer = OurRing(ring), OurRing(other), TorchRing(ring, "alltoall")
+        ours.name, over_gloo.name = "ringattn over shm", "ringattn over gloo"
+        baselines: list[Baseline] = [ours, over_gloo, peer]
+        open_gate(baselines, random_inputs(96 * ring.world_size, *shape))
+        inputs = random_inputs(tokens, *shape)
+        for one in baselines:
+            one.load(inputs)
+        found: dict[str, dict[str, list[float]]] = {one.name: {name: [] for name in PASSES} for one in baselines}
+        for turn in range(calls):
+            for one in baselines[turn % 3 :] + baselines[: turn % 3]:
+                for name in PASSES:
+                    ring.barrier()
+                    start = time.perf_counter()
+                    getattr(one, name)()
+                    ring.barrier()
+                    found[one.name][name].append(time.perf_counter() - start)
+        return found
+
+
+def faults(count: int, timeout_s: float, say: Callable[[str], None]) -> list[Outcome]:
+    """Ranks killed and stopped in turn, over all ranks and hops, each in a start of torchrun of its own."""
+    outcomes = []
+    for number in range(count):
+        fault = Fault(list(FATAL)[number % 2], number % RANKS, number // 2 % HOPS)
+        say(f"fault {number + 1} of {count}: {fault.kind} rank {fault.rank}")
+        outcomes += run_job([fault], timeout_s, "shm")
+    return outcomes
+
+
+def p10(times: Sequence[float]) -> float:
+    """The tenth part is faster: what a busy machine disturbs least."""
+    return sorted(times)[len(times) // 10]
+
+
+def messages_table(ranks: int, found: dict[str, dict[str, list[float]]]) -> Table:
+    """One row a size."""
+    table = Table(
+        f"Messages, {ranks} processes, each to the next and from the one before at once",
+        ("KiB", "shm, µs", "p10", "gloo, µs", "p10", "shm, GB/s", "gloo, GB/s", "faster, medians", "p10"),
+        notes=["- µs: one exchange, median and the fastest tenth; GB/s: of one direction, by the median."],
+    )
+    least = []
+    for nbytes in sorted(SIZES):
+        shm, gloo = (found[name][str(nbytes)] for name in NAMES)
+        ratio, undisturbed = median(gloo) / median(shm), p10(gloo) / p10(shm)
+        least.append(min(ratio, undisturbed))
+        table.rows.append((
+            f"{nbytes >> 10}", f"{1e6 * median(shm):.0f}", f"{1e6 * p10(shm):.0f}", f"{1e6 * median(gloo):.0f}",
+            f"{1e6 * p10(gloo):.0f}", f"{nbytes / median(shm) / 1e9:.2f}", f"{nbytes / median(gloo) / 1e9:.2f}",
+            f"{ratio:.1f}", f"{undisturbed:.1f}",
+        ))  # fmt: skip
+    met = "met" if min(least) >= BAR else "MISSED"
+    table.notes.append(f"- At least {min(least):.1f} times gloo, the bar is {BAR:g} at every size: {met}.")
+    return table
+
+
+def calls_table(tokens: int, found: dict[str, dict[str, list[float]]]) -> Table:
+    """One row a pass and baseline."""
+    table = Table(
+        f"Calls of {tokens} tokens, causal, heads 8:2 of 64, float32, 2 processes of one thread",
+        ("pass", "attention", "ms, median", "p10", "over shm, medians", "p10"),
+    )
+    mine = found["ringattn over shm"]
+    for name in PASSES:
+        for baseline, by_pass in found.items():
+            times = by_pass[name]
+            table.rows.append((
+                name, baseline, f"{1e3 * median(times):.2f}", f"{1e3 * p10(times):.2f}",
+                f"{median(times) / median(mine[name]):.2f}", f"{p10(times) / p10(mine[name]):.2f}",
+            ))  # fmt: skip
+    torch_ring = next(by_pass for baseline, by_pass in found.items() if baseline.startswith("torch"))
+    ratios = [median(torch_ring[name]) / median(mine[name]) for name in PASSES]
+    met = "met" if min(ratios) >= 1 else "MISSED"
+    table.notes.append(f"- At least level with torch's ring: {met}. Above 1: shm is faster.")
+    return table
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Run, print, keep, draw; returns what is kept."""
+    options = parse(ShmOptions(), words)
+    with progress("shm") as say:
+        messages = {
+            ranks: run_in_processes(ranks, "ringattn.bench.shm:messages_on_rank", {"blocks": options.blocks}, say)[0]
+            for ranks in (2, 4)
+        }
+        spec = {"calls": options.calls, "tokens": options.tokens}
+        calls = run_in_processes(2, "ringattn.bench.shm:calls_on_rank", spec, say)[0]
+        outcomes = faults(options.faults, options.timeout_s, say)
+    tables = [messages_table(ranks, found) for ranks, found in messages.items()]
+    tables.append(calls_table(options.tokens, calls))
+    tables.append(fault_table(FaultsOptions(options.faults, options.timeout_s), outcomes))
+    data: dict[str, Any] = {
+        "messages_s": {
+            str(ranks): {
+                name: {size: {"median": median(times), "p10": p10(times), "count": len(times)}
+                       for size, times in by_size.items()}
+                for name, by_size in found.items()
+            }
+            for ranks, found in messages.items()
+        },
+        "calls_s": calls,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }  # fmt: skip
+    finish("shm", options, tables, data, options.results)
+    if options.results:
+        draw(data["messages_s"], Path(options.results) / "shm.png")
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
