@@ -158,7 +158,14 @@ class Runtime(RankGroup):
         super().close()
 
     def end(self, cause: BaseException) -> None:
-        """See `RankGroup.end`; the ring's memory is let go of."""
+        """Ends the group on all ranks; the ring's memory is let go of.
+
+        Args:
+            cause: The error that later calls name.
+
+        Raises:
+            Nothing.
+        """
         super().end(cause)
         self._let_go()
 
