@@ -170,7 +170,7 @@ class Runtime(RankGroup):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let go of the arena; a backward pass that is not going to run may still hold its executor."""
+        """Let go of the arena, whoever still holds an executor."""
         for executor in self._executors.values():
             executor.unbind()
         self._executors.clear()

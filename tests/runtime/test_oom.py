@@ -83,6 +83,7 @@ def test_every_rank_hears_of_it(at: int, words: str, name: str) -> None:
     told = str(short)
     for part in ("rank 1", words, str(FAILURES[name]), "the pool holds", "more ranks: now 3"):
         assert part in told
+    assert ("the pool holds 0.000 MiB" in told) == (at == AT_BEGIN)
     assert all("rank 1" in str(error) for error in (found[0], found[2]))
 
 

@@ -97,7 +97,7 @@ def test_close_waits_for_compute_that_still_reads(where: str, register: bool) ->
 
 @MEMORY
 def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    world = SimWorld(2)
+    world, readers = SimWorld(2), []
 
     def body(ring: NcclTransport) -> bool:
         slots = ring.allocate(1024).view(2, 512)
@@ -109,11 +109,14 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
         began_s = time.monotonic()
         ring.close()
         assert time.monotonic() - began_s < SOON_S
-        left = not gone(world, ring.rank, there)
-        world.finish(reader)
-        return left
+        readers.append((ring.rank, there, reader))
+        return not gone(world, ring.rank, there)
 
     assert results(on_gpus(world, body, deadline_s=0.5, options=NcclOptions(register=register))) == [True, True]
+    gc.collect()  # also when nobody knows the ring any more
+    assert not any(gone(world, rank, there) for rank, there, _ in readers)
+    for _, _, reader in readers:
+        world.finish(reader)
     assert world.violations == []
     said = capsys.readouterr().err
     assert all(f"rank {rank}: the GPU was still computing after 0.5 s, so memory" in said for rank in range(2))
@@ -131,6 +134,20 @@ def test_what_a_caller_still_views_after_close_is_given_back_later() -> None:
     kept.clear()
     assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
     assert world.violations == []
+
+
+def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
+    world, kept = SimWorld(2), []
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(24)
+        x = seq.shard(torch.ones(1, 24, 2, 8)).requires_grad_()
+        ring.attention(x, x, x, seq, causal=True).sum().backward()
+        kept.extend(ring._executors.values())
+
+    results(on_rings(world, body, ring={"engine": "plain"}))
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == [] and len(kept) >= 4
 
 
 # --- on growth -------------------------------------------------------------------------------------------------------
@@ -240,6 +257,24 @@ def test_a_failure_inside_of_a_pass_gives_all_memory_back() -> None:
     outcomes.clear()
     assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(3)))
     assert world.violations == []
+
+
+def test_a_ring_that_failed_and_was_not_closed_gives_all_memory_back() -> None:
+    world, rings = SimWorld(2), []
+
+    def body(transport: NcclTransport) -> None:
+        ring = Ring(transport=transport, engine="plain")
+        rings.append(ring)
+        attend(ring)
+        ring.engine = Breaking(ring.rank)
+        for _ in range(3):
+            attend(ring)
+
+    outcomes = on_gpus(world, body)
+    assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError]
+    outcomes.clear()
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == [] and not any(ring.is_open for ring in rings)
 
 
 @MEMORY
