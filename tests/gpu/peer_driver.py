@@ -1,0 +1,188 @@
+"""What two processes on one GPU do to show what the peer transport takes for granted of CUDA's driver.
+
+`kind` is "cuda", or "simulated" for a rehearsal on CPU. Each function is one rank's part.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringattn.errors import RingError
+from ringattn.transport.base import Message
+from ringattn.transport.location import my_location
+from ringattn.transport.nccl.device import CudaDevice
+from ringattn.transport.peer.driver import Attribute, CudaDriver
+from ringattn.transport.peer.transport import PeerTransport
+from tests.transport.peers.rings import location, meet
+from tests.transport.peers.sim_driver import SimGpu
+
+SLEEP_CYCLES = 1 << 32  # about two seconds of a kernel that does nothing
+BIG = 64 << 20
+
+
+def device(kind: str, **switches: Any) -> Any:
+    """The GPU, with its driver as an attribute."""
+    if kind == "simulated":
+        return SimGpu(**switches)
+    torch.zeros(1, device="cuda")
+    gpu: Any = CudaDevice(0)
+    gpu.driver = CudaDriver(0)
+    return gpu
+
+
+def open_ring(
+    rank: int, world_size: int, kind: str, gpu: Any, timeout_s: float = 20.0, rounds: int = 64
+) -> PeerTransport:
+    where = location() if kind == "simulated" else my_location(0)
+    return meet(rank, world_size, timeout_s, gpu=gpu, where=where, rounds=rounds if kind == "cuda" else 2)
+
+
+def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """Symbols resolve, and what the device answers."""
+    driver = device(kind).driver
+    found: dict[str, Any] = {which.name: driver.attribute(which) for which in Attribute}
+    return {**found, "version": driver.version, "partition": driver.is_partition(), "granularity": driver.granularity()}
+
+
+def ordering(rank: int, world_size: int, kind: str, rounds: int) -> int:
+    """The self-test again and again: a flag that is seen before its bytes refuses the ring."""
+    open_ring(rank, world_size, kind, device(kind), rounds=rounds).close()
+    return rounds
+
+
+def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
+    """Microseconds of a message of 8 bytes there and back, hosts included."""
+    gpu = device(kind)
+    ring = open_ring(rank, world_size, kind, gpu)
+    word = ring.allocate(8)
+    there = ring.bind([Message(1 - rank, word, "k")], [])
+    back = ring.bind([], [Message(1 - rank, word, "k")])
+    took_s = 0.0
+    for timed in (False, True):
+        ring.all_gather_bytes(b"")
+        began = time.perf_counter()
+        for _ in range(count if timed else 10):
+            for hop in (there, back) if rank == 0 else (back, there):
+                hop.start().wait()
+        ring.drain()
+        took_s = time.perf_counter() - began
+    ring.close()
+    return took_s / count * 1e6
+
+
+def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str, Any]:
+    """A wait of the device that no rank will satisfy ends by stores of the host; the device goes on."""
+    gpu = device(kind, **({"one_queue": one_queue} if kind == "simulated" else {}))
+    ring = open_ring(rank, world_size, kind, gpu)
+    received = ring.allocate(64)
+    if rank == 0:
+        ring.exchange([], [Message(1, received, "never sent")])
+    ring.all_gather_bytes(b"")
+    time.sleep(0.5)
+    blocked = ring.lane.newest is not None and not ring.lane.newest.query()
+    began = time.perf_counter()
+    if rank == 0:
+        ring.abort(ValueError("rank 0 gives up"))
+    else:
+        time.sleep(1.0)
+    took_s = time.perf_counter() - began
+    return {"blocked": blocked, "abort_s": took_s, "drained": ring.watch.drained, "sum": alive(received)}
+
+
+def alive(like: torch.Tensor) -> float:
+    """The device still computes: no error sticks to its context."""
+    answer = float(torch.ones(1000, device=like.device).sum())
+    if like.device.type == "cuda":
+        torch.cuda.synchronize()
+    return answer
+
+
+def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """Rank 1 is killed while copies run; what rank 0 raises, whether its device lives, and what it has back."""
+    gpu = device(kind)
+    before = free_bytes(kind)
+    ring = open_ring(rank, world_size, kind, gpu)
+    room = ring.allocate(2 * BIG).view(2, -1)
+    ring.all_gather_bytes(b"")
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    said, began = "nothing", time.monotonic()
+    try:
+        for number in range(100_000):
+            ring.exchange(
+                [Message(1 - rank, room[0], f"n {number}")], [Message(1 - rank, room[1], f"n {number}")]
+            ).wait()
+            if number % 8 == 0:
+                ring.drain()
+    except RingError as error:
+        said = f"{type(error).__name__}: {error}"
+    took_s, answer = time.monotonic() - began, alive(room)
+    del room
+    until = time.monotonic() + 10.0
+    while lost_bytes(kind, gpu, before) > 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    return {"said": said, "after_s": took_s, "sum": answer, "lost_bytes": lost_bytes(kind, gpu, before)}
+
+
+def free_bytes(kind: str) -> int:
+    return torch.cuda.mem_get_info()[0] if kind == "cuda" else 0
+
+
+def lost_bytes(kind: str, gpu: Any, before: int) -> int:
+    """What is not back; on a GPU beyond what another process's context takes or gives."""
+    if kind == "simulated":
+        return sum(gpu.driver.leftovers().values())
+    torch.cuda.empty_cache()
+    return max(before - free_bytes(kind) - BIG, 0)
+
+
+def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]]:
+    """Put a reader of `slot` on the caller's stream that comes to it late; its values, once it has run."""
+    if kind == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+        held = slot.clone()
+        return lambda: sorted(set(held.tolist()))
+    gpu.caller = gpu.new_stream()
+    seen: list[int] = []
+
+    def body() -> None:
+        time.sleep(2.0)
+        seen.extend(sorted(set(slot.tolist())))
+
+    gpu.caller.compute(body)
+    return lambda: seen
+
+
+def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """Rank 0 fails while rank 1's kernels read a slot, and its queued copy runs into that slot."""
+    gpu = device(kind)
+    ring = open_ring(rank, world_size, kind, gpu)
+    slot = ring.allocate(1 << 16)
+    if rank == 0:
+        slot.fill_(1)
+        ring.exchange([Message(1, slot, "first")], []).wait()
+        ring.drain()
+        other = torch.full((1 << 16,), 2, dtype=torch.uint8, device=ring.device)
+        ring.exchange([Message(1, other, "second")], [])
+        ring.all_gather_bytes(b"queued")
+        ring.abort(ValueError("rank 0 gives up"))
+        time.sleep(4.0)
+        return {"said": "aborted", "seen": []}
+    ring.exchange([], [Message(0, slot, "first")]).wait()
+    seen = slow_read(kind, gpu, slot)
+    ring.watch.stop()  # so that only `drain` can see the poison
+    ring.exchange([], [Message(0, slot, "second")])
+    ring.all_gather_bytes(b"queued")
+    try:
+        ring.drain()
+        said = "success"
+    except RingError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seen": seen()}
