@@ -116,7 +116,7 @@ gpu-check-nccl: gpu-here ## the two parts below: the transports, by what is chea
 	@failed=0; for part in alone processes; do $(MAKE) gpu-check-nccl-$$part || failed=1; done; exit $$failed
 
 gpu-check-nccl-alone: gpu-here ## of them: the transport over real NCCL in one process
-	@$(call gpu-tests,lifetimes:120 loopback:190)
+	@$(call gpu-tests,lifetimes:120 peer_driver:120 loopback:190)
 
 gpu-check-nccl-processes: gpu-here ## of them: between processes, which may share a GPU: real NCCL, then transport=peer
 	@$(call gpu-tests,processes:300 peer:150)

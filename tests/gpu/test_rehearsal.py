@@ -30,7 +30,7 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 ROOT = Path(__file__).resolve().parents[2]
-NCCL_TESTS = ("lifetimes", "loopback", "processes", "peer")
+NCCL_TESTS = ("lifetimes", "peer_driver", "loopback", "processes", "peer")
 COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
 """Targets that only run others."""
 POOR = """
