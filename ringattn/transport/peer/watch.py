@@ -71,7 +71,8 @@ class Watch:
     def raise_failure(self) -> None:
         """Raise the failure, if there is one. What every wait on the host does between its naps."""
         if self._first.locked():
-            self._told.wait(END_S)
+            # The caller may overwrite what is being sent as soon as it has the error: the poison comes first.
+            self._told.wait(ABORT_S)
             raise copy.copy(self.failure) or RingError(f"rank {self._group.rank}: this ring is failing")
 
     def fail(self, error: BaseException) -> None:
