@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -14,7 +15,11 @@ import pytest
 import torch
 
 from ringattn import Ring
+from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.measure.check import CheckConfig, cases, check_rank
+from ringattn.planner.links import LinkClass
+from ringattn.transport import nvml
+from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.nccl.device import CudaDevice, Deadline, Device, wait_until
@@ -175,3 +180,14 @@ def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: Device) -> None:
     del graph
     lane.close(Deadline(10.0))
     keep("nccl_loopback", f"captured and replayed, {'' if blocking else 'non-'}blocking", "exact in 3 replays")
+
+
+def test_where_this_gpu_is() -> None:
+    mine, driver = my_location(0), ctypes.CDLL(nvml.LIBRARY)
+    assert driver.nvmlInit_v2() == 0
+    gpus = set(nvml._handles(driver))
+    driver.nvmlShutdown()
+    assert mine.gpu in gpus, "torch and the driver spell a GPU's UUID alike"
+    assert {uuid for uuid, _ in mine.links} == gpus - {mine.gpu}
+    assert all(kind in (LinkClass.NVLINK, LinkClass.PCIE) for _, kind in mine.links)
+    assert mine.bus is not None and mine.bus in network_facts().gpus, "torch and /sys spell its bus id alike"

@@ -9,12 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ringattn.planner.links import LinkClass
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.location import (
     Gpu,
     Location,
     Nic,
+    gather_locations,
     links_of,
     machine_id,
     my_location,
@@ -97,6 +101,28 @@ def test_a_gpu_as_torch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_gpu(0) == Gpu("3a8d", "0000:1b:00.0")
     del facts.pci_domain_id
     assert torch_gpu(0) == Gpu("3a8d", None)
+
+
+def test_what_every_rank_reads_of_all_others_is_small() -> None:
+    ranks, store = 64, HashStore()
+
+    def of(rank: int) -> Location:
+        gpus = [f"{node_gpu:08x}-0000-0000-0000-00000000000a" for node_gpu in range(rank // 8 * 8, rank // 8 * 8 + 8)]
+        links = tuple((gpu, LinkClass.NVLINK) for gpu in gpus if gpu != gpus[rank % 8])
+        ports = tuple(Nic(f"mlx5_{n}:1", 400.0) for n in range(8))
+        return Location(
+            f"node-{rank // 8}", f"boot-{rank // 8}/4026531840", rank, 1000, gpus[rank % 8], None, ports, links
+        )
+
+    controls = [ControlStore(store, rank, ranks) for rank in (0, ranks - 1)]
+    for rank in range(ranks - 1):
+        controls[0].write(f"opening/{rank}", of(rank).text())
+        controls[0].add("opening/count")
+    everyone = tuple(map(of, range(ranks)))
+    assert gather_locations(controls[1], of(ranks - 1), Deadline(5)) == everyone
+    assert sum(len(one.text()) for one in everyone) > 64 * 500 > 5 * len(controls[1].read("opening/all"))
+    controls[0].add("opening/count", -ranks)  # for a rank that was not the last
+    assert gather_locations(controls[0], of(0), Deadline(5)) == everyone
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
