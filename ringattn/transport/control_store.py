@@ -123,8 +123,13 @@ class ControlStore:
 
         `watch` is called while it waits and may raise.
         """
+        return wait_until(lambda: self.holds(key), deadline, watch, self.naps_s)
+
+    @property
+    def naps_s(self) -> tuple[float, float]:
+        """The first nap and the longest of a rank that looks for what all wait for."""
         first, longest = (self.world_size * each for each in NAPS_PER_RANK_S)
-        return wait_until(lambda: self.holds(key), deadline, watch, (first, max(longest, LONGEST_NAP_S)))
+        return first, max(longest, LONGEST_NAP_S)
 
     def forget(self, name: str) -> None:
         """Delete what a `gather` has left that every rank has ended: each rank its own, rank 0 what is common."""

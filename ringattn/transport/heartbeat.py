@@ -38,7 +38,7 @@ def interval_s(job_size: int, shortest_s: float = INTERVAL_S, requests: int = 2)
 
 def silence_s(interval: float, shortest_s: float = 5 * INTERVAL_S) -> float:
     """How long a heartbeat that is sent every `interval` seconds must not change: two of them may be late."""
-    return max(shortest_s, 2.5 * interval + 0.3)
+    return max(shortest_s, 2.2 * interval + 0.2)
 
 
 def heartbeat_key(rank: int) -> str:
@@ -229,13 +229,14 @@ class HeartbeatMonitor:
         """How long a heartbeat must not change."""
         return silence_s(self.interval_s)
 
-    def silent(self) -> set[int]:
-        """Of the ranks that are read, those that are known to have sent nothing for `silence_s`."""
-        found = set()
-        for rank, (first_s, last_s) in list(self._unchanged.items()):
-            if last_s - first_s >= self.silence_s and self.heartbeats[rank].count != ENDED:
-                found.add(rank)
-        return found
+    def silent(self, at_least_s: float = 0.0) -> set[int]:
+        """Of the ranks that are read in these rounds, those that have sent nothing for `silence_s` and `at_least_s`."""
+        limit_s, recent_s = max(self.silence_s, at_least_s), time.monotonic() - self.silence_s
+        return {
+            rank
+            for rank, (first_s, last_s) in list(self._unchanged.items())
+            if last_s - first_s >= limit_s and last_s >= recent_s and self.heartbeats[rank].count != ENDED
+        }
 
     @property
     def closed(self) -> set[int]:
@@ -251,7 +252,7 @@ class HeartbeatMonitor:
         """Send and read from now on."""
         control = self._control
         self._sender = HeartbeatThread(
-            control.store, control.rank, self.interval_s, self._status, self._round, self._lose
+            control.store, control.rank, self.interval_s, self._status, self.read, self._lose
         )
 
     def stop(self, patience_s: float = END_S) -> None:
@@ -259,13 +260,17 @@ class HeartbeatMonitor:
         if self._sender is not None:
             self._sender.stop(patience_s)
 
-    def _round(self) -> None:
+    def read(self) -> None:
+        """One round: the first cause, and the heartbeats of the next rank and of some that are wanted."""
         if not self._turn:
             self._control.make_cause()
         ranks = self._reader.begun(self._chosen())
         cause, *texts = self._control.read_many([CAUSE, *map(heartbeat_key, ranks)])
         for rank, text in zip(ranks, texts, strict=True):
             self._take(rank, LastHeartbeat.parse(text), time.monotonic())
+        # What was seen of a rank that is not read any more says nothing later.
+        for rank in self._unchanged.keys() - self._next - self.wanted:
+            del self._unchanged[rank]
         self.cause = cause.decode() or None
         self.rounds += 1
 

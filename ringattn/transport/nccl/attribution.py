@@ -20,7 +20,9 @@ from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatMonitor, Las
 
 ALL_PEERS = 16
 """A launch with more peers than this says that it waits for all ranks."""
-SHARE_S = 0.4
+HELD_BACK_S = 5.0
+"""No link holds heartbeats back for longer."""
+SHARE_S = 0.6
 """What reading all heartbeats and publishing may take, besides the silence."""
 
 
@@ -117,16 +119,18 @@ class Attribution:
         """How long it may take."""
         return self._monitor.silence_s + SHARE_S
 
-    def words(self, waited_for: Iterable[int], missing: Iterable[int] = ()) -> str:
+    def words(self, waited_for: Iterable[int], missing: Iterable[int] = (), waited_s: float = 0.0) -> str:
         """For an error, beginning with `; `: the ranks at fault and the live ones of `waited_for`, or another's cause.
 
-        `missing`: see `at_fault`. Raises `RuntimeError` when the store does not answer.
+        `missing`: see `at_fault`. `waited_s`: for how long this rank has waited.
+        Raises `RuntimeError` when the store does not answer.
         """
         monitor, control = self._monitor, self._control.until(Deadline(self.limit_s))
-        if known := monitor.silent():
+        # A slow link may hold heartbeats back for a while; who was gone before the wait has sent none for longer.
+        if known := monitor.silent(min(waited_s / 2, HELD_BACK_S)):
             return _joined(at_fault(self._places(monitor.heartbeats), known))
         if control.add("accusers") > 1:
-            wait_until(lambda: monitor.cause is not None, Deadline(self.limit_s), naps_s=(0.01, monitor.interval_s / 4))
+            wait_until(lambda: monitor.cause is not None, Deadline(self.limit_s), naps_s=(0.01, monitor.interval_s / 2))
             return f"; {monitor.cause}" if monitor.cause else "; the rank at fault was not found in time"
         others = [rank for rank in control.everyone() if rank != control.rank]
         reader = Heartbeat(control.store, control.rank)

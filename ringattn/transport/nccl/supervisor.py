@@ -231,7 +231,7 @@ class Supervisor:
         words = ""
         if attribute and not self._telling.store.lost:
             try:
-                words = self._attribution.words(self._waited_for(), self.missing)
+                words = self._attribution.words(self._waited_for(), self.missing, self._timeout_s)
             except RuntimeError as unanswered:
                 words = f"; {unanswered}"
         failure = _said(error, words)

@@ -41,7 +41,7 @@ from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle, Replay, Started
 from ringattn.transport.nccl.memory import RingMemory, say
 from ringattn.transport.nccl.options import NcclOptions, config_of
-from ringattn.transport.nccl.store_all_gather import StoreAllGather
+from ringattn.transport.nccl.store_all_gather import LOOK_PER_RANK_S, StoreAllGather
 from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor, bare
 
 CLOSE_S = 10.0
@@ -260,7 +260,8 @@ class NcclTransport:
         together, lost = False, None
         try:
             linger = Deadline(patience_s)
-            together = wait_until(self._all_closed(linger), linger, self.supervisor.watch)
+            asked = self._all_closed(self._control.until(linger.plus(ANSWER_S)))
+            together = wait_until(asked, linger, self.supervisor.watch, self._control.naps_s)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
@@ -290,18 +291,22 @@ class NcclTransport:
         if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
             raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
 
-    def _all_closed(self, linger: Deadline) -> Callable[[], bool]:
+    def _all_closed(self, control: ControlStore) -> Callable[[], bool]:
         """Whether all ranks have closed; asked again and again, it has the supervisor watch those that have not."""
-        control, looked = self._control.until(linger.plus(ANSWER_S)), 0.0
+        looked, look_s = 0.0, max(LOOK_S, LOOK_PER_RANK_S * self.world_size)
+        # The last to close says so to all: each of them asks for one entry.
+        if control.add("closed/count") == self.world_size:
+            control.write("closed/all", "1")
 
         def asked() -> bool:
             nonlocal looked
-            if control.complete("closed"):
+            if control.holds("closed/all"):
                 return True
-            if time.monotonic() - looked >= LOOK_S:
+            if time.monotonic() - looked >= look_s:
                 looked = time.monotonic()
                 missing = sorted(control.missing("closed"), key=lambda rank: (rank - self.rank) % self.world_size)
                 self.supervisor.leaving = frozenset(missing[:WATCHED])
+                return not missing
             return False
 
         return asked
