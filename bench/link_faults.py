@@ -84,7 +84,14 @@ def innocent(kind: str, rank: int) -> set[int]:
     return {other for other in range(RANKS) if HOST_OF[other] == HOST_OF[rank]}
 
 
-def judged(kind: str, number: int, fault_s: float, answers: dict[int, dict[str, Any]], timeout_s: float) -> LinkOutcome:
+def judged(
+    kind: str,
+    number: int,
+    fault_s: float,
+    answers: dict[int, dict[str, Any]],
+    timeout_s: float,
+    grace_s: float = GRACE_S,
+) -> LinkOutcome:
     """The outcome of one fault from the answers; `complaints` says what is not good."""
     outcome = LinkOutcome(kind, number)
     for rank in range(1 if kind == "rank 0 stopped" else 0, RANKS):
@@ -101,7 +108,7 @@ def judged(kind: str, number: int, fault_s: float, answers: dict[int, dict[str, 
             continue
         if answer["kind"] not in ("DeadlineError", "PeerLostError"):
             outcome.complaints.append(said)
-        if outcome.seconds[rank] > timeout_s + GRACE_S:
+        if outcome.seconds[rank] > timeout_s + grace_s:
             outcome.complaints.append(f"rank {rank} took {outcome.seconds[rank]:.2f} s: {said}")
         if wrongly := accused(answer["message"]) & innocent(kind, rank):
             outcome.complaints.append(f"accuses ranks {sorted(wrongly)}: {said}")
@@ -109,7 +116,11 @@ def judged(kind: str, number: int, fault_s: float, answers: dict[int, dict[str, 
 
 
 def suffer(
-    kind: str, number: int, timeout_s: float, meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0])
+    kind: str,
+    number: int,
+    timeout_s: float,
+    meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0]),
+    grace_s: float = GRACE_S,
 ) -> LinkOutcome:
     """One fault, in the middle of a pass of fresh processes on fresh hosts.
 
@@ -149,7 +160,7 @@ def suffer(
             for process in processes:
                 process.kill()
                 process.join()
-    return judged(kind, number, fault_s, answers, timeout_s)
+    return judged(kind, number, fault_s, answers, timeout_s, grace_s)
 
 
 def start_forkserver() -> None:

@@ -30,12 +30,14 @@ from ringattn.transport.bounded_store import bounded, host_of
 from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
-from ringattn.transport.heartbeat import Heartbeat, HeartbeatThread
+from ringattn.transport.heartbeat import END_S, Heartbeat, HeartbeatThread
 
 PUBLISH_S = 0.2
 """How long a rank that fails tries to publish why."""
 HALVED_FROM_S = 2.0
 """From which deadline on only a rank that was silent for half of it is called so. Shorter ones have few heartbeats."""
+STOP_S = 0.2
+"""How long a rank that fails waits for its heartbeat to end."""
 PROBE_S = 0.5
 """How long the store has to answer before its host is taken for the reason of a failed opening."""
 DATA_LANE = 0
@@ -327,7 +329,7 @@ class GlooTransport(HostTransport):
         if self._sender is not None:
             if self._control.store.lost:
                 self._beating.abandon()  # a heartbeat under way would be waited for in vain
-            self._sender.stop()
+            self._sender.stop(END_S if isinstance(end, ClosedError) else STOP_S)
 
     def _check_open(self) -> None:
         if self._end is not None:

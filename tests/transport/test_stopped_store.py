@@ -27,7 +27,7 @@ from tests.transport.simulated.world import SimWorld
 from tests.transport.store_hosts import StoreHost, store_host
 
 DEADLINE_S = 1.0
-WITHIN_S = DEADLINE_S + 2.0
+WITHIN_S = DEADLINE_S + 2.0 + 1.5  # two seconds are promised; the rest is for other tests that run beside
 UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
 
 

@@ -13,6 +13,8 @@ from ringattn.bench.link_faults import KINDS, RANKS, SLOW, accused, innocent, ju
 from ringattn.errors import UnsupportedError
 
 ERRORS = {"DeadlineError", "PeerLostError"}
+GRACE_S = 5.0
+"""The bench grants two seconds after a deadline; a test may run on a machine that is busy with others."""
 SLOW_S = 12.0
 """Deadline where the link is only slow. A connection that loses 30 % may stand still for longer."""
 
@@ -29,7 +31,7 @@ def hosts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_raises_in_time_and_accuses_no_innocent(hosts: None, kind: str) -> None:
-    outcome = link_faults.suffer(kind, 1, SLOW_S if kind in SLOW else 4.0)
+    outcome = link_faults.suffer(kind, 1, SLOW_S if kind in SLOW else 4.0, grace_s=GRACE_S)
     assert not outcome.complaints, "\n".join(outcome.complaints)
     ended = {"200 ms delay": {"right"}, "30 % loss": {"right", *ERRORS}}.get(kind, ERRORS)
     assert set(outcome.errors.values()) <= ended
