@@ -24,7 +24,8 @@ from ringattn.transport.location import order_advice
 LARGE_BYTES, SMALL_BYTES = 16 * 2**20, 64
 MEDIUM_BYTES, LONG_S = 2**20, 0.25
 """Where large messages take longer than that, pairs exchange smaller ones."""
-REPEATS = {LARGE_BYTES: 5, MEDIUM_BYTES: 5, SMALL_BYTES: 30}
+REPEATS = {LARGE_BYTES: 5, SMALL_BYTES: 30}
+PAIR_REPEATS = {LARGE_BYTES: 3, MEDIUM_BYTES: 3, SMALL_BYTES: 10}
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 257, 4, 2, 32
 
 
@@ -68,14 +69,15 @@ def _neighbors_s(ring: Ring, nbytes: int) -> float | None:
     """Median seconds in which every rank sends `nbytes` to the next one; None for a rank that is alone."""
     if ring.world_size == 1:
         return None
-    return _exchange_s(ring, nbytes, (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size)
+    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+    return _exchange_s(ring, nbytes, REPEATS[nbytes], after, before)
 
 
-def _exchange_s(ring: Ring, nbytes: int, after: int | None, before: int | None) -> float | None:
+def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before: int | None) -> float | None:
     """Median seconds of an exchange, which all ranks begin together; a rank without peers only waits for the others."""
     transport, times = ring.transport, []
     sent, received = transport.allocate(nbytes), transport.allocate(nbytes)
-    for _ in range(1 + REPEATS[nbytes]):
+    for _ in range(1 + repeats):
         ring.barrier()
         if after is None or before is None:
             continue
@@ -96,7 +98,7 @@ def _pairs(ring: Ring, large_s: float | None) -> list[dict[str, Any]]:
     found = []
     for measured in rounds(ring.links):
         peer = next((sum(pair) - ring.rank for pair in measured if ring.rank in pair), None)
-        seconds, small_s = (_exchange_s(ring, size, peer, peer) for size in (nbytes, SMALL_BYTES))
+        seconds, small_s = (_exchange_s(ring, size, PAIR_REPEATS[size], peer, peer) for size in (nbytes, SMALL_BYTES))
         if seconds is not None and small_s is not None and peer is not None and peer > ring.rank:
             found.append({
                 "peer": peer, "link": ring.links.of(ring.rank, peer).value, "bandwidth": nbytes / seconds,

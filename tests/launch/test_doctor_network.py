@@ -280,7 +280,8 @@ def test_pairs_that_are_measured_are_apart() -> None:
 
 
 def test_ranks_of_two_nodes_measure_inside_and_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_ranks, "REPEATS", dict.fromkeys(doctor_ranks.REPEATS, 1))
+    for name in ("REPEATS", "PAIR_REPEATS"):
+        monkeypatch.setattr(doctor_ranks, name, dict.fromkeys(getattr(doctor_ranks, name), 1))
     locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate("aba"))
 
     def body(ring: Ring) -> dict[str, Any]:
