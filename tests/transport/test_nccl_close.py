@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import PeerLostError
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl import supervisor, transport
+from ringattn.transport.nccl.store_all_gather import StoreAllGather
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.attribution import accused
 from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
@@ -52,7 +56,7 @@ def test_bytes_of_a_peer_that_has_closed_may_still_arrive(monkeypatch: pytest.Mo
         hop = around(ring, slots[0], slots[1])
         if ring.rank == 0:
             # Its bytes have left, and wait on their way.
-            ring.supervisor.leave()
+            ring.supervisor.leave(Deadline(5.0))
             time.sleep(0.8)
         hop.start().wait()
         ring.drain()
@@ -141,6 +145,38 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
     for thread in threads:
         thread.join(30)
     assert said == {} and world.violations == []
+
+
+def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -> None:
+    world, store = SimWorld(2), HashStore()
+    stopped, going, took_s = threading.Event(), threading.Event(), {}
+
+    def live(rank: int) -> None:
+        ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
+        stopped.set()
+        began_s = time.monotonic()
+        ring.close(linger_s=0.5)
+        took_s[rank] = time.monotonic() - began_s
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    going.set()
+    assert len(took_s) == 2 and max(took_s.values()) < 8.0, took_s
+
+
+def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
+    control = ControlStore(HashStore(), 0, 2)
+    watched: Any = SimpleNamespace(watch=lambda: None, missing=frozenset({1}), closed={1})
+    gather = StoreAllGather(control, watched, 20.0)
+    gather._next_look = Deadline(60.0)
+    with pytest.raises(PeerLostError, match="rank 1 closed its ring"):
+        gather._watch("all_gather/0")
+    control.write("all_gather/0/1", "here")
+    gather._watch("all_gather/0")
+    assert watched.missing == {1}
 
 
 @pytest.mark.usefixtures("soon_lost")

@@ -63,5 +63,7 @@ class StoreAllGather:
         if self._next_look.passed:
             self._next_look = Deadline(self._look_s)
             supervisor.missing = frozenset(self._control.missing(stem))
-        if closed := sorted(supervisor.missing & supervisor.closed):
-            raise PeerLostError(f"rank {closed[0]} closed its ring")
+        for rank in sorted(supervisor.missing & supervisor.closed):
+            # It may have arrived since it was found missing, and closed after that.
+            if not self._control.holds(f"{stem}/{rank}"):
+                raise PeerLostError(f"rank {rank} closed its ring")

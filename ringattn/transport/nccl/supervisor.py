@@ -113,10 +113,10 @@ class Supervisor:
         self._monitor.start()
         self._thread.start()
 
-    def leave(self) -> None:
+    def leave(self, deadline: Deadline) -> None:
         """Say that this rank has closed its ring: it waits for no message any more."""
         self._monitor.leave()
-        self._control.leave()
+        self._control.until(deadline).leave()
 
     def stop(self) -> None:
         """End both threads. Idempotent."""

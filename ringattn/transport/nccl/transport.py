@@ -255,11 +255,11 @@ class NcclTransport:
             raise
         computed = self._memory.computed()
         # Told only when all has arrived: this rank waits for nothing more.
-        self.supervisor.leave()
+        linger = Deadline(patience_s)
+        self.supervisor.leave(linger)
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together, lost = False, None
         try:
-            linger = Deadline(patience_s)
             asked = self._all_closed(self._control.until(linger.plus(ANSWER_S)))
             together = wait_until(asked, linger, self.supervisor.watch, self._control.naps_s)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
