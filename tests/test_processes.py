@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parent.parent
 
 
-CHECKS = (1, "fp64"), (2, "fp64"), (4, "fp64"), (4, "fp32")
+CHECKS = (1, "fp64", "shm"), (2, "fp64", "shm"), (3, "fp64", "shm"), (4, "fp32", "shm"), (2, "fp64", "gloo")
 MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
@@ -46,11 +46,11 @@ def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "dtype"), CHECKS)
-def test_check_is_exact_on_processes(ranks: int, dtype: str) -> None:
+@pytest.mark.parametrize(("ranks", "dtype", "transport"), CHECKS)
+def test_check_is_exact_on_processes(ranks: int, dtype: str, transport: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}", "tokens=61",
-         "verbose=true"],
+        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}",
+         f"transport={transport}", "tokens=61", "verbose=true"],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,18 @@ def processes() -> Iterator[Processes]:
         yield started
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+QUICK = {
+    contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
+    contract.first_cause_reaches_all,
+}  # fmt: skip
+"""The rest of the contract is slow here: quick tests run all of it over shm, which ranks of one machine take."""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check if check in QUICK else pytest.param(check, marks=pytest.mark.slow) for check in contract.CHECKS],
+    ids=lambda check: check.__name__,
+)
 def test_contract(processes: Processes, check: contract.Check) -> None:
     processes.run(run_check, check.__name__)
 
