@@ -90,6 +90,7 @@ def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str
     began = time.perf_counter()
     if rank == 0:
         ring.abort(ValueError("rank 0 gives up"))
+        ring.watch.ended.wait(20.0)
     else:
         time.sleep(1.0)
     took_s = time.perf_counter() - began

@@ -81,6 +81,7 @@ def test_an_abort_poisons_then_paints_until_it_has_run_empty_then_unmaps() -> No
     rank.lane.newest = FakeEvent(rank.steps, after=3)
     rank.lane.newest.record(None)
     rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
     assert rank.order == list(ABORT)
     # Two pages of two kinds of words, once and after each look that finds something under way.
     assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 3)
@@ -116,6 +117,7 @@ def test_a_start_that_breaks_off_is_painted_until_what_it_enqueued_has_run() -> 
     with pytest.raises(DriverError):
         rank.lane.start(hop, FakeEvent(rank.steps), done, lambda: None)
     rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
     assert done.recorded and rank.order == list(ABORT)
     assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 2)
 

@@ -76,24 +76,19 @@ class Watch:
             raise copy.copy(self.failure) or RingError(f"rank {self._group.rank}: this ring is failing")
 
     def fail(self, error: BaseException) -> None:
-        """End the ring, for `error` unless it has failed already. Returns when the abort has ended or is stuck."""
-        # A later failure follows from the first: it waits until that has ended the ring.
+        """End the ring, for `error` unless it has failed already. Returns when all ranks are told; `ended` is later."""
         if not self._first.acquire(blocking=False):
-            self.ended.wait(ABORT_S)
+            self._told.wait(ABORT_S)
             return
         for handle in list(self.handles):
             handle.flight.state = FAILED
         self.failure = _bare(error)
         # First of all: what a painted word lets loose must find the poison in every page.
         self._group.fail(error)
+        # On a thread of its own: it waits for what the device computes before the exchanges, and no caller should.
+        threading.Thread(target=self._abort, name=f"ringattn-abort-{self._group.rank}", daemon=True).start()
         self._write_record(self.failure)
         self._told.set()
-        self.drained = self._abort()
-        self.ended.set()
-        if not self.drained and threading.current_thread() is self._thread:
-            self._leave(
-                f"rank {self._group.rank}: the abort is stuck, so the process ends after: {self.failure}"
-            )  # fmt: skip
 
     def tick(self) -> None:
         """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
@@ -115,12 +110,15 @@ class Watch:
         computing = "computing before " if oldest is not None and not oldest.started_at else ""
         return computing + (oldest.flight.label if oldest is not None else self._record.where())
 
-    def _abort(self) -> bool:
+    def _abort(self) -> None:
         try:
-            return self._lane.abort()
+            self.drained = self._lane.abort()
         except Exception as trouble:  # a device that is lost raises whatever it likes, and then nothing waits on it
             print(f"ringattn rank {self._group.rank}: the device is lost: {trouble}", file=sys.stderr, flush=True)
-            return True
+            self.drained = True
+        self.ended.set()
+        if not self.drained:
+            self._leave(f"rank {self._group.rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     def _live(self) -> None:
         try:

@@ -14,6 +14,7 @@ import torch
 from ringattn.errors import RingError
 from ringattn.transport.base import Message
 from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.shared.page import ARRIVAL
 from tests.transport.peers.rings import meet
 from tests.transport.peers.sim_driver import SimGpu
 
@@ -192,6 +193,62 @@ def ended(gpu: SimGpu) -> dict[str, int]:
     while gpu.driver.leftovers()["registered"] and time.monotonic() < until:
         time.sleep(0.01)
     return gpu.driver.leftovers()
+
+
+def overwritten(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 goes on to write small numbers over what rank 0 paints, for a while."""
+    ring = meet(rank, world_size)
+    room = ring.allocate(64)
+    page = ring.group.pages[0]
+    ring.all_gather_bytes(b"")
+    if rank == 1:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            page.store(ARRIVAL, 0, 1)
+        time.sleep(1.0)
+        return {}
+    ring.exchange([], [Message(1, room, "never sent")])
+    time.sleep(0.2)
+    ring.abort(ValueError("enough"))
+    ended = ring.watch.ended.wait(5.0)
+    return {"ended": ended, "drained": ring.watch.drained}
+
+
+def busy(rank: int, world_size: int) -> dict[str, float]:
+    """A failure while the device still computes: the caller is told at once, the abort ends when it can."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    room = ring.allocate(64)
+    caller = gpu.caller = gpu.new_stream()
+    caller.compute(lambda: time.sleep(3.0))
+    ring.exchange([Message(1 - rank, room[:8], "k")], [Message(1 - rank, room[8:16], "k")])
+    ring.all_gather_bytes(b"")
+    began = time.monotonic()
+    ring.abort(ValueError("enough"))
+    told_s = time.monotonic() - began
+    ring.watch.ended.wait(10.0)
+    return {"told_s": told_s, "ended_s": time.monotonic() - began, **ended(gpu)}
+
+
+def forked(rank: int, world_size: int) -> list[str]:
+    """What a fork is told, and that the parent's ring goes on."""
+    ring = meet(rank, world_size)
+    hop = ring.bind(*[[Message(1 - rank, ring.allocate(64), "k")] for _ in range(2)])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for call in (hop.start, ring.drain, lambda: ring.allocate(8), lambda: ring.all_gather_bytes(b"")):
+            try:
+                call()
+            except RingError as error:
+                said.append(str(error))
+        os.write(write, "\n".join(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    hop.start().wait()
+    ring.close()
+    return os.read(read, 4096).decode().splitlines()
 
 
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
