@@ -63,7 +63,8 @@ def test_every_order_holds(use: Use, protocol: Protocol) -> None:
         *(pytest.param(ONE_QUEUE, 2, 3, 1, fault, marks=slow) for fault in FAULTS),
         pytest.param(PUSH, 2, 3, 1, "raise", marks=slow),
         pytest.param(PUSH, 3, 1, 1, "die", marks=slow),
-        pytest.param(ONE_QUEUE, 3, 1, 1, "raise", marks=slow),
+        pytest.param(PUSH, 3, 1, 1, "raise", marks=slow),
+        pytest.param(ONE_QUEUE, 3, 2, 1, "raise", marks=slow),
         *(pytest.param(PULL, 3, 1, 1, fault, marks=slow) for fault in FAULTS),
     ],
 )
