@@ -123,10 +123,11 @@ def test_close_waits_for_a_rank_that_is_late_and_lives() -> None:
 @pytest.mark.usefixtures("soon_lost")
 def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
     world, store = SimWorld(2), HashStore()
-    stopped, going, said = threading.Event(), threading.Event(), {}
+    stopped, going, opened, said = threading.Event(), threading.Event(), threading.Barrier(2), {}
 
     def live(rank: int) -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
+        opened.wait(10)
         if rank == 0:
             stopped.set()
             threading.Timer(2.0 * LOST_S, going.set).start()
@@ -149,10 +150,11 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
 
 def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -> None:
     world, store = SimWorld(2), HashStore()
-    stopped, going, took_s = threading.Event(), threading.Event(), {}
+    stopped, going, opened, took_s = threading.Event(), threading.Event(), threading.Barrier(2), {}
 
     def live(rank: int) -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
+        opened.wait(10)
         stopped.set()
         began_s = time.monotonic()
         ring.close(linger_s=0.5)

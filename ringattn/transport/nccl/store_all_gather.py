@@ -5,10 +5,7 @@ from __future__ import annotations
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.nccl.supervisor import Supervisor
-
-LOOK_S, LOOK_PER_RANK_S = 0.3, 4e-3
-"""Seconds between two looks at who is missing: at least, and for each rank of the ring."""
+from ringattn.transport.nccl.supervisor import LOOK_PER_RANK_S, LOOK_S, Supervisor
 
 
 class StoreAllGather:

@@ -39,6 +39,10 @@ STANDSTILL_S = 2.0
 LOST_S = 5.0
 """How long the heartbeat of a rank that has only to close stands still before it counts as lost."""
 NOT_CLOSED = "is silent (stopped, stuck or gone) and has not closed its ring"
+LOOK_S, LOOK_PER_RANK_S = 0.3, 4e-3
+"""Seconds between two looks at who is missing: at least, and for each rank of the ring."""
+WATCHED = 8
+"""Ranks that have not closed which one that has watches, the next in the ring, so that all together watch all."""
 ABORT_GRACE_S = 0.2
 """What a caller that is told of a failure grants the aborts."""
 STUCK_S = 0.3
@@ -117,6 +121,26 @@ class Supervisor:
         """Say that this rank has closed its ring: it waits for no message any more."""
         self._monitor.leave()
         self._control.until(deadline).leave()
+
+    def all_closed(self, control: ControlStore) -> Callable[[], bool]:
+        """Whether all ranks have closed; asked again and again, those that have not are watched."""
+        looked, look_s = 0.0, max(LOOK_S, LOOK_PER_RANK_S * control.world_size)
+        # The last to close says so to all: each of them asks for one entry.
+        if control.add("closed/count") == control.world_size:
+            control.write("closed/all", "1")
+
+        def asked() -> bool:
+            nonlocal looked
+            if control.holds("closed/all"):
+                return True
+            if time.monotonic() - looked >= look_s:
+                looked = time.monotonic()
+                missing = sorted(control.missing("closed"), key=lambda rank: (rank - self._rank) % control.world_size)
+                self.leaving = frozenset(missing[:WATCHED])
+                return not missing
+            return False
+
+        return asked
 
     def stop(self) -> None:
         """End both threads. Idempotent."""

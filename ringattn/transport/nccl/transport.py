@@ -13,7 +13,6 @@ import atexit
 import math
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,7 +40,7 @@ from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle, Replay, Started
 from ringattn.transport.nccl.memory import RingMemory, say
 from ringattn.transport.nccl.options import NcclOptions, config_of
-from ringattn.transport.nccl.store_all_gather import LOOK_PER_RANK_S, StoreAllGather
+from ringattn.transport.nccl.store_all_gather import StoreAllGather
 from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor, bare
 
 CLOSE_S = 10.0
@@ -51,10 +50,6 @@ GRACE_S = 5.0
 """What a wait on the host grants the supervisor, which knows better what went wrong."""
 ANSWER_S = 0.5
 """How long after the end of its patience a rank that closes waits for an answer of the store."""
-LOOK_S = 0.3
-"""How often a rank that has closed looks which others have not."""
-WATCHED = 8
-"""How many of those it watches, the next in the ring, so that all together watch all."""
 STUCK_ABORT_EXIT_CODE = 75
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
@@ -260,7 +255,7 @@ class NcclTransport:
         self._end = ClosedError(f"rank {self.rank} closed its ring")
         together, lost = False, None
         try:
-            asked = self._all_closed(self._control.until(linger.plus(ANSWER_S)))
+            asked = self.supervisor.all_closed(self._control.until(linger.plus(ANSWER_S)))
             together = wait_until(asked, linger, self.supervisor.watch, self._control.naps_s)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
@@ -290,26 +285,6 @@ class NcclTransport:
         # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
         if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
             raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
-
-    def _all_closed(self, control: ControlStore) -> Callable[[], bool]:
-        """Whether all ranks have closed; asked again and again, it has the supervisor watch those that have not."""
-        looked, look_s = 0.0, max(LOOK_S, LOOK_PER_RANK_S * self.world_size)
-        # The last to close says so to all: each of them asks for one entry.
-        if control.add("closed/count") == self.world_size:
-            control.write("closed/all", "1")
-
-        def asked() -> bool:
-            nonlocal looked
-            if control.holds("closed/all"):
-                return True
-            if time.monotonic() - looked >= look_s:
-                looked = time.monotonic()
-                missing = sorted(control.missing("closed"), key=lambda rank: (rank - self.rank) % self.world_size)
-                self.supervisor.leaving = frozenset(missing[:WATCHED])
-                return not missing
-            return False
-
-        return asked
 
     def _quiet(self) -> bool:
         """Whether neither an exchange nor the caller's streams touch memory without a view any more; waits for it."""
