@@ -207,6 +207,31 @@ def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
         assert f"rank {2 - rank} is silent" not in results[rank]
 
 
+def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
+    quiet = threading.Event()
+
+    def body(group: SharedGroup) -> str:
+        gathered(group)
+        if group.rank == 1:
+            group._left = True
+            group._service.wake()
+            assert group._thread is not None
+            group._thread.join()
+            stopped.set()
+            quiet.wait(20.0)
+            return ""
+        stopped.wait(20.0)
+        with pytest.raises(DeadlineError) as caught:
+            group.pull(1, 0, time.monotonic() + 0.2, lambda: "recv 'kv'")
+        quiet.set()
+        return str(caught.value)
+
+    stopped = threading.Event()
+    told = on_ranks(body, world_size=2)[0]
+    assert told.startswith("recv 'kv': no answer from ranks [1] within 10 s") and "gone (" not in told
+    assert "rank 1 is silent (stopped, stuck or gone), last heard in 'idle'" in told
+
+
 def test_groups_leave_no_descriptor_and_no_mapping() -> None:
     on_ranks(gathered)
     gc.collect()

@@ -161,11 +161,12 @@ class SharedGroup:
             if words.load(self._alarm):
                 self.check(awaited(), what)
             if time.monotonic() >= until:
-                late = sorted(set(awaited()))
-                raise DeadlineError(
-                    f"{what()}: no answer from ranks {late} within {self.timeout_s:g} s; {self.monitor.diagnosis(late)}"
-                )
+                raise self._late(what(), sorted(set(awaited())))
             pause(words, self._bell, self.own.bell_address, seen, until)
+
+    def _late(self, where: str, ranks: list[int]) -> DeadlineError:
+        said = self.monitor.diagnosis(ranks)
+        return DeadlineError(f"{where}: no answer from ranks {ranks} within {self.timeout_s:g} s; {said}")
 
     def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
         """Raise if a rank has failed, or if one of `awaited` has gone or closed.
@@ -245,13 +246,15 @@ class SharedGroup:
 
     def pull(self, rank: int, arena: int, until: float, what: Callable[[], str] | None = None) -> int:
         """Another rank's descriptor, the caller's from here on. Raises what `hold` raises."""
+        where = what() if what else f"rank {self.rank}"
         try:
             return self._service.pull(rank, arena, until, lambda: self.check([rank], what))
+        except DeadlineError:  # an OSError too, for it is a TimeoutError
+            raise self._late(where, [rank]) from None
         except OSError as error:
             # Noticed before the group's thread has.
             self._lose({rank})
             self.check([rank], what)
-            where = what() if what else f"rank {self.rank}"
             raise PeerLostError(f"{where}: rank {rank} hung up ({error})") from error
 
     # --- ends --------------------------------------------------------------------------------------------------------
