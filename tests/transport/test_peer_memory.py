@@ -38,6 +38,10 @@ def test_nothing_is_left_however_often_a_ring_opens(two: Processes) -> None:
         assert len(set(mappings)) == 1, mappings
 
 
+def test_a_receiver_may_be_far_ahead(two: Processes) -> None:
+    assert two.run(ranks.ahead, 200) == {0: [True] * 200, 1: [True] * 200}
+
+
 def test_memory_grows_in_mid_run(two: Processes) -> None:
     for found in two.run(ranks.growing).values():
         assert all(found["whole"])

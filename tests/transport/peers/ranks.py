@@ -94,6 +94,26 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
     return {"whole": whole, "mapped": max(mapped), "left": gpu.driver.leftovers()}
 
 
+def ahead(rank: int, world_size: int, count: int) -> list[bool]:
+    """The receiver starts many more messages than its log holds before the sender starts the first."""
+    ring = meet(rank, world_size)
+    buffers = ring.allocate(64 * count).view(count, 64)
+    ring.all_gather_bytes(b"")
+    if rank == 0:
+        time.sleep(0.5)
+        for number in range(count):
+            buffers[number] = number % 251
+            ring.exchange([Message(1, buffers[number], f"n {number}")], [])
+    else:
+        for number in range(count):
+            ring.exchange([], [Message(0, buffers[number], f"n {number}")])
+    ring.drain()
+    whole = [bool((buffers[number] == number % 251).all()) for number in range(count)]
+    del buffers
+    ring.close()
+    return whole
+
+
 def out_of_memory(rank: int, world_size: int) -> str:
     gpu = SimGpu(memory=8 << 20)
     ring = meet(rank, world_size, gpu=gpu, rounds=1)
