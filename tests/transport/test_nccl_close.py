@@ -129,12 +129,12 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
         opened.wait(10)
         if rank == 0:
-            stopped.set()
-            threading.Timer(2.0 * LOST_S, going.set).start()
-            threading.Timer(2.0 * LOST_S, stopped.clear).start()
+            # When this rank has closed, and watches the other one.
+            threading.Timer(1.0, stopped.set).start()
+            threading.Timer(1.0 + 2.0 * LOST_S, going.set).start()
         else:
-            stopped.wait(10)
-            time.sleep(2.5 * LOST_S)
+            going.wait(10)
+            time.sleep(0.5)
         try:
             ring.close()
         except BaseException as error:
