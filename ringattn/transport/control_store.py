@@ -28,8 +28,8 @@ CALL_S = 30.0
 """The limit of a call that has no nearer deadline."""
 GRACE_S = 1.0
 """What a call that decides a deadline has after it: one that began just before it must not count as unanswered."""
-NAPS_PER_RANK_S = 2e-5, 3e-4
-"""The first and the longest nap between two looks of `gather`, for each rank: all together ask 3,300 times a second."""
+NAPS_PER_RANK_S = 4e-5, 5e-4
+"""The first and the longest nap between two looks of `gather`, for each rank: all together ask 2,000 times a second."""
 
 
 class ControlStore:

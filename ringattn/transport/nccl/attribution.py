@@ -22,6 +22,8 @@ ALL_PEERS = 16
 """A launch with more peers than this says that it waits for all ranks."""
 HELD_BACK_S = 5.0
 """No link holds heartbeats back for longer."""
+SHORTEST_S = 1.4
+"""What it may take in a small job."""
 SHARE_S = 0.6
 """What reading all heartbeats and publishing may take, besides the silence."""
 
@@ -117,7 +119,7 @@ class Attribution:
     @property
     def limit_s(self) -> float:
         """How long it may take."""
-        return self._monitor.silence_s + SHARE_S
+        return max(self._monitor.silence_s + SHARE_S, SHORTEST_S)
 
     def words(self, waited_for: Iterable[int], missing: Iterable[int] = (), waited_s: float = 0.0) -> str:
         """For an error, beginning with `; `: the ranks at fault and the live ones of `waited_for`, or another's cause.
