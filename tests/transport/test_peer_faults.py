@@ -1,4 +1,7 @@
-"""Faults of the peer transport in real processes: killed and stopped ranks, and copies that nobody permitted."""
+"""Faults of the peer transport in real processes: killed and stopped ranks, forks, failures beside computing.
+
+The quick ones stand in `test_peer_memory.py`, whose processes they share.
+"""
 
 from __future__ import annotations
 
@@ -68,23 +71,14 @@ def two() -> Iterator[Processes]:
         yield started
 
 
-def test_a_spoiled_result_is_never_called_good(two: Processes) -> None:
-    found = two.run(ranks.spoiled)[1]
-    assert 2 in found["seen"], "the stray copy did not run, so nothing was tested"
-    assert found["said"].startswith("PeerLostError")
-    assert "rank 0 failed first: ValueError: rank 0 gives up" in found["said"]
-
-
-def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
-    assert two.run(ranks.overwritten)[0] == {"ended": True, "drained": True}
-
-
+@pytest.mark.slow
 def test_a_caller_does_not_wait_for_what_the_device_computes(two: Processes) -> None:
     for found in two.run(ranks.busy).values():
         assert found["told_s"] < 1.5 < found["ended_s"]
         assert found["registered"] == 0
 
 
+@pytest.mark.slow
 def test_a_fork_is_refused_and_the_parent_goes_on(two: Processes) -> None:
     for said in two.run(ranks.forked).values():
         assert len(said) == 4 and all("its fork" in words for words in said)

@@ -1,4 +1,4 @@
-"""The peer transport's bytes and memory, in real processes over simulated GPUs."""
+"""The peer transport's bytes and memory, and what a failure may do to them, in real processes over simulated GPUs."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ def test_unlike_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str)
         assert said.startswith("DisagreementError")
         assert "k to rank 1" in said
         assert ("16 bytes" if what == "bytes" else "v from rank 0") in said
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_spoiled_result_is_never_called_good(two: Processes) -> None:
+    found = two.run(ranks.spoiled)[1]
+    assert 2 in found["seen"], "the stray copy did not run, so nothing was tested"
+    assert found["said"].startswith("PeerLostError")
+    assert "rank 0 failed first: ValueError: rank 0 gives up" in found["said"]
+
+
+def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
+    assert two.run(ranks.overwritten)[0] == {"ended": True, "drained": True}

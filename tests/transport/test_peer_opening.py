@@ -89,6 +89,7 @@ def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
     return {"kind": "", "words": "", "left": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -115,6 +116,7 @@ def by_name(rank: int, world_size: int) -> str:
     return "opened"
 
 
+@pytest.mark.slow
 def test_processes_without_a_gpu_are_refused_by_name(two: Processes) -> None:
     answers = two.run(by_name)
     assert answers[0] == answers[1]
@@ -147,6 +149,7 @@ def _pair(ring: Any) -> Any:
     return [Message(peer, buffers[0], "k")], [Message(peer, buffers[1], "k")]
 
 
+@pytest.mark.slow
 def test_graphs_are_refused(two: Processes) -> None:
     for said in two.run(captured).values():
         assert len(said) == 4
