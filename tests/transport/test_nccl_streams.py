@@ -68,18 +68,21 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
         gpu: SimDevice = ring.gpu  # type: ignore[assignment]
         slots = ring.allocate(1024).view(2, 512)
         streams = [gpu.user_stream() for _ in range(3)]
-        with world.capture(ring.rank) as graph, gpu.on(streams[1]):
+
+        def one_pass(label: str) -> None:
             ring.begin_pass()
-            gpu.kernel(writes=[span(slots)], label="captured")
+            gpu.kernel(writes=[span(slots)], label=label)
             ring.end_pass()
-        for n, run in enumerate((None, graph.replay, None)):
-            with gpu.on(streams[n]):
-                if run is not None:
-                    ring.replay(run)
-                    continue
-                ring.begin_pass()
-                gpu.kernel(writes=[span(slots)], label=f"pass {n}")
-                ring.end_pass()
+
+        with gpu.on(streams[0]):
+            one_pass("before")
+        # A capture can wait for nothing outside of it: its replay does.
+        with world.capture(ring.rank) as graph, gpu.on(streams[1]):
+            one_pass("captured")
+        with gpu.on(streams[1]):
+            ring.replay(graph.replay)
+        with gpu.on(streams[2]):
+            one_pass("after")
         ring.drain()
         graph.reset()
 
