@@ -8,6 +8,7 @@ The gate: every message of the first exchange of a size is right in all its byte
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -177,8 +178,13 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         }
         spec = {"calls": options.calls, "tokens": options.tokens}
         calls = run_in_processes(2, "ringattn.bench.shm:calls_on_rank", spec, say)[0]
+        loads = [round(load, 1) for load in os.getloadavg()]  # what else the machine did meanwhile
         outcomes = faults(options.faults, options.timeout_s, say)
     tables = [messages_table(ranks, found) for ranks, found in messages.items()]
+    tables[0].notes.append(
+        f"- Then the mean number of processes that wanted a processor was {loads[0]} over one minute, {loads[2]} "
+        f"over fifteen; this benchmark has up to 4, the machine {os.cpu_count()}."
+    )
     tables.append(calls_table(options.tokens, calls))
     tables.append(fault_table(FaultsOptions(options.faults, options.timeout_s), outcomes))
     data: dict[str, Any] = {
@@ -191,6 +197,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
             for ranks, found in messages.items()
         },
         "calls_s": calls,
+        "load_average": loads,
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }  # fmt: skip
     finish("shm", options, tables, data, options.results)
