@@ -32,6 +32,8 @@ CAUSE_POLL_S = 0.02
 HOST_LOST = "the store's host (rank 0) is gone"
 SHARE_S = 0.8
 """What a diagnosis may take besides the silence, also where the store does not answer."""
+PATIENCE_S = SHARE_S - 0.1
+"""How long besides the silence the others wait for the cause of the one that looks: longer than `of_loss` takes."""
 ANSWER_S = 0.8
 """How long the first answer of the store may take. A store that is stopped or out of reach gives none."""
 
@@ -92,7 +94,7 @@ class Diagnosis:
                 unheard = reader.silent(self._others, self._silence_s)
                 found += self._unheard(reader, unheard, wait)
             else:
-                told = self._cause(control, self._silence_s + SHARE_S / 2)
+                told = self._cause(control, self._silence_s + PATIENCE_S)
             # A rank that is waited for and alive waits itself for another: its status says where.
             if not told or "silent" not in told:
                 found += [_whereabouts(reader, rank) for rank in waited_for if rank not in unheard]

@@ -36,7 +36,7 @@ def interval_s(job_size: int, shortest_s: float = INTERVAL_S, requests: int = 2)
     return max(shortest_s, requests * job_size / REQUESTS_PER_S)
 
 
-def silence_s(interval: float, shortest_s: float = 5 * INTERVAL_S) -> float:
+def silence_s(interval: float, shortest_s: float = 10 * INTERVAL_S) -> float:
     """How long a heartbeat that is sent every `interval` seconds must not change: two of them may be late."""
     return max(shortest_s, 2.2 * interval + 0.2)
 

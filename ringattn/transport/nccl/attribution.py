@@ -22,7 +22,7 @@ ALL_PEERS = 16
 """A launch with more peers than this says that it waits for all ranks."""
 HELD_BACK_S = 5.0
 """No link holds heartbeats back for longer."""
-SHORTEST_S = 1.4
+SHORTEST_S = 1.6
 """What it may take in a small job."""
 SHARE_S = 0.6
 """What reading all heartbeats and publishing may take, besides the silence."""
