@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_suffix(".json")
-WRITTEN_BY_RUNS = RECORD, RECORD.with_name("durations.json")
+WRITTEN_BY_RUNS = "unchanged.json", "durations.json"
 """Data that no test of a group reads."""
 PACKAGES = ("triton", "torch", "numpy")
 GROUPS = {
@@ -91,7 +91,7 @@ def digest(group: str) -> str:
     """Of everything that the outcome of a group's tests depends on."""
     whole = hashlib.sha256()
     for file in sources(GROUPS[group]):
-        if file in WRITTEN_BY_RUNS:
+        if file.name in WRITTEN_BY_RUNS:
             continue
         whole.update(f"{file.relative_to(ROOT)}\0{meaning(file)}\0".encode())
     for package in PACKAGES:

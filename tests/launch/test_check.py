@@ -57,7 +57,7 @@ def test_a_wrong_case_shows_the_cases_of_its_schedule(
     assert lines[-1] == ["4", "cases,", "1", "over", "their", "bound"]
 
 
-@pytest.mark.parametrize(("asked", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "gloo")])
+@pytest.mark.parametrize(("asked", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "shm")])
 def test_processes_are_checked_over_the_transport_that_was_asked_for(
     asked: str, opened: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
