@@ -26,7 +26,9 @@ TIMEOUT_S = 600.0
 LAST_CHARACTERS = 3000
 
 
-def run_in_processes(world_size: int, target: str, spec: dict[str, Any], say: Callable[[str], None]) -> list[Any]:
+def run_in_processes(
+    world_size: int, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str = "auto"
+) -> list[Any]:
     """Run `target` ("module:function") as `function(ring, **spec)` on fresh processes; the results by rank.
 
     `spec` and the results are JSON. Raises `RingError` when a rank fails.
@@ -34,7 +36,7 @@ def run_in_processes(world_size: int, target: str, spec: dict[str, Any], say: Ca
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, SPEC).write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
-                   "-m", __name__, target, folder]  # fmt: skip
+                   "-m", __name__, target, folder, transport]  # fmt: skip
         root = Path(__file__).parents[2]  # where the package was found, so that the ranks find the same one
         with Path(folder, "errors").open("w+", encoding="utf-8") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root)
@@ -56,13 +58,13 @@ def _result(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.json")
 
 
-def main(target: str, folder: str) -> None:
+def main(target: str, folder: str, transport: str) -> None:
     """One rank: open the ring, call the function, leave the result."""
     torch.set_num_threads(1)
     module, _, name = target.partition(":")
     spec = json.loads(Path(folder, SPEC).read_text(encoding="utf-8"))
     function = getattr(import_module(module), name)
-    with Ring(timeout_s=TIMEOUT_S) as ring:
+    with Ring(transport=transport, timeout_s=TIMEOUT_S) as ring:
         result = function(ring, **spec)
     _result(folder, ring.rank).write_text(json.dumps(result), encoding="utf-8")
 

@@ -83,7 +83,8 @@ def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
     for run in COMBINATIONS[: options.combinations]:
         name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"
         say(name)
-        by_rank = run_in_processes(run.ranks, PROGRAM, {"words": words_of(run, options)}, say)
+        # Over shm a process also has other ranks' buffers resident, and copies of what it sends from plain memory.
+        by_rank = run_in_processes(run.ranks, PROGRAM, {"words": words_of(run, options)}, say, transport="gloo")
         records.append({**run._asdict(), "predicted_bytes": predicted_bytes(run, options), "by_rank": by_rank})
         check_losses(records, name)
     return records

@@ -122,9 +122,12 @@ def test_a_missing_nccl(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, torch\n"
+        "from ringattn.transport import location\n"
         "from ringattn.transport.nccl import library\n"
         "torch.cuda.is_available = lambda: True\n"
         "torch.cuda.set_device = lambda device: None\n"
+        "torch.cuda.device_count, torch.cuda.current_device = lambda: 1, lambda: 0\n"
+        "location.torch_gpu = lambda index: location.Gpu('a GPU', None)\n"
         "library.SONAME, library.WHEEL = 'libnone.so.2', 'none.such'\n"
         "import ringattn\n"
         "try:\n    ringattn.Ring(transport='nccl', timeout_s=5)\n"
