@@ -103,53 +103,39 @@ class Memops:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class _OfMessage:
+    """A step for one message: `message` is its index among the sends or receives of the exchange."""
+
+    message: int
+    src: int
+    dst: int
+    nth: int
+
+    @property
+    def pair(self) -> Pair:
+        """Whose message it is."""
+        return self.src, self.dst
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(_OfMessage):
     """Move the bytes of a message: `message` is its index among the sends of the exchange."""
 
-    message: int
-    src: int
-    dst: int
-    nth: int
-
-    @property
-    def pair(self) -> Pair:
-        """Whose message it is."""
-        return self.src, self.dst
-
 
 @dataclass(frozen=True, slots=True)
-class LogStart:
+class LogStart(_OfMessage):
     """The host stores, in its own start log, which bound message the pair's `nth` message of this exchange is."""
 
-    message: int
-    src: int
-    dst: int
-    nth: int
     sends: bool
-
-    @property
-    def pair(self) -> Pair:
-        """Whose message it is."""
-        return self.src, self.dst
 
 
 @dataclass(frozen=True, slots=True)
-class FindBuffer:
+class FindBuffer(_OfMessage):
     """The host finds the receiver's buffer of a message, by that rank's start log.
 
     The one step at which it waits for another rank: until that rank has logged the start of this very number, for a
     receiver may start what it has bound in any order.
     """
-
-    message: int
-    src: int
-    dst: int
-    nth: int
-
-    @property
-    def pair(self) -> Pair:
-        """Whose message it is."""
-        return self.src, self.dst
 
 
 @dataclass(frozen=True, slots=True)
