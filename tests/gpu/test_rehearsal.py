@@ -45,6 +45,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_the_checks_need_little() -> None:
     # A GPU machine may have no network: torch, triton, cupy, numpy, pytest and rich are there, and no more.
     words = ["-q", "--collect-only", "-m", "gpu", "tests/gpu/test_engines.py", "tests/gpu"]

@@ -62,7 +62,9 @@ def test_memory_of_a_ring_of_one(body: Callable[[SimMachine], None]) -> None:
     assert machine.world.violations == []
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["closed", "aborted"])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(False, id="closed"), pytest.param(True, id="aborted", marks=pytest.mark.slow)]
+)
 def test_openings_leave_nothing(fails: bool) -> None:
     machine = SimMachine()
     assert set(lifetimes.openings_leave_nothing(machine, fails, openings=5)) == {16 * machine.unit}

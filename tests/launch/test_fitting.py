@@ -62,7 +62,7 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup
     assert sum(parts.values()) == total and min(parts.values()) >= 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(runs, st.sampled_from([24, 80, 141]))
 def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) -> None:
     longest = longest_tokens(run, gib * GIB)

@@ -43,6 +43,7 @@ def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[
     assert told in printed.err and not printed.out
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_the_code() -> None:
     done = ringattn("run", "shedule=ring")
     assert done.returncode == 2 and "shedule: no such key; did you mean schedule?" in done.stderr, done.stderr

@@ -42,6 +42,7 @@ WORDS = ["ranks=4", "tokens=1024", "causal=false", "heads=4", "kv_heads=4", "seg
          "dilation_rates=[1,4,8]"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, f"rows_picture={tmp_path / 'rows.png'}"]) == 0
     image = matplotlib.image.imread(tmp_path / "rows.png")
