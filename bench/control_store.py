@@ -69,7 +69,7 @@ def main(words: Sequence[str] = ()) -> None:
     finish("control_store", options, [table(found, before, missing)], {"records": found}, options.results)
     if options.results:
         draw(found, before, Path(options.results, "control_store.png"))
-    if wrong := [one for one in found if one["accused"]]:
+    if wrong := [one for one in found if one["blamed"]]:
         raise GateError(f"innocent ranks were named: {wrong}")
 
 
@@ -123,7 +123,7 @@ def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
         "named_by": len(right),
         "named_after_s": right[-1] if right else None,
         "named_median_s": right[len(right) // 2] if right else None,
-        "accused": sorted({other for _, _, who in named for other in who} - {dead}),
+        "blamed": sorted({other for _, _, who in named for other in who} - {dead}),
     }
 
 
@@ -143,7 +143,7 @@ def table(found: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], mis
             str(record["ranks"]), code, f"{record['requests_per_s']:.0f}", f"{record['messages_per_s']:.0f}",
             f"{record['bytes_per_s'] / 1e6:.2f}", f"{record['opening_s']:.2f}{failed}",
             f"{record['named_by']} of {record['survivors']}", "-" if late is None else f"{late:.2f}",
-            str(len(record["accused"])),
+            str(len(record["blamed"])),
         ))  # fmt: skip
     return Table(
         "One store, in quiet and at a fault",

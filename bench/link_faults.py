@@ -2,7 +2,7 @@
 
 Four gloo ranks, two on each of two hosts that are network namespaces. In the middle of a pass the link is cut, loses
 one direction, loses 30 % of its packets or delays them by 200 ms, or rank 0, which hosts the store, is stopped. The
-bar: every rank raises a named error within its deadline and two seconds and accuses nobody whom it can reach, or
+bar: every rank raises a named error within its deadline and two seconds and blames none that it can reach, or
 finishes right where the link is only slow.
 """
 
@@ -64,8 +64,8 @@ class LinkOutcome:
     complaints: list[str] = field(default_factory=list)
 
 
-def accused(message: str) -> set[int]:
-    """The ranks that an error message accuses."""
+def named_at_fault(message: str) -> set[int]:
+    """The ranks that an error message blames."""
     return set(map(int, re.findall(r"rank (\d+) is (?:gone|silent|stuck|behind)", message)))
 
 
@@ -110,8 +110,8 @@ def judged(
             outcome.complaints.append(said)
         if outcome.seconds[rank] > timeout_s + grace_s:
             outcome.complaints.append(f"rank {rank} took {outcome.seconds[rank]:.2f} s: {said}")
-        if wrongly := accused(answer["message"]) & innocent(kind, rank):
-            outcome.complaints.append(f"accuses ranks {sorted(wrongly)}: {said}")
+        if wrongly := named_at_fault(answer["message"]) & innocent(kind, rank):
+            outcome.complaints.append(f"blames ranks {sorted(wrongly)}: {said}")
     return outcome
 
 
@@ -188,7 +188,7 @@ def tabulate(options: LinkFaultsOptions, outcomes: Sequence[LinkOutcome]) -> Tab
     table.notes += [
         f"- {good} of {len(outcomes)}: every rank that could run raised a named error within its deadline of "
         f"{options.timeout_s:g} s ({options.slow_timeout_s:g} s for {' and '.join(SLOW)}) and {GRACE_S:g} s, and "
-        "accused no rank that it could reach, or finished right where the link was only slow. The bar is all of them: "
+        "blamed no rank that it could reach, or finished right where the link was only slow. The bar is all of them: "
         f"{'met' if good == len(outcomes) else 'MISSED'}.",
         "- Two ranks on each host; the name of each host resolves to a loopback address. Seconds: from the fault, or "
         "from the beginning of a later wait, to the error.",

@@ -90,7 +90,7 @@ class Diagnosis:
         try:
             unheard, told = list[int](), None
             # Silence first: it takes the longest, and a cause may be published meanwhile.
-            if self._accuses(control, "deadline"):
+            if self._investigates(control, "deadline"):
                 unheard = reader.silent(self._others, self._silence_s)
                 found += self._unheard(reader, unheard, wait)
             else:
@@ -123,7 +123,7 @@ class Diagnosis:
         control = self._control.until(Deadline(self.limit_s))
         reader = Heartbeat(control.store, control.rank)
         try:
-            check = SilenceCheck(reader, self._others if self._accuses(control, "loss") else [peer])
+            check = SilenceCheck(reader, self._others if self._investigates(control, "loss") else [peer])
             closed = False
 
             def looked() -> bool:
@@ -146,14 +146,14 @@ class Diagnosis:
             why = f"{_lost_store(lost_store)}, so no first cause can be read"
             return f"the connection to rank {peer} was lost ({error}), and {why}"
 
-    def _accuses(self, control: ControlStore, after: str) -> bool:
+    def _investigates(self, control: ControlStore, after: str) -> bool:
         """Whether this rank is the one that reads all heartbeats: of those after a deadline, or after a loss.
 
         One for each: who has lost a connection waits for the cause of a rank at its deadline, which must not wait for
         that rank in turn.
         """
         if self._claimed is None:
-            self._claimed = control.until(Deadline(ANSWER_S)).add(f"accusers/{after}") == 1
+            self._claimed = control.until(Deadline(ANSWER_S)).add(f"investigators/{after}") == 1
         return self._claimed
 
     def _cause(self, control: ControlStore, wait_s: float, ended: Callable[[], bool] = lambda: False) -> str | None:

@@ -4,7 +4,7 @@ Guarantees: the user's process groups are never touched, whether they exist befo
 at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the
 heartbeats of the others are read; a rank that fails publishes its cause in the store before it drops its connections,
 and every other rank re-states that first cause; a rank that is stopped or killed publishes none, and is named because
-its heartbeat stops; where the store's host does not answer, that is said and no other rank is accused. Ranks reach each
+its heartbeat stops; where the store's host does not answer, that is said and no other rank is blamed. Ranks reach each
 other at their addresses on the route to the store's host, unless the user names an interface. A transport that has
 raised a failure is dead. A message whose ends differ in bytes never meets its partner, so both ranks reach the
 deadline. A rank that dies while a large message to it is half written is noticed at the deadline only; gloo does not

@@ -17,6 +17,6 @@ def names_as_culprit(culprit: int, message: str) -> bool:
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None
 
 
-def accused(message: str) -> set[int]:
+def named_at_fault(message: str) -> set[int]:
     """All ranks that a message says to be at fault; of two that disagree neither is."""
     return {int(rank) for rank in re.findall(rf"rank (\d+) (?!{REPORTS}|and rank|do not ask)(?:{VERBS})", message)}

@@ -16,7 +16,7 @@ from ringattn.transport.control_store import ControlStore
 from ringattn.transport.diagnosis import Diagnosis
 from ringattn.transport.heartbeat import Heartbeat, HeartbeatMonitor, interval_s, silence_s
 from ringattn.transport.nccl.attribution import Attribution, Place, Waits, at_fault
-from tests.transport.attribution import accused
+from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_rings
 from tests.transport.simulated.faults import Stall
 from tests.transport.simulated.world import SimWorld
@@ -51,7 +51,7 @@ def places(ranks: Ranks) -> dict[int, Place]:
 )
 def test_only_ranks_that_nothing_else_explains_are_named(ranks: Ranks, silent: Any, named: set[int]) -> None:
     words = "; ".join(at_fault(places(ranks), silent))
-    assert accused(words) == named, words
+    assert named_at_fault(words) == named, words
 
 
 @pytest.mark.parametrize("peers", [{1, 2, 3}, None])
@@ -59,14 +59,14 @@ def test_of_ranks_that_connect_to_each_other_none_is_accused(peers: set[int] | N
     both = places(RING | {1: (5, LAUNCH, {2} if peers else None), 2: (5, LAUNCH, {1} if peers else None)})
     (words,) = at_fault(both, ())
     assert words == "one of ranks [1, 2] is stuck in a launch, and the others of them wait for it there"
-    assert accused(words) == set()
+    assert named_at_fault(words) == set()
 
 
 def test_a_rank_that_has_left_is_not_behind() -> None:
     here = places(RING | {1: (4, HOST, set())})
     here[1] = Place("idle", 4, HOST, left=True)
     assert at_fault(here, ()) == []
-    assert accused("; ".join(at_fault({**here, 3: Place("idle", 5, HOST)}, (), missing={3}))) == {3}
+    assert named_at_fault("; ".join(at_fault({**here, 3: Place("idle", 5, HOST)}, (), missing={3}))) == {3}
 
 
 @pytest.mark.parametrize("ranks", [2, 64, 534, 1024])
@@ -77,7 +77,7 @@ def test_a_silent_rank_can_be_named_before_the_callers_are_told(ranks: int) -> N
     assert 2 * monitor.interval_s < silence_s(monitor.interval_s) < Attribution(control, str, monitor).limit_s < 2.0
 
 
-# --- one accuser -----------------------------------------------------------------------------------------------------
+# --- one investigator ------------------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -109,7 +109,7 @@ class Job:
         self._beat()
         self._thread.start()
 
-    def accuser(self, rank: int) -> tuple[HeartbeatMonitor, Attribution]:
+    def investigator(self, rank: int) -> tuple[HeartbeatMonitor, Attribution]:
         control = ControlStore(Counted(self.store, self.requests), rank, self.ranks)
         monitor = HeartbeatMonitor(control.clone(), lambda: STATUS)
         return monitor, Attribution(control, lambda: STATUS, monitor)
@@ -139,7 +139,7 @@ def test_one_accuser_names_the_silent_one_of_six_hundred(job: Job) -> None:
     told: dict[int, str] = {}
 
     def at_the_deadline(rank: int) -> None:
-        monitor, attribution = job.accuser(rank)
+        monitor, attribution = job.investigator(rank)
         monitor.start()
         time.sleep(0.3)
         words = attribution.words({rank + 1})
@@ -154,7 +154,7 @@ def test_one_accuser_names_the_silent_one_of_six_hundred(job: Job) -> None:
     for thread in threads:
         thread.join(10.0)
     assert time.monotonic() - start < 3.0
-    assert [accused(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
+    assert [named_at_fault(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
     assert sum("failed first: DeadlineError" in words for words in told.values()) == 2
     assert job.requests[0] < 300  # one of them reads all heartbeats, and no rank asks for one after another
 
@@ -174,19 +174,19 @@ def test_on_gloo_too_one_rank_reads_all_heartbeats(job: Job) -> None:
         thread.start()
     for thread in threads:
         thread.join(10.0)
-    assert [accused(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
+    assert [named_at_fault(told[rank]) for rank in (100, 200, 300)] == [{7}] * 3, told
     assert job.requests[0] < 200
 
 
 @pytest.mark.alone
 def test_the_next_of_a_silent_rank_names_it_at_once(job: Job) -> None:
-    monitor, attribution = job.accuser(6)
+    monitor, attribution = job.investigator(6)
     monitor.start()
     while not monitor.silent():
         time.sleep(0.05)
     start = time.monotonic()
     words = attribution.words({5, 7})
-    assert time.monotonic() - start < 0.3 and accused(words) == {7}
+    assert time.monotonic() - start < 0.3 and named_at_fault(words) == {7}
     monitor.stop()
 
 
@@ -237,5 +237,5 @@ def test_a_caller_is_told_while_the_abort_goes_on() -> None:
 
     outcomes = on_rings(world, body, deadline_s=0.6, hard_s=30.0)
     for rank in (0, 2):
-        assert "rank 1 is behind" in str(outcomes[rank].error) and accused(str(outcomes[rank].error)) == {1}
+        assert "rank 1 is behind" in str(outcomes[rank].error) and named_at_fault(str(outcomes[rank].error)) == {1}
         assert took[rank] < 0.6 + 2.0

@@ -21,7 +21,7 @@ from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl import supervisor, transport
 from ringattn.transport.nccl.store_all_gather import StoreAllGather
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.attribution import accused
+from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
 from tests.transport.simulated.faults import Died
 from tests.transport.simulated.world import SimWorld
@@ -102,7 +102,7 @@ def test_close_names_a_rank_that_died_after_its_last_exchange(lost: int) -> None
         error, took_s = outcomes[rank].error, outcomes[rank].ended_s - outcomes[rank].began_s
         assert isinstance(error, PeerLostError) and took_s < 15.0
         assert f"rank {lost} is silent (stopped, stuck or gone) and has not closed its ring" in str(error)
-        assert accused(str(error)) == {lost}
+        assert named_at_fault(str(error)) == {lost}
     assert world.violations == []
 
 

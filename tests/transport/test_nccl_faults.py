@@ -1,4 +1,4 @@
-"""Scripted faults on simulated GPUs: every survivor names the culprit, and nobody else, within the deadline and 2 s.
+"""Scripted faults on simulated GPUs: every survivor names the culprit and no other within the deadline and 2 s.
 
 The real transport runs; what dies, stalls or answers wrongly is the simulated library under one rank.
 """
@@ -19,7 +19,7 @@ from ringattn import Ring
 from ringattn.errors import RingError
 from ringattn.testing import run_ranks
 from ringattn.transport.nccl.binding import Status
-from tests.transport.attribution import accused, names_as_culprit
+from tests.transport.attribution import named_at_fault, names_as_culprit
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.faults import Answer, Die, Died, Fault, Stall
 from tests.transport.simulated.world import SimWorld
@@ -150,8 +150,8 @@ def verdict(case: Case) -> list[str]:
             wrong.append(f"{case}: rank {rank} took {took_s:.2f} s: {outcome.error}")
         if not names_as_culprit(case.culprit, str(outcome.error)):
             wrong.append(f"{case}: rank {rank} names nobody: {outcome.error}")
-        if innocent := accused(str(outcome.error)) - {case.culprit}:
-            wrong.append(f"{case}: rank {rank} accuses {innocent}: {outcome.error}")
+        if innocent := named_at_fault(str(outcome.error)) - {case.culprit}:
+            wrong.append(f"{case}: rank {rank} blames {innocent}: {outcome.error}")
     return wrong
 
 

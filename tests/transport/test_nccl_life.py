@@ -23,7 +23,7 @@ from ringattn.launch.doctor.flight import read_records
 from ringattn.transport.base import Message
 from ringattn.transport.nccl.communicator import State
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.attribution import accused
+from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
 from tests.transport.simulated.faults import Died, Stall
 from tests.transport.simulated.library import SimLibrary
@@ -135,7 +135,7 @@ def test_a_close_that_is_alone_aborts_soon() -> None:
     for thread in threads:
         thread.join(20)
     assert 0.4 < seconds[0] < 2.0
-    assert "rank 0 closed its ring" in said[0] and accused(said[0]) == set()
+    assert "rank 0 closed its ring" in said[0] and named_at_fault(said[0]) == set()
 
 
 def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
@@ -171,7 +171,7 @@ def test_a_missing_rank_is_named_at_opening() -> None:
     for thread in threads:
         thread.join(20)
     assert all("ranks [1] did not arrive" in message for message in said.values()) and len(said) == 2
-    assert set.union(*map(accused, said.values())) <= {1}, said
+    assert set.union(*map(named_at_fault, said.values())) <= {1}, said
 
 
 def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SimLibrary, "init", fatal)
     outcomes = on_gpus(world, lambda ring: None, timeout_s=1.0)
     for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, RingError) and accused(str(outcomes[rank].error)) == {1}
+        assert isinstance(outcomes[rank].error, RingError) and named_at_fault(str(outcomes[rank].error)) == {1}
         assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
 
 
@@ -251,7 +251,7 @@ def test_a_store_that_stands_still_stops_no_deadline() -> None:
         thread.join(30)
     words, took_s = said[0]
     assert "no answer from ranks [1] within 1.0 s" in words and "did not answer" in words
-    assert took_s < 1.0 + 2.0 and accused(words) == set(), words
+    assert took_s < 1.0 + 2.0 and named_at_fault(words) == set(), words
 
 
 def test_a_lost_device_ends_the_ring_everywhere() -> None:
@@ -275,7 +275,7 @@ def test_a_lost_device_ends_the_ring_everywhere() -> None:
     assert "an illegal memory access" in str(outcomes[1].error)
     for rank in (0, 2):
         assert "rank 1 failed first: RuntimeError: an illegal memory access" in str(outcomes[rank].error)
-        assert accused(str(outcomes[rank].error)) == {1}
+        assert named_at_fault(str(outcomes[rank].error)) == {1}
 
 
 def test_rings_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_the_flight_records_name_the_rank_that_is_stuck_in_a_launch(tmp_path: Pa
 
     outcomes = on_gpus(world, body, deadline_s=0.6, flight_dir=tmp_path)
     assert all(isinstance(outcome.error, RingError) for outcome in outcomes)
-    assert all(accused(str(outcomes[rank].error)) == {1} for rank in (0, 2)), outcomes
+    assert all(named_at_fault(str(outcomes[rank].error)) == {1} for rank in (0, 2)), outcomes
     assert f"flight record: {tmp_path / 'flight-0.json'}" in outcomes[0].error.__notes__  # type: ignore[union-attr]
     first = divergences(read_records(tmp_path))[0]
     assert "rank 1 never posted" in first and first.endswith("it is inside the launch of exchange 4"), first

@@ -25,7 +25,7 @@ GRACE_S = 2.0
 POINTS = ["before start", "after start", "in a copy", "computing"]
 
 
-def accused(message: str) -> set[str]:
+def named_at_fault(message: str) -> set[str]:
     """Every rank that is said to be at fault; who only tells of it `failed first`."""
     return set(re.findall(r"rank (\d) (?:is gone|is silent|is behind|is stuck|is still|closed|has left)", message))
 
@@ -59,7 +59,7 @@ def test_a_lost_rank_is_named_and_no_other(kind: str, point: str) -> None:
     for rank in (0, 2):
         answer = found[rank]
         assert names_as_culprit(1, answer["message"]), answer
-        assert accused(answer["message"]) == {"1"}, answer
+        assert named_at_fault(answer["message"]) == {"1"}, answer
         assert answer["after_s"] <= DEADLINE_S + GRACE_S, answer
         # Only the memory that the rank itself views is left, and nothing of another rank.
         assert answer["left"]["registered"] == 0 and answer["left"]["mappings"] <= 1, answer

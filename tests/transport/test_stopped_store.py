@@ -1,4 +1,4 @@
-"""Rings whose store's host is stopped: every rank raises a named error in time, and accuses no other rank."""
+"""Rings whose store's host is stopped: every rank raises a named error in time, and blames no other."""
 
 from __future__ import annotations
 

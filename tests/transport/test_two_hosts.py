@@ -9,7 +9,7 @@ import pytest
 
 from ringattn.bench import link_faults
 from ringattn.bench.hosts import ADDRESSES, HOST_NAME, TwoHosts
-from ringattn.bench.link_faults import KINDS, RANKS, SLOW, accused, innocent, judged
+from ringattn.bench.link_faults import KINDS, RANKS, SLOW, innocent, judged, named_at_fault
 from ringattn.errors import UnsupportedError
 
 ERRORS = {"DeadlineError", "PeerLostError"}
@@ -53,8 +53,8 @@ def test_the_judge_sees_what_is_wrong() -> None:
     good |= {rank: answer("PeerLostError", "the store's host (rank 0 of the job) did not answer") for rank in (2, 3)}
     assert judged("link cut", 0, 10.0, good, 4.0).complaints == []
     for rank, wrong, words in (
-        (2, answer("DeadlineError", "rank 3 is silent (stopped)"), "accuses ranks [3]"),
-        (1, answer("DeadlineError", "rank 0 is gone"), "accuses ranks [0]"),
+        (2, answer("DeadlineError", "rank 3 is silent (stopped)"), "blames ranks [3]"),
+        (1, answer("DeadlineError", "rank 0 is gone"), "blames ranks [0]"),
         (3, answer("DeadlineError", at_s=16.1), "rank 3 took 6.10 s"),
         (0, answer("outside the pass, DeadlineError"), "outside the pass"),
         (0, answer("right"), "rank 0 noticed nothing"),
@@ -63,6 +63,6 @@ def test_the_judge_sees_what_is_wrong() -> None:
         answers = {**good, rank: wrong}
         complaints = judged("link cut", 0, 10.0, answers, 4.0).complaints  # type: ignore[arg-type]
         assert any(words in complaint for complaint in complaints), complaints
-    assert accused("no answer from ranks [1]; rank 2 is silent (stopped), rank 3 is alive in 'idle'") == {2}
+    assert named_at_fault("no answer from ranks [1]; rank 2 is silent (stopped), rank 3 is alive in 'idle'") == {2}
     assert innocent("rank 0 stopped", 1) == {1, 2, 3} and innocent("200 ms delay", 0) == {0, 1, 2, 3}
     assert innocent("30 % loss", 3) == {0, 1} and innocent("link cut", 3) == {2, 3}

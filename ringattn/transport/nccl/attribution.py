@@ -131,7 +131,7 @@ class Attribution:
         # A slow link may hold heartbeats back for a while; who was gone before the wait has sent none for longer.
         if known := monitor.silent(min(waited_s / 2, HELD_BACK_S)):
             return _joined(at_fault(self._places(monitor.heartbeats), known))
-        if control.add("accusers") > 1:
+        if control.add("investigators") > 1:
             wait_until(lambda: monitor.cause is not None, Deadline(self.limit_s), naps_s=(0.01, monitor.interval_s / 2))
             return f"; {monitor.cause}" if monitor.cause else "; the rank at fault was not found in time"
         others = [rank for rank in control.everyone() if rank != control.rank]
