@@ -58,7 +58,9 @@ def run(case: Case, config: Config, options: TuneKeptOptions, timed: bool) -> Ti
                 work = lambda: engine.attend_grad(q, KV(k, v), seed, dq, dkv, works[1][0])  # noqa: B023, E731
                 work()
             us.append(device_us(work, options.ms) if timed else 0.0)
-        return Timed(config, tuple(us), spills=max((handle.spills for handle in kept.handles()), default=0))
+        own = {"grad_fused": "grad_kv"}.get(case.kernel, case.kernel)  # one kernel does both
+        spills = max((handle.spills for handle in kept.handles() if own in handle.name), default=0)
+        return Timed(config, tuple(us), spills=spills)
     except Exception as error:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # raises where the CUDA context is broken, and so ends this process

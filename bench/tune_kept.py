@@ -64,7 +64,7 @@ class Case(NamedTuple):
 class Timed(NamedTuple):
     """A candidate: microseconds of the full and of the causal call, or why it has none.
 
-    `spills`: of the kernel that spills most, of those the call launches. `right`: it has passed the gate.
+    `spills`: of its own kernel, wherever these are: they reject nothing. `right`: it has passed the gate.
     """
 
     config: Config

@@ -38,7 +38,7 @@ from ringattn.kernels.attention_tiles import (
     strides_of,
     visits,
 )
-from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
+from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, padded
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _add_q(
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _grad_q(
     q, k, v, dout, lse, delta, dq, result, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
     in_scale, softcap,
@@ -175,7 +175,7 @@ def _add_kv(
     return dk_rows, dv_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _grad_kv(
     q, k, v, dout, lse, delta, dq, dk, dv, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
     in_scale, softcap,

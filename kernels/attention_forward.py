@@ -38,7 +38,7 @@ from ringattn.kernels.attention_tiles import (
     strides_of,
     visits,
 )
-from ringattn.kernels.launch_call import Config, LaunchCall, Table, padded
+from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, padded
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def closing(
         tl.store(lse + lse_rows, tl.where(ends, natural, peak), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _forward(
     q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
     scale, softcap,

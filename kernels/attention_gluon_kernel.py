@@ -26,6 +26,7 @@ from ringattn.kernels.attention_tiles import (
     run_of,
     visits,
 )
+from ringattn.kernels.launch_call import VARYING
 
 CONSUMERS = gl.constexpr(2)
 
@@ -329,7 +330,7 @@ def _consume(
         gl.store(_places(lse, lse_strides, block, batch, head, own), natural, mask=own < live)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, out_row, out_batch, out_head,

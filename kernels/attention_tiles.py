@@ -184,12 +184,14 @@ def describable(*tensors: Tensor) -> bool:
     """Whether descriptors can read these tensors (rows, batch, heads, dim): half precision, 16-byte borders.
 
     The rule is TMA's: bases and all strides but the last, which is 1, are multiples of 16 bytes (CUDA driver API,
-    `cuTensorMapEncodeTiled`); what is seen by several heads at a stride of 0 is left to plain loads.
+    `cuTensorMapEncodeTiled`); rows at a stride of 0, all in one place, have no such border, and what is seen by several
+    heads at a stride of 0 is left to plain loads.
     """
     return all(
         x.dtype in (torch.float16, torch.bfloat16)
         and x.data_ptr() % 16 == 0
         and not any(stride * x.itemsize % 16 for stride in x.stride()[:3])
+        and x.stride(0) > 0
         and (x.stride(2) > 0 or x.shape[2] == 1)
         for x in tensors
     )

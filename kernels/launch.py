@@ -24,9 +24,6 @@ from ringattn.kernels.scratch import Scratch
 Operands = Sequence[Tensor | None]
 """The tensors that a caller brings anew each time, some left out."""
 
-MOST_HANDLES = 4096
-"""Sets of facts kept; one more and all are forgotten, which costs a look into Triton's own cache for each."""
-
 
 def layouts(operands: Operands) -> Hashable:
     """What of the tensors' memory a described call rests on: strides and alignment to 16 bytes."""
@@ -36,8 +33,8 @@ def layouts(operands: Operands) -> Hashable:
 class Handle(NamedTuple):
     """A loaded kernel: `run(x, y, z, stream, function, packed, None, None, None, *args, *constants)` launches it.
 
-    `resident`: how many of its blocks a multiprocessor holds at once. `scratch`: whether it asks for global memory.
-    `spills`: instructions' worth of registers that did not fit.
+    `resident`: how many of its blocks a multiprocessor holds at once. `scratch`: bytes of global memory that it asks
+    for, a program. `spills`: instructions' worth of registers that did not fit. `name`: the kernel's.
     """
 
     run: Callable[..., None]
@@ -45,8 +42,9 @@ class Handle(NamedTuple):
     packed: Any
     constants: tuple[Any, ...]
     resident: int
-    scratch: bool
+    scratch: int
     spills: int
+    name: str
 
 
 class Repeat:
@@ -58,6 +56,8 @@ class Repeat:
         """`operands`: the tensors among `call.args` that change, no two the same object. `most`: programs at most."""
         self._call, self._handle, self._device = call, handle, device
         self._programs = call.grid[0] if most is None else min(call.grid[0], most)
+        self.scratch_bytes = 0 if handle is None else self._programs * handle.scratch
+        """What a launch takes from torch's allocator and gives back."""
         order = {id(x): at for at, x in enumerate(operands) if x is not None}
         self._places = [(at, order[id(x)]) for at, x in enumerate(call.args) if id(x) in order]
         self._args = [None if id(x) in order else x for x in call.args]
@@ -102,8 +102,6 @@ class Kept:
         """The handle of a call, compiled and loaded if need be, and not launched."""
         key = _key(call, driver.active.get_current_device())
         if key not in self._handles:
-            if len(self._handles) == MOST_HANDLES:
-                self.clear()
             self._handles[key] = _compiled(call)
         return self._handles[key]
 
@@ -117,13 +115,19 @@ class Kept:
 
 
 def _key(call: LaunchCall, device: int) -> Hashable:
-    """All that Triton specializes on: constants, the dtypes and 16-byte alignment of tensors, integers, other types."""
-    # An integer stands for itself, since to sort out which ones Triton tells apart takes longer. Its wrapper gives a
-    # kernel's constants in the same order each time.
-    known = [
-        x if type(x) is int else (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x)
-        for x in call.args
-    ]
+    """What Triton specializes on, so that there are no more handles than kernels.
+
+    Constants; the dtype and 16-byte alignment of a tensor; whether an integer is 1, a multiple of 16 and of 32 bits,
+    the last alone where the kernel says `do_not_specialize`; of other arguments the type.
+    """
+    known: list[Any] = []
+    for x, parameter in zip(call.args, call.kernel.params, strict=False):  # the constants follow in `meta`
+        if type(x) is int:
+            words = x.bit_length() // 32
+            known.append(words if parameter.do_not_specialize else (x == 1, x % 16 == 0, words))
+        else:
+            known.append((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x))
+    # A kernel's wrapper gives its constants in the same order each time.
     return (call.kernel.fn, device, *known, *call.meta.values())
 
 
@@ -132,8 +136,11 @@ def _compiled(call: LaunchCall) -> Handle:
     kernel = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
     constants = tuple(call.meta[name] for name in call.kernel.arg_names[len(call.args) :])
     run = kernel.run  # loads the kernel, so that `function` and `n_regs` are there
-    scratch = getattr(kernel.metadata, "global_scratch_size", 0) > 0
-    return Handle(run, kernel.function, kernel.packed_metadata, constants, _resident(kernel), scratch, kernel.n_spills)
+    scratch = kernel.metadata.global_scratch_size * kernel.metadata.num_ctas
+    return Handle(
+        run, kernel.function, kernel.packed_metadata, constants, _resident(kernel), scratch, kernel.n_spills,
+        call.kernel.fn.__name__,
+    )  # fmt: skip
 
 
 def _resident(kernel: Any) -> int:

@@ -29,6 +29,14 @@ FORMS = ("pointers", "descriptors", "specialized", "gluon")
 """By loads of each thread; by tensor descriptors (TMA, from sm_90 on); the same by a producer warp of its own, as
 Triton's compiler splits the kernel or as it is written out in Gluon."""
 
+VARYING = (
+    "block_count", "slots", "batches", "section", "group", "first_kv_head",
+    "lse_batch", "lse_head", "delta_batch", "delta_head",
+)  # fmt: skip
+"""Integer arguments of the attention kernels that Triton shall not specialize on, for they change with the documents of
+a step, and a training run would stop to compile. Strides of q, k, v, out and their gradients stay specialized: what
+divides them decides how wide their loads are."""
+
 FIRST, LAST = 1, 2
 """Flags of a query block: no earlier launch of the pass has met its rows, no later one will."""
 

@@ -19,6 +19,7 @@ from ringattn.kernels.launch_call import LaunchCall
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 BLOCK_ROWS = 32
+VARIES = ("rows", "heads", "scales_row", "scales_batch")  # counts of rows, and strides that are so many heads
 
 
 def quantize_call(x: Tensor, values: Tensor, scales: Tensor) -> LaunchCall:
@@ -53,7 +54,7 @@ def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
     return row, (tl.program_id(0) // heads // blocks).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def quantize(
     x, values, scales, rows, heads,
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
@@ -78,7 +79,7 @@ def quantize(
     tl.store(scales + batch * scales_batch + head * scales_head + row * scales_row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def restore(
     x, values, scales, rows, heads,
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,

@@ -1,7 +1,8 @@
 """Global memory for the launches that ask for it: tensor descriptors made in a kernel lie there.
 
-Guarantees one buffer for each device and stream, grown and never freed, since a captured graph holds its address; and
-that Triton's allocator of the caller is in its place again after the launch.
+Guarantees memory of its own for each launch, which torch's allocator gives and takes back in the order of the stream: a
+captured graph has it in its own pool, so that no other graph or stream writes there, and it is counted like any tensor.
+Triton's allocator of the caller is in its place again after the launch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.runtime._allocation import _allocator  # `triton.set_allocator` sets it; no public function reads it
-
-_held: dict[tuple[int, int | None], list[Tensor]] = {}
 
 
 class Scratch:
@@ -29,8 +28,5 @@ class Scratch:
 
 
 def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """A buffer of at least `size` bytes for a launch on a stream."""
-    buffers = _held.setdefault((torch.cuda.current_device(), stream), [])
-    if not buffers or buffers[-1].numel() < size:
-        buffers.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device="cuda"))
-    return buffers[-1]
+    """`size` bytes for a launch on the current stream, until it is enqueued; torch aligns to 512 bytes."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")

@@ -25,13 +25,13 @@ from ringattn.kernels.attention_tiles import (
     visits,
 )
 from ringattn.kernels.configs import Configs, configs_for
-from ringattn.kernels.launch_call import Config, LaunchCall
+from ringattn.kernels.launch_call import VARYING, Config, LaunchCall
 
 BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, "specialized")}
 """By head dimension, each serving those below it. The compiler splits four warps and 128 rows, and nothing else."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
     scale, softcap,

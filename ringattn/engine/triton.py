@@ -3,8 +3,9 @@
 Guarantees one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32
 from the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same
 calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first
-pass on a device makes and keeps. Where every query row has its first and its last launch, no state is set before the
-pass, read by the first or kept after the last. It needs a CUDA device, or Triton's interpreter.
+pass on a device makes and keeps, and a launch's tensor descriptors, which are given back when it is enqueued. Where
+every query row has its first and its last launch, no state is set before the pass, read by the first or kept after the
+last. It needs a CUDA device, or Triton's interpreter.
 Not covered: ranks, schedules, float64 (refused).
 """
 
@@ -156,8 +157,8 @@ class TritonEngine(Accumulating):
         self._launch(work, kv, operands, describe)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """None: a launch writes where it was told to, and block tables stay."""
-        return 0
+        """The descriptors that its launches make in global memory, known once they are described; block tables stay."""
+        return max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
 
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]

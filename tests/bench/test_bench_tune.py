@@ -62,12 +62,14 @@ def tuned(folder: Path, *words: str) -> Any:
 
 def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times decide: the table's own dK/dV entry spills with one compiler, and those that spill may be the fastest."""
-    spilling = SimpleNamespace(handles=lambda: [SimpleNamespace(spills=8)], clear=lambda: None)
+    handles = [SimpleNamespace(name=name, spills=n) for name, n in (("_forward", 2), ("_grad_q", 99), ("_grad_kv", 8))]
+    spilling = SimpleNamespace(handles=lambda: handles, clear=lambda: None)
     monkeypatch.setattr(tune, "kept", spilling)
     monkeypatch.setattr(tune, "with_config", lambda case, config: PlainEngine())
     small = TuneOptions(tokens=8, heads=2, batch=1, dtype="float32")
     found = tune.run(Case("grad_kv", 16, "pointers"), FASTEST, small, True)
     assert len(found.us) == 2 and min(found.us) > 0 and found.spills == 8 and not found.failed
+    assert tune.run(Case("forward", 16, "pointers"), FASTEST, small, False).spills == 2
 
 
 def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,58 @@ def test_an_engine_call_is_captured_and_replayed() -> None:
         assert torch.equal(out, wanted) and torch.equal(dq.finalized(q.dtype), wanted_dq)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
+    """The tensor descriptors that a launch makes in global memory are its graph's own, and go with it."""
+    from ringattn.engine.base import KV, Softmax
+    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
+
+    made, first = engine(form), inputs(torch.bfloat16, "cuda", 2048, 128)
+    works = made.prepare(ring_tiles(2048, 1), Softmax(SCALE), 2048, HEADS)
+
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        state = made.begin(works, q, 128, None)
+        made.attend(q, KV(k, v), state, works[0])
+        return state.out.finalized(q.dtype)
+
+    sets = [first, [-x.flip(0) for x in first]]
+    wanted = [attended(*each) for each in sets]  # which compiles, and makes the tables
+    stream, others = torch.cuda.Stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    before, graphs, found = torch.cuda.memory_allocated(), [], []
+    for each in sets:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            found.append(attended(*each))
+    for _ in range(20):
+        for one, other in zip(graphs, others, strict=True):
+            with torch.cuda.stream(other):
+                one.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    del graphs, found, one
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_the_workspace_is_what_a_launch_takes() -> None:
+    """By torch's own count, less the rows that it makes; the first call makes the tables and describes."""
+    from ringattn.engine.base import KV, Sizes, Softmax
+    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
+
+    made, (q, k, v) = engine("descriptors"), inputs(torch.bfloat16, "cuda", 4096, 128)
+    works = made.prepare(ring_tiles(4096, 1), Softmax(SCALE), 4096, HEADS)
+    state = made.begin(works, q, 128, None)
+    made.attend(q, KV(k, v), state, works[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made.attend(q, KV(k, v), state, works[0])
+    taken = torch.cuda.max_memory_allocated() - before
+    told = made.workspace_bytes(works[0], Sizes(4096, 2, HEADS, 128, 128, q.dtype), False)
+    keep("kernels_exact", "descriptors of 4,096 tokens: bytes told, taken", [told, taken])
+    assert 0 < told <= taken < told + 512
+
+
 def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
     from tests.gpu.kernel_checks import _attended, inputs, ring_tiles
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -119,6 +120,33 @@ def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
     assert stub.launched == []
 
 
+def test_each_launch_has_memory_of_its_own(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch's allocator and back: two graphs captured on one stream must not share it, nor it outlive them."""
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert (dtype, device) == (torch.uint8, "cuda")
+        made = torch.zeros(size, dtype=dtype)
+        given.append(weakref.ref(made))
+        return made
+
+    def launch(self: StubDriver, programs: int, *args: Any) -> None:
+        buffer = _allocation._allocator.get()(programs * 256, 128, 7)
+        assert buffer is given[-1]() and buffer.numel() >= repeat.scratch_bytes
+        sizes.append(programs * 256)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(StubDriver, "launch", launch)
+    call = call_with()
+    repeat = Repeat(call, call.args[:3], Kept().compile(call)._replace(scratch=256), 0, None)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    repeat(call.args[:3])
+    repeat(call.args[:3])
+    call.run()
+    assert len(given) == 3 and not any(one() for one in given) and sizes == 3 * [repeat.scratch_bytes] == 3 * [768]
+
+
 def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those that are set when the stub driver launches."""
     seen: list[Any] = []
@@ -132,7 +160,7 @@ def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
     """Triton's allocator belongs to a context, and autograd calls from a thread of its own."""
     seen, call, kept = allocators(monkeypatch), call_with(), Kept()
     handle = kept.compile(call)
-    for scratch in (True, False):
+    for scratch in (256, 0):
         repeat = Repeat(call, call.args[:3], handle._replace(scratch=scratch), 0, None)
         thread = threading.Thread(target=repeat, args=(call.args[:3],))
         thread.start()
@@ -160,7 +188,7 @@ def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest
     seen: list[Any] = []
     monkeypatch.setattr(StubDriver, "launch", launch)
     call, context = call_with(), contextvars.copy_context()
-    repeat = Repeat(call, call.args[:3], Kept().compile(call)._replace(scratch=True), 0, None)
+    repeat = Repeat(call, call.args[:3], Kept().compile(call)._replace(scratch=256), 0, None)
     context.run(triton.set_allocator, theirs)
     for launched in (call.run, lambda: repeat(call.args[:3])) * 2:
         with pytest.raises(AssertionError, match="fails") if len(seen) >= 2 else nullcontext():
@@ -211,12 +239,15 @@ def test_what_was_seen_is_not_bound_again(stub: StubDriver, monkeypatch: pytest.
             kept.compile(call_with())
 
 
-def test_handles_do_not_grow_without_end(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_HANDLES", 2)
-    kept = Kept()
-    for scale in (16, 32, 48, 16):
-        kept.compile(call_with(scale=scale))
-        assert len(kept._handles) <= 2
+def test_there_are_no_more_handles_than_kernels(stub: StubDriver) -> None:
+    """Integers that Triton does not tell apart share a handle, which launches each with its own."""
+    kept, stub.launched, kernels = Kept(), [], set()
+    for scale in (16, 32, -48, 1, 2, 3, -7, 1 << 40, 3 << 40, 0):
+        call = call_with(scale=scale)
+        kernels.add(id(call.kernel.warmup(*call.args, grid=call.grid, **call.meta)))
+        kept.repeat(call, call.args[:3])(call.args[:3])
+        assert stub.launched[-1][9:][4] == scale
+    assert len(kept.handles()) == len(kernels) == 4
 
 
 def test_the_smallest_entry_that_holds_the_dimension() -> None:

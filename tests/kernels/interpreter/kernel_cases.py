@@ -346,5 +346,6 @@ def test_what_descriptors_can_read() -> None:
     assert describable(half, half[1:, :, 1:3], half[::3], half.half())
     assert not describable(half, half.float())
     assert not describable(half[:, :, :1].expand(-1, -1, 2, -1))  # rows that several heads see
+    assert not describable(half[:1].expand(8, -1, -1, -1))  # one row at the place of all
     assert not describable(half[..., 4:])  # begins 8 bytes into 16
     assert not describable(torch.zeros(8, 2, 4, 20, dtype=torch.bfloat16))  # heads are 40 bytes apart

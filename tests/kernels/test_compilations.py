@@ -1,0 +1,155 @@
+"""Varying documents compile nothing anew: compilations are counted where Triton would compile, for seconds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ringattn.bench.launch import StubDriver
+from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
+from ringattn.engine import select, triton
+from ringattn.engine.base import KV, BackwardInputs, Softmax
+from ringattn.engine.triton import TritonEngine
+from ringattn.kernels.attention_gluon import CONFIG
+from ringattn.kernels.configs import Configs, configs_for
+from ringattn.kernels.experimental.attention_specialized import specialized_configs
+from ringattn.kernels.launch import Kept
+from ringattn.ring import Ring
+from ringattn.testing import run_ranks
+
+SETS, HEADS, KV_HEADS, DIM, DTYPE = 200, 4, 2, 64, torch.bfloat16
+PROGRAM_BYTES = 256
+FORMS: dict[str, Callable[[], Configs]] = {
+    "pointers": lambda: configs_for(90, DTYPE, DIM, "pointers"),
+    "descriptors": lambda: configs_for(90, DTYPE, DIM, "descriptors"),
+    "specialized": lambda: specialized_configs(90, DTYPE, DIM),
+    "gluon": lambda: configs_for(90, DTYPE, DIM)._replace(forward=CONFIG),
+}
+
+
+class Loaded:
+    """In the place of a compiled kernel: launches nothing."""
+
+    metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=0, global_scratch_size=PROGRAM_BYTES)
+    packed_metadata = function = None
+    n_regs, n_spills = 32, 0
+
+    def launch_metadata(self, *_: Any) -> None: ...
+    def run(self, *_: Any) -> None: ...
+
+
+class Counted(NamedTuple):
+    """`kernels`: what Triton tells apart, by name and by all it specializes on; `kept`: our handles of them."""
+
+    kernels: set[tuple[str, str]]
+    kept: Kept
+
+    def both(self) -> tuple[int, int]:
+        return len(self.kernels), len(self.kept.handles())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    found = Counted(set(), Kept())
+    used: set[JITFunction[Any]] = set()
+
+    def compiled(self: JITFunction[Any], key: str, signature: Any, device: int, *_: Any, **__: Any) -> Loaded:
+        found.kernels.add((self.fn.__qualname__, key))
+        used.add(self)
+        self.device_caches[device][0][key] = Loaded()
+        return self.device_caches[device][0][key]
+
+    monkeypatch.setattr(driver, "_active", StubDriver(90))
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(triton, "kept", found.kept)
+    monkeypatch.setattr(triton, "architecture", lambda device: 90)
+    yield found
+    for kernel in used:
+        kernel.device_caches.clear()
+
+
+def documents(random: Random, rows: int) -> list[int]:
+    """Bounds of 1 to 12 documents of `rows` tokens."""
+    return sorted({0, rows, *(random.randrange(1, rows) for _ in range(random.randrange(12)))})
+
+
+def passed(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int) -> list[Any]:
+    """A pass forward and backward over `rows` tokens; its works."""
+    softmax = Softmax(0.1, HEADS // KV_HEADS)
+    q, dout = (torch.zeros(batch, rows, HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
+    k, v = (torch.zeros(batch, rows, KV_HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
+    works = [engine.prepare(steps, softmax, rows, HEADS) for _ in range(2)]
+    state = engine.begin(works[0], q, DIM, None)
+    for work in works[0]:
+        engine.attend(q, KV(k, v), state, work)
+    out = state.out.finalized(DTYPE)
+    seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+    dq, dkv = engine.begin_grad(works[1], q, DIM), KV(*(torch.zeros_like(x, dtype=torch.float32) for x in (k, v)))
+    for work in works[1]:
+        engine.attend_grad(q, KV(k, v), seed, dq, dkv, work)
+    return works
+
+
+def steps_of(random: Random, rows: int) -> list[list[Tile]]:
+    """The own documents, and where there are several, in a second step a document of another rank."""
+    bounds = documents(random, rows)
+    heads = StridedRange(0, HEADS)
+    own = [TokenRange(StridedRange(a, b - a), StridedRange(a, b - a)) for a, b in pairwise(bounds)]
+    steps = [[Tile(one, one, CAUSAL, heads) for one in own]]
+    if len(own) > 1:
+        steps.append([Tile(own[0], own[0], CAUSAL, heads)])
+    return steps
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["descriptors", "gluon", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pointers", "specialized"))],
+)
+def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
+    """Counts of blocks, batches and rows are 1, multiples of 16 and neither; a few sets meet all the kernels."""
+    random, engine, seen = Random(6), TritonEngine(FORMS[form]()), []
+    for _ in range(SETS):
+        rows = random.randrange(2, 600)
+        passed(engine, rows, steps_of(random, rows), random.choice((1, 2)))
+        seen.append(counted.both())
+    assert seen[9] == seen[-1] and seen[-1][0] < 12, seen[-1]
+    # `delta` is launched without a handle.
+    assert len({name for name, _ in counted.kernels}) >= 4 and seen[-1][1] == seen[-1][0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["auto", "all_to_all"])
+@pytest.mark.parametrize("form", ["pointers", "gluon"])
+def test_a_training_run_compiles_nothing_anew(
+    form: str, schedule: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through rings, whose packed buffers begin and end where the documents have it."""
+    engine, random, seen = TritonEngine(FORMS[form]()), Random(7), []
+    monkeypatch.setattr(select, "_triton", lambda call: engine)
+    select.choose.cache_clear()
+    sets = [documents(random, random.randrange(64, 900)) for _ in range(SETS)]
+
+    def trained(ring: Ring) -> None:
+        for bounds in sets:
+            seq = ring.sequence(cu_seqlens=bounds)
+            mine: list[Tensor] = [
+                torch.zeros(1, seq.count, heads, DIM, dtype=DTYPE, requires_grad=True)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            ]
+            ring.attention(*mine, seq, causal=True, schedule=schedule).sum().backward()
+            seen.append(counted.both())
+
+    try:
+        run_ranks(2, trained, engine="triton")
+    finally:
+        select.choose.cache_clear()
+    assert len(seen) == 2 * SETS and seen[40] == seen[-1] and seen[-1][0] < 20, seen[-1]
