@@ -10,11 +10,13 @@ that is started later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import ClosedError, InputError, UnsupportedError
+from ringattn.observe.flight import FlightRecord, MessageRecord
 
 if TYPE_CHECKING:
     from ringattn.transport.location import Location
@@ -169,6 +171,37 @@ class HostTransport:
         """See `Transport.drain`: whatever has been waited for is there."""
 
 
+class ProcessTransport(HostTransport):
+    """A host transport between processes, each of which leaves a flight record in `flight_dir` when it fails."""
+
+    rank: int
+
+    def __init__(self, flights: FlightRecord, flight_dir: Path | None) -> None:
+        self._flights, self._flight_dir = flights, flight_dir
+        self._end: BaseException | None = None
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
+        if self._end is None:
+            # A ring that was closed has not failed and leaves no record.
+            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
+                cause.add_note(left)
+            self._fail(cause)
+
+    def _fail(self, cause: BaseException) -> None:
+        """Tell the other ranks, and let go of everything."""
+        raise NotImplementedError
+
+    def _recorded(self, cause: str) -> str:
+        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
+        if self._flight_dir is None:
+            return ""
+        try:
+            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
+        except OSError as error:
+            return f"rank {self.rank} could not write its flight record: {error}"
+
+
 class Operation:
     """One end of one message: `rank` sends to or receives from `message.peer`."""
 
@@ -181,6 +214,11 @@ class Operation:
     def nbytes(self) -> int:
         """Bytes on the wire."""
         return self.buffer.numel() * self.buffer.element_size()
+
+    def record(self) -> MessageRecord:
+        """As the flight record keeps it."""
+        op = "send" if self.sends else "recv"
+        return MessageRecord(op, self.peer, self.nbytes, self.buffer.data_ptr(), self.label)
 
     def __str__(self) -> str:
         verb = "send to" if self.sends else "recv from"

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
-from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord
 from ringattn.transport.addresses import ADVICE, Address, devices, find_address, reachable
-from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
+from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
 from ringattn.transport.bounded_store import bounded, host_of
 from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
@@ -95,7 +95,7 @@ class GlooWorkHandle:
             self.operations = []
 
 
-class GlooTransport(HostTransport):
+class GlooTransport(ProcessTransport):
     """One rank of a ring of processes."""
 
     name = "gloo"
@@ -111,16 +111,14 @@ class GlooTransport(HostTransport):
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
+        super().__init__(FlightRecord(self.rank, self.world_size, self.name), flight_dir)
         self._group: dist.ProcessGroupGloo | None = group
         self._control = control
         self._diagnosis = Diagnosis(self._control, job_size)
         self._timeout_s = timeout_s
         self._all_gathers = 0
-        self._end: BaseException | None = None
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
-        self._flights = FlightRecord(self.rank, self.world_size, self.name)
-        self._flight_dir = flight_dir
         self._sender: HeartbeatThread | None = None
         self._wait: Wait | None = None
         # A ring of one has nobody who would read its heartbeat.
@@ -221,14 +219,6 @@ class GlooTransport(HostTransport):
             payloads[peer] = whole[LENGTH_BYTES : LENGTH_BYTES + lengths[peer]].numpy().tobytes()
         return [payloads[rank] for rank in range(self.world_size)]
 
-    def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
-        if self._end is None:
-            # A ring that was closed has not failed and leaves no record.
-            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
-                cause.add_note(left)
-            self._fail(cause)
-
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
@@ -246,7 +236,7 @@ class GlooTransport(HostTransport):
     def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooWorkHandle:
         """Hand operations to gloo, which keeps the order of each pair of ranks and direction."""
         self._check_open()
-        parts = tuple(_part(operation) for operation in posted)
+        parts = tuple(operation.record() for operation in posted)
         # What sends and receives nothing is no exchange, and is not recorded.
         flight = self._flights.begin(lane, parts) if parts else Flight(0, lane, parts)
         handle = GlooWorkHandle(self, posted, flight, where)
@@ -305,15 +295,6 @@ class GlooTransport(HostTransport):
         if (wait := self._wait) is not None:
             wait.look(self._reader, [rank for rank in range(self.world_size) if rank != self.rank])
 
-    def _recorded(self, cause: str) -> str:
-        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
-        if self._flight_dir is None:
-            return ""
-        try:
-            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
-        except OSError as error:
-            return f"rank {self.rank} could not write its flight record: {error}"
-
     def _fail(self, cause: BaseException) -> None:
         """Publish, then drop: a neighbor that wakes finds the cause."""
         self._control.until(Deadline(PUBLISH_S)).publish_cause(cause)
@@ -343,12 +324,6 @@ def _unfinished(operation: _Operation) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _part(operation: _Operation) -> MessageRecord:
-    """An operation as the flight record keeps it."""
-    op = "send" if operation.sends else "recv"
-    return MessageRecord(op, operation.peer, operation.nbytes, operation.buffer.data_ptr(), operation.label)
 
 
 def _connect(

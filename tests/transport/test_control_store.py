@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,12 @@ from ringattn.transport import control_store
 from ringattn.transport.bounded_store import BoundedStore, bounded
 from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
 from ringattn.transport.deadline import Deadline
-from tests.transport.store_hosts import StoreHost, store_host
+from tests.transport.store_hosts import StoreHost
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 0.3
 SLACK_S = 1.5
 """What a loaded machine may add to a deadline."""
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[StoreHost]:
-    with store_host() as started:
-        yield started
-
-
-@pytest.fixture
-def host(started: StoreHost) -> Iterator[StoreHost]:
-    yield started
-    started.resume()
 
 
 def control_of(host: StoreHost, rank: int = 0, world_size: int = 4) -> ControlStore:

@@ -17,14 +17,13 @@ from ringattn.transport.base import Message
 from ringattn.transport.control_store import group_store, rendezvous_store
 from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
+from tests.contract.meeting import store_of
 from tests.contract.processes import Processes
 
 
 def meet(rank: int, world_size: int, members: list[int], timeout_s: float) -> GlooTransport:
     """A ring of the processes `members`, opened when all of them are there, with waits of `timeout_s`."""
-    store = rendezvous_store(rank, world_size, 60.0)
-    store.set(f"ready/{rank}", "1")
-    store.wait([f"ready/{other}" for other in members], timedelta(seconds=60.0))
+    store = store_of(rank, world_size, members)
     ring = GlooTransport.open(store, members.index(rank), len(members), 20.0)
     ring._timeout_s = timeout_s  # shorter than a busy machine may need to connect
     return ring

@@ -236,3 +236,15 @@ def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
         assert isinstance(error, RingError) and f"flight record of rank {rank}: {tmp_path / str(rank)}" in str(error)
         assert (tmp_path / str(rank) / f"flight-{rank}.json").exists()
         assert [entry.state for entry in rings[rank]._flights.entries()] == [DONE, FAILED]
+
+
+def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(
+    pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "VECTOR_BYTES", 4096)
+    for count in (4095, 4096, 10_007):
+        sent = random_bytes(count)
+        with torch.inference_mode():
+            into = pair[1].allocate(count)
+        assert passed_on(pair, sent, into) == [None, None]
+        assert torch.equal(into, sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,23 +24,11 @@ from tests.contract.processes import Processes
 from tests.transport.attribution import names_as_culprit
 from tests.transport.nccl_rings import open_on, set_deadline
 from tests.transport.simulated.world import SimWorld
-from tests.transport.store_hosts import StoreHost, store_host
+from tests.transport.store_hosts import StoreHost
 
 DEADLINE_S = 1.0
 WITHIN_S = DEADLINE_S + 2.0 + 1.5  # two seconds are promised; the rest is for other tests that run beside
 UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[StoreHost]:
-    with store_host() as started:
-        yield started
-
-
-@pytest.fixture
-def host(started: StoreHost) -> Iterator[StoreHost]:
-    yield started
-    started.resume()
 
 
 def both(run: Callable[[int], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight, MessageRecord
+from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight
 from ringattn.transport.base import Operation, listed
 from ringattn.transport.nccl.communicator import PeerCall
 from ringattn.transport.nccl.device import Event
@@ -68,10 +68,7 @@ class NcclHop:
         self.peers = {o.peer for o in operations}
         # Addresses are fixed from here on, so a start looks up nothing.
         self._calls = tuple(PeerCall(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
-        self._parts = tuple(
-            MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
-            for o in operations
-        )
+        self._parts = tuple(operation.record() for operation in operations)
 
     def __str__(self) -> str:
         return listed(self.operations)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringattn.errors import UnsupportedError
-from ringattn.observe.flight import LAUNCHING, POSTED, Flight, MessageRecord
+from ringattn.observe.flight import LAUNCHING, POSTED, Flight
 from ringattn.transport.base import Operation, listed
 from ringattn.transport.nccl.device import Event
 from ringattn.transport.nccl.hop import Arrived
@@ -74,10 +74,7 @@ class PeerHop:
                 )
         self.unstaged: list[tuple[int, int, int]] = []
         self.places = self._placed()
-        self._parts = tuple(
-            MessageRecord("send" if o.sends else "recv", o.peer, o.nbytes, o.buffer.data_ptr(), o.label)
-            for o in operations
-        )
+        self._parts = tuple(operation.record() for operation in operations)
 
     def __str__(self) -> str:
         return listed([*self.recvs, *self.sends])

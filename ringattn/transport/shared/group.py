@@ -232,7 +232,9 @@ class SharedGroup:
             return [rank for rank in others if self.own.load(GATHERED, rank) < turn]
 
         def ready() -> bool:
-            progress()
+            # Asked first: a rank that fails after the last part has come does not undo the gather.
+            if missing():
+                progress()
             return not missing()
 
         self.hold(ready, missing, what, until)

@@ -23,6 +23,8 @@ STAGE_BYTES = 1 << 16
 """The smallest staging arena."""
 STAGES_KEPT_BYTES = 1 << 26
 """How much unused staging memory stays for the next messages."""
+VECTOR_BYTES = 1 << 24
+"""From here on torch copies: with two ranks a core 64 MiB take 13 ms, where the C library's copy takes 16."""
 SHORTAGES = {errno.ENOMEM, errno.ENOSPC}
 
 
@@ -108,3 +110,16 @@ class Imports:
 def _count_freed(group: SharedGroup) -> None:
     if os.getpid() == group.pid:
         group.own.store(FREED, group.own.load(FREED) + 1)
+
+
+def copy(into: int, source: int, nbytes: int) -> None:
+    """Copy between two addresses, both of which must stay mapped meanwhile."""
+    if nbytes < VECTOR_BYTES:
+        ctypes.memmove(into, source, nbytes)
+    else:
+        # Tensors made here, for the caller's may be those of an inference mode that has ended.
+        _bytes_at(into, nbytes).copy_(_bytes_at(source, nbytes))
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)

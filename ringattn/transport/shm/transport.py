@@ -11,7 +11,6 @@ killed or stopped is named by the others, and no other rank is; a transport that
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections import deque
@@ -23,13 +22,13 @@ from torch.distributed import Store
 
 from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
-from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
+from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.location import Location
 from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shared.page import ARRIVAL, CREDIT, LOG_ENTRIES, Entry, subject
 from ringattn.transport.shared.segment import Segment
-from ringattn.transport.shm.memory import Arenas, Imports
+from ringattn.transport.shm.memory import Arenas, Imports, copy
 
 DATA_LANE = 0
 
@@ -94,14 +93,14 @@ class ShmHop:
             operation.prepare(transport._arenas)
         self._recvs = [operation for operation in found if not operation.sends]
         self._sends = [operation for operation in found if operation.sends]
-        self._parts = tuple(_part(operation) for operation in found)
+        self._parts = tuple(operation.record() for operation in found)
 
     def start(self) -> ShmWorkHandle:
         """See `Hop.start`. Raises `ClosedError`, `PeerLostError`."""
         return self._transport._start(self._sends, self._recvs, self._parts)
 
 
-class ShmTransport(HostTransport):
+class ShmTransport(ProcessTransport):
     """One rank of a ring of processes that share memory."""
 
     name = "shm"
@@ -109,9 +108,8 @@ class ShmTransport(HostTransport):
 
     def __init__(self, group: SharedGroup, flights: FlightRecord, flight_dir: Path | None = None) -> None:
         self.rank, self.world_size = group.rank, group.world_size
+        super().__init__(flights, flight_dir)
         self._group = group
-        self._flights, self._flight_dir = flights, flight_dir
-        self._end: BaseException | None = None
         self._all_gathers = 0
         self._arenas, self._imports = Arenas(group), Imports(group)
         ranks = range(self.world_size)
@@ -176,14 +174,6 @@ class ShmTransport(HostTransport):
             raise self._failed(error) from error.__cause__
         flight.state, flight.done_s = DONE, time.time()
         return answers
-
-    def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
-        if self._end is None:
-            # A ring that was closed has not failed and leaves no record.
-            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
-                cause.add_note(left)
-            self._fail(cause)
 
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
@@ -261,7 +251,7 @@ class ShmTransport(HostTransport):
                 f"two ends of one message do not match: {operation}, but rank {peer} sends it {entry}"
             )
         what = operation.__str__
-        ctypes.memmove(operation.address, self._imports.address(peer, entry, what, until), operation.size)
+        copy(operation.address, self._imports.address(peer, entry, what, until), operation.size)
         # After the copy: a sender that fails says so before it lets anybody write into its buffers again.
         self._group.check([peer], what)
         self._incoming[peer].popleft()
@@ -293,15 +283,6 @@ class ShmTransport(HostTransport):
         self._fail(failure)
         return failure
 
-    def _recorded(self, cause: str) -> str:
-        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
-        if self._flight_dir is None:
-            return ""
-        try:
-            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
-        except OSError as error:
-            return f"rank {self.rank} could not write its flight record: {error}"
-
     def _fail(self, cause: BaseException) -> None:
         """Tell the others first: from then on none of them takes a copy of this rank's buffers for good."""
         self._group.fail(cause)
@@ -331,9 +312,3 @@ def obstacle(locations: Sequence[Location]) -> str | None:
         if other.uid != first.uid:
             return f"rank 0 is user {first.uid}'s, rank {rank} user {other.uid}'s"
     return None
-
-
-def _part(operation: _Operation) -> MessageRecord:
-    """An operation as the flight record keeps it."""
-    op = "send" if operation.sends else "recv"
-    return MessageRecord(op, operation.peer, operation.size, operation.address, operation.label)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-from ringattn.transport.control_store import ControlStore, rendezvous_store
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.location import Location, gather_locations, machine_id
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.transport import PeerTransport
+from tests.contract.meeting import store_of
 from tests.transport.peers.sim_driver import SimGpu
 
 
@@ -32,9 +32,7 @@ def meet(
     **opening: Any,
 ) -> PeerTransport:
     """A ring of all processes, opened when all are there, with waits of `timeout_s`."""
-    store = rendezvous_store(rank, world_size, 60.0)
-    store.set(f"ready/{rank}", "1")
-    store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=60.0))
+    store = store_of(rank, world_size, list(range(world_size)))
     gpu = gpu or SimGpu()
     control = ControlStore(store, rank, world_size)
     locations = gather_locations(control, where or location(), Deadline(20.0))
