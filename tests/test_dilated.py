@@ -75,7 +75,10 @@ def check(ranks: int, layout: str, schedule: str = "auto", documents: list[int] 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "causal", "engine"),
-    thinned(product((1, 2, 3, 4, 8), ("contiguous", "zigzag", "striped"), (False, True), ENGINES)),
+    thinned(
+        product((1, 2, 3, 4, 8), ("contiguous", "zigzag", "striped"), (False, True), ENGINES),
+        quick=lambda cell: cell[0] != 8,
+    ),
 )
 def test_every_layout(ranks: int, layout: str, causal: bool, engine: str) -> None:
     check(ranks, layout, causal=causal, engine=engine)
@@ -156,7 +159,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(calls())
 def test_any_branches(call: dict[str, Any]) -> None:
     check(**call)

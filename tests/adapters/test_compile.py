@@ -172,6 +172,7 @@ def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
             assert_same(one, reference(inputs(batch), DOCUMENTS))
 
 
+@pytest.mark.slow
 def test_a_compiled_region_that_is_computed_again_finds_its_sequence() -> None:
     """Active at its forward and no longer in backward; and where two might be meant, refused unless it is given."""
 

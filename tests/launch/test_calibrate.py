@@ -163,6 +163,7 @@ def test_words_are_read_as_hydra_reads_them() -> None:
         assert load_plain(words, CalibrateConfig) == load(words, CalibrateConfig), words
 
 
+@pytest.mark.slow
 def test_no_hydra_is_needed() -> None:
     """On a GPU machine without a network there is none."""
     program = """

@@ -49,7 +49,15 @@ def test_both_spellings_are_refused(schema: Any, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [CalibrateConfig, CheckConfig, ExplainConfig, RunConfig, TimelineConfig, TrainConfig]
+    "schema",
+    [
+        RunConfig,
+        TrainConfig,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (CalibrateConfig, CheckConfig, ExplainConfig, TimelineConfig)
+        ),
+    ],
 )
 def test_either_name_of_a_dtype_is_taken(schema: Any) -> None:
     for long, short in DTYPES.items():

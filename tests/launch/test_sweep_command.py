@@ -230,7 +230,9 @@ def test_a_torn_line_is_passed_over(ranks: StandIn, tmp_path: Path) -> None:
     assert len(ranks.ran) == 5 and len(read_points(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("more", [["tokens=128"], ["repeats=3"], ["ranks=1,2,4"]])
+@pytest.mark.parametrize(
+    "more", [["tokens=128"], *(pytest.param([word], marks=pytest.mark.slow) for word in ("repeats=3", "ranks=1,2,4"))]
+)
 def test_another_sweep_is_not_mixed_in(
     ranks: StandIn, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +244,7 @@ def test_another_sweep_is_not_mixed_in(
     assert len(ranks.ran) == 4 and len(lines(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_another_version_of_the_code_is_not_mixed_in(
     ranks: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,7 @@ def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) ->
     assert result["config"]["model"]["dim"] == 32 and result["counters"]["bytes_sent"] > 0
 
 
+@pytest.mark.slow
 def test_bad_options_start_nothing(tmp_path: Path) -> None:
     done = ringattn("ranks=2", "text=nowhere.txt", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -309,6 +309,7 @@ def never_sends(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_records_of_a_stalled_ring_name_the_rank(processes: Processes, tmp_path: Path) -> None:
     messages = processes.run(never_sends, tmp_path)
     for rank, message in messages.items():

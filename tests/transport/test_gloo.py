@@ -314,6 +314,7 @@ def lost_store_is_said(mortals: Processes) -> None:
     assert all("the store's host (rank 0) is gone" in text for text in told.values())
 
 
+@pytest.mark.slow
 def test_ranks_that_exit_are_named() -> None:
     """One set of processes, which die one after another; rank 0, the store's host, is the last."""
     with Processes(4) as mortals:

@@ -261,6 +261,7 @@ def waits_in_a_chain(rank: int, world_size: int, stops: bool) -> tuple[str, str,
     return type(caught.value).__name__, str(caught.value), seconds
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_at_the_end_of_the_chain(processes: Processes) -> None:
     told = processes.run(waits_in_a_chain, True)
     for rank in (0, 2):

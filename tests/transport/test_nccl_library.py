@@ -155,7 +155,7 @@ def transcript() -> Transcript:
 BINDINGS = pytest.mark.parametrize("binding", ["ctypes", "cupy"])
 
 
-@BINDINGS
+@pytest.mark.parametrize("binding", ["ctypes", pytest.param("cupy", marks=pytest.mark.slow)])
 def test_version_is_that_of_the_header(transcript: Transcript, header: str, binding: str) -> None:
     told = transcript(binding)
     assert Path(told["path"]).name.startswith("libnccl.so.2")
