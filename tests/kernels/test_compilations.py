@@ -127,8 +127,7 @@ def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["auto", "all_to_all"])
-@pytest.mark.parametrize("form", ["pointers", "gluon"])
+@pytest.mark.parametrize(("form", "schedule"), [("gluon", "auto"), ("pointers", "all_to_all")])
 def test_a_training_run_compiles_nothing_anew(
     form: str, schedule: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,13 +135,13 @@ def test_a_training_run_compiles_nothing_anew(
     engine, random, seen = TritonEngine(FORMS[form]()), Random(7), []
     monkeypatch.setattr(select, "_triton", lambda call: engine)
     select.choose.cache_clear()
-    sets = [documents(random, random.randrange(64, 900)) for _ in range(SETS)]
+    sets = [documents(random, random.randrange(32, 200)) for _ in range(50)]
 
     def trained(ring: Ring) -> None:
         for bounds in sets:
             seq = ring.sequence(cu_seqlens=bounds)
             mine: list[Tensor] = [
-                torch.zeros(1, seq.count, heads, DIM, dtype=DTYPE, requires_grad=True)
+                torch.zeros(1, seq.counts[ring.rank], heads, DIM, dtype=DTYPE, requires_grad=True)
                 for heads in (HEADS, KV_HEADS, KV_HEADS)
             ]
             ring.attention(*mine, seq, causal=True, schedule=schedule).sum().backward()
@@ -152,4 +151,4 @@ def test_a_training_run_compiles_nothing_anew(
         run_ranks(2, trained, engine="triton")
     finally:
         select.choose.cache_clear()
-    assert len(seen) == 2 * SETS and seen[40] == seen[-1] and seen[-1][0] < 20, seen[-1]
+    assert len(seen) == 100 and seen[30] == seen[-1] and seen[-1][0] < 20, seen[-1]
