@@ -9,7 +9,7 @@ from ringattn.errors import InputError
 
 NAMES = (
     "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
-    "recording", "hop", "control_store", "launch", "faults", "link_faults", "margin", "shm",
+    "recording", "hop", "control_store", "launch", "faults", "link_faults", "makespan", "margin", "shm",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from ringattn.kernels.attention_tiles import (
     rows_and_band,
     rows_in,
     rows_of,
+    section_for,
     state_beside,
     store_rows,
     strides_of,
@@ -84,8 +85,8 @@ def _add_q(
 
 @triton.jit(do_not_specialize=VARYING)
 def _grad_q(
-    q, k, v, dout, lse, delta, dq, result, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
-    in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, result, blocks, entries, block_count, slots, batches, section, group, first_kv_head,
+    scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64,
@@ -97,7 +98,7 @@ def _grad_q(
 ):  # fmt: skip
     # A program may take several items, each so many programs after the last.
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
-        block, batch, head, idle = item_of(blocks, item, block_count, slots)
+        block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
         # K/V may be held from a later head than 0.
@@ -177,8 +178,8 @@ def _add_kv(
 
 @triton.jit(do_not_specialize=VARYING)
 def _grad_kv(
-    q, k, v, dout, lse, delta, dq, dk, dv, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
-    in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, dk, dv, blocks, entries, block_count, slots, batches, section, group, first_kv_head,
+    scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64, dk_row: tl.int64, dk_batch: tl.int64, dk_head: tl.int64,
@@ -188,7 +189,7 @@ def _grad_kv(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
-        block, batch, kv_head, idle = item_of(blocks, item, block_count, slots)
+        block, batch, kv_head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_N)
         # K/V may be held from a later head than 0; gradients have the same heads.
         held = kv_head - first_kv_head
@@ -262,8 +263,8 @@ def grad_q(
     in_scale, out_scale = logit_scales(scale, softcap)
     args = (
         q, k, v, dout, lse, delta, state, result, table.blocks, table.entries, table.blocks.shape[0], table.slots,
-        q.shape[1], group, first_kv_head, scale, in_scale, out_scale, *strides_of(q, k, v, dout), *strides,
-        *lse.stride(), *delta.stride(),
+        q.shape[1], section_for(table, k, v, sharing=group), group, first_kv_head, scale, in_scale, out_scale,
+        *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
     )  # fmt: skip
     return LaunchCall(_grad_q, grid_of(table, q.shape[1], programs), args, _meta(q, v, config, softcap))
 
@@ -347,7 +348,8 @@ def _by_key(
     in_scale, out_scale = logit_scales(facts.scale, facts.softcap)
     args = (
         *operands, dq, dk, dv, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
-        facts.group, facts.first_kv_head, facts.scale, in_scale, out_scale,
+        section_for(table, q, dout, reads=facts.group), facts.group, facts.first_kv_head, facts.scale, in_scale,
+        out_scale,
         # Without dq its strides are not read; dk's fill their place.
         *strides_of(q, k, v, dout, dk if dq is None else dq, dk, dv), *lse.stride(), *delta.stride(),
     )  # fmt: skip

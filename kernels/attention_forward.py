@@ -33,6 +33,7 @@ from ringattn.kernels.attention_tiles import (
     rows_and_band,
     rows_in,
     rows_of,
+    section_for,
     state_beside,
     store_rows,
     strides_of,
@@ -139,8 +140,8 @@ def closing(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
-    scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, section, group,
+    first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
@@ -149,7 +150,7 @@ def _forward(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
-        block, batch, head, idle = item_of(blocks, item, block_count, slots)
+        block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
         # The held K/V may begin at a later head than 0.
@@ -213,7 +214,8 @@ def forward(
     blocks, batches = table.blocks.shape[0], q.shape[1]
     args = (
         q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, blocks, table.slots, batches,
-        group, first_kv_head, in_scale, out_scale, *strides_of(q, k, v), *strides, *lse.stride(),
+        section_for(table, k, v, sharing=group), group, first_kv_head, in_scale, out_scale, *strides_of(q, k, v),
+        *strides, *lse.stride(),
     )  # fmt: skip
     d_k, d_v = q.shape[3], v.shape[3]
     meta = {

@@ -6,7 +6,9 @@ Guarantees: a read row is 0 beyond its head dimension and beyond the entry's row
 
 from __future__ import annotations
 
+from functools import cache
 from math import e, log2
+from typing import NamedTuple
 
 import torch
 import triton
@@ -83,15 +85,31 @@ def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def item_of(blocks, item, block_count, slots):
-    """(block, batch, head, idle) of an item; a block with fewer heads than `slots` has idle items at its last head."""
-    # item = block + block_count * (slot + slots * batch): the blocks of one head together, the longest first.
-    block = blocks + item % block_count * BLOCK_COLUMNS
-    rest = item // block_count
-    slot, heads = rest % slots, tl.load(block + 4)
+def item_of(blocks, item, block_count, slots, batches=1, section=1):
+    """(block, batch, head, idle) of an item; a block with fewer heads than `slots` has idle items at its last head.
+
+    The heads, those of all batches counted through, are worked on in sections of `section`, of which the first has what
+    is left over. A section's blocks follow each other as in the table, the longest first, and each block comes for all
+    heads of the section:
+
+        3 blocks, 5 heads, section 2    item    0 1 2 | 3 4 5 6 7 8 | 9 . . . . .
+                                        block   0 1 2 | 0 0 1 1 2 2 | 0 0 1 1 2 2
+                                        head    0 0 0 | 1 2 1 2 1 2 | 3 4 3 4 3 4
+
+    So what the heads of a section read stays in the L2 cache, and a launch ends with short blocks of many heads.
+    """
+    left_over = slots * batches % section
+    # Counted from the end of the first section, and negative in it, if it is the narrower one.
+    later = item - block_count * left_over
+    before = tl.where(later < 0, 0, left_over + later // (block_count * section) * section)
+    width = tl.where(later < 0, left_over, section)
+    within = item - block_count * before
+    block = blocks + within // width * BLOCK_COLUMNS
+    place = before + within % width
+    slot, heads = place % slots, tl.load(block + 4)
     # The grid has `slots` items for every block; those past the block's heads do nothing.
     head = tl.load(block + 3) + tl.minimum(slot, heads - 1)
-    return block, (rest // slots).to(tl.int64), head.to(tl.int64), slot >= heads
+    return block, (place // slots).to(tl.int64), head.to(tl.int64), slot >= heads
 
 
 @triton.jit
@@ -161,6 +179,47 @@ def grid_of(table: Table, batches: int, programs: int | None) -> tuple[int]:
     # A program takes items in steps of the grid, so any number of programs covers them.
     items = table.blocks.shape[0] * table.slots * batches
     return (items if programs is None else min(items, programs),)
+
+
+def section_for(table: Table, *read: Tensor, reads: int = 1, sharing: int = 1) -> int:
+    """The `section` of a launch (see `item_of`).
+
+    `read`: what it reads block by block, (rows, batch, heads, dim): a head of the table `reads` heads of these, and
+    `sharing` heads of the table that follow each other the same.
+    """
+    of_a_head = reads * sum(x.shape[0] * x.shape[3] * x.itemsize for x in read)
+    heads, gpu = table.slots * read[0].shape[1], gpu_of(read[0].device)
+    return section_of(heads, table.blocks.shape[0], of_a_head, gpu, sharing)
+
+
+class Gpu(NamedTuple):
+    """Bytes of the L2 cache, and multiprocessors."""
+
+    l2: int
+    multiprocessors: int
+
+
+def section_of(heads: int, blocks: int, head_bytes: int, gpu: Gpu, sharing: int = 1) -> int:
+    """How many of `heads` heads, with so many blocks each, are worked on at once: those that fit two thirds of L2.
+
+    The rest of L2 is for what is read once and written. Two items a multiprocessor in any case: a section of fewer
+    would leave some idle at the end, and several sections would be worked on at once.
+    """
+    fitting = gpu.l2 * 2 // 3 // max(head_bytes, 1)
+    filling = -(-2 * gpu.multiprocessors // (max(blocks, 1) * sharing))
+    return max(1, min(heads, max(1, fitting, filling) * sharing))
+
+
+H100 = Gpu(50 << 20, 132)
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """An H100 where there is no GPU."""
+    if device.type != "cuda":
+        return H100
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.L2_cache_size, properties.multi_processor_count)
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:

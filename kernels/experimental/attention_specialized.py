@@ -33,8 +33,8 @@ BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, 
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head,
-    scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, section, group,
+    first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
@@ -43,7 +43,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
-        block, batch, head, idle = item_of(blocks, item, block_count, slots)
+        block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
         kv_head = head // group - first_kv_head

@@ -1,0 +1,177 @@
+"""How evenly the launches of a step fill the multiprocessors: their makespan over the ideal, without a GPU.
+
+`python -m ringattn.bench.makespan`. The tables are an engine's own; the work of an item is counted in visited blocks of
+rows, and a multiprocessor runs one program. The ideal is an equal share for each; `least` is what no order undercuts.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.bench.options import parse
+from ringattn.bench.report import RESULTS, Table, finish
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
+from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks
+from ringattn.kernels.attention_tiles import H100, Gpu, section_of
+
+HEADS, DIM, RANKS, WINDOW, DOCUMENTS = 16, 128, 4, 1024, 16
+SIDES = "query", "key"
+STEPS = (
+    ("causal", 4096), ("causal", 8192), ("causal", 16384), ("window", 16384), ("documents", 16384),
+    ("zigzag 1", 8192), ("zigzag 0", 8192), ("zigzag 3", 8192), ("striped 1", 8192), ("striped 2", 8192),
+)  # fmt: skip
+GPUS = {"H100, H200": H100, "A100": Gpu(40 << 20, 108), "B200": Gpu(126 << 20, 148)}
+
+
+@dataclass(frozen=True)
+class MakespanOptions:
+    """`results`: the folder for the figures; empty keeps none."""
+
+    results: str = RESULTS
+
+
+class Launch(NamedTuple):
+    """The items of a launch: `blocks` for each of `heads` heads of the table (all batches counted through).
+
+    Each head reads `head_bytes` block by block, `sharing` heads the same.
+    """
+
+    blocks: Blocks
+    heads: int
+    head_bytes: int
+    sharing: int
+
+    def section(self, gpu: Gpu) -> int:
+        """As `attention_tiles.section_for`."""
+        return section_of(self.heads, len(self.blocks.blocks), self.head_bytes, gpu, self.sharing)
+
+
+def work_of(blocks: Blocks) -> Ints:
+    """Of each block, for one head of the table: visited blocks of rows times the query heads that it serves."""
+    entries = blocks.entries.astype(np.int64)
+    sums = np.concatenate(([0], np.cumsum((entries[:, 10] - entries[:, 7]) * entries[:, 12])))
+    return sums[blocks.blocks[:, 6]] - sums[blocks.blocks[:, 5]]
+
+
+def order(block_count: int, heads: int, section: int) -> Ints:
+    """(items, 2): block and head of each item, as `attention_tiles.item_of` has them."""
+    return np.array(
+        [
+            (block, head)
+            for end in range(heads % section or section, heads + 1, section)
+            for block in range(block_count)
+            for head in range(max(0, end - section), end)
+        ]
+    ).reshape(-1, 2)
+
+
+def items_of(launch: Launch, section: int) -> Ints:
+    """The work of each item, in the grid's order; none of a head that the block does not have."""
+    at = order(len(launch.blocks.blocks), launch.heads, section)
+    slot = at[:, 1] % max(launch.blocks.slots, 1)
+    return work_of(launch.blocks)[at[:, 0]] * (slot < launch.blocks.blocks[at[:, 0], 4])
+
+
+def makespan(items: Ints, programs: int) -> int:
+    """When the last of so many programs ends, each taking the next item as soon as it is free."""
+    ends = [0] * programs
+    for work in items.tolist():
+        heapreplace(ends, ends[0] + work)
+    return max(ends)
+
+
+def strided(items: Ints, programs: int) -> int:
+    """The same if program p takes the items p, p + programs, and so on."""
+    return int(max(items[at::programs].sum() for at in range(programs)))
+
+
+def least(items: Ints, programs: int) -> float:
+    """What no order undercuts: an equal share, or of the longest n * programs + 1 items the n + 1 shortest together."""
+    longest = -np.sort(-items)
+    sums = np.concatenate(([0], np.cumsum(longest)))
+    together = [sums[n * programs + 1] - sums[n * programs - n] for n in range(1 + max(0, len(items) - 1) // programs)]
+    return max(float(items.sum()) / programs, *(float(one) for one in together))
+
+
+def ratio(items: Ints, programs: int) -> float:
+    """Makespan over ideal."""
+    return makespan(items, programs) * programs / float(items.sum())
+
+
+def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, batch: int = 1) -> Launch:
+    """The launch of a causal step with `tokens` rows a rank, whose blocks have 128 rows and meet 128 others at a time.
+
+    `name`: "causal", "window" or "documents" on one rank; "LAYOUT OWNER" for rank 1 of four and the keys of OWNER.
+    `side`: query blocks, or the key blocks of dK and dV, which meet 64 queries at a time.
+    """
+    layout, _, owner = name.partition(" ")
+    ranks = RANKS if owner else 1
+    length = tokens * ranks
+    borders = (0, *sorted(random.Random(0).sample(range(1, length), DOCUMENTS - 1)), length)
+    documents = borders if name == "documents" else None
+    mask = make_mask(
+        length, length, causal=True,
+        window=(WINDOW - 1, 0) if name == "window" else None, documents=documents, kv_documents=documents,
+    )  # fmt: skip
+    placed = make_layout(layout if owner else "contiguous", length, ranks)
+    problem = Problem(placed, placed, mask, batch, HEADS, kv_heads, DIM, DIM, "bfloat16")
+    found = tiles_of(problem, 1 % ranks).items()
+    tiles = [tile for (of, _), table in found if of == int(owner or 0) for tile in table]
+    # K and V, or q and dout, of one head in half precision.
+    of_a_head = tokens * 2 * DIM * 2
+    if side == "query":
+        blocks, each, sharing = query_blocks(tiles, 128, 128), of_a_head, problem.group
+    else:
+        blocks, each, sharing = key_blocks(tiles, problem.group, 128, 64), of_a_head * problem.group, 1
+    return Launch(blocks, blocks.slots * batch, each, sharing)
+
+
+def figures(launch: Launch, gpu: Gpu) -> dict[str, float]:
+    """Of a launch, over the ideal: ours, the least there is, and what other orders give."""
+    programs, ours, by_head = gpu.multiprocessors, items_of(launch, launch.section(gpu)), items_of(launch, 1)
+    ideal = float(ours.sum()) / programs
+    found = {
+        "ours": makespan(ours, programs),
+        "least": least(ours, programs),
+        "by_head": makespan(by_head, programs),
+        "strided": strided(ours, programs),
+        "by_head_strided": strided(by_head, programs),
+    }
+    return {kind: round(one / ideal, 4) for kind, one in found.items()}
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """The figures of all steps, by "step, tokens, side, multiprocessors"."""
+    return {
+        f"{name}, {tokens}, {side}, {gpu.multiprocessors}": figures(launch, gpu)
+        for name, tokens in STEPS
+        for side in SIDES
+        for launch in [step_of(name, tokens, side)]
+        for gpu in GPUS.values()
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Print and keep the figures."""
+    options, found = parse(MakespanOptions(), words), measured()
+    table = Table(
+        "Makespan over ideal, 16 heads, batch 1",
+        ("step, tokens a rank, blocks of, multiprocessors", "ours", "least", "head by head", "strided", "both"),
+        [(name, *(f"{one:.3f}" for one in each.values())) for name, each in found.items()],
+        ["Ours and head by head: a free program takes the next item. Strided: program p takes each n-th item from p."],
+    )
+    finish("makespan", options, [table], {"figures": found}, options.results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
