@@ -21,8 +21,15 @@ from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_gluon import CONFIG
 from ringattn.kernels.configs import Configs, configs_for
+from ringattn.kernels.delta import delta_call
 from ringattn.kernels.experimental.attention_specialized import specialized_configs
 from ringattn.kernels.launch import Kept
+from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.merge import merge_call
+from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
+from ringattn.kernels.qkv_projection import projection_call
+from ringattn.kernels.quantize import quantize_call, restore_call
+from ringattn.kernels.rows import move_rows_call
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 
@@ -159,3 +166,42 @@ def test_a_training_run_compiles_nothing_anew(
     finally:
         select.choose.cache_clear()
     assert len(seen) == 100 and seen[30] == seen[-1] and seen[-1][0] < 20, seen[-1]
+
+
+def row_calls(rows: int, batch: int) -> list[LaunchCall]:
+    """All the launches beside attention, for so many tokens."""
+    model, dim = 256, DIM
+    x, raw = torch.zeros(batch, rows, model, dtype=DTYPE), torch.zeros(batch, rows, 2 * HEADS * dim, dtype=DTYPE)
+    places = torch.zeros(batch, rows, 2 * HEADS, dim, dtype=DTYPE).split(HEADS, 2)
+    angles, norm = torch.zeros(rows, dim // 2), torch.zeros(dim, dtype=DTYPE)
+    finish = Finish(*places, norm=norm, cos=angles, sin=angles)
+    plain = finish._replace(norm=None, cos=None, sin=None)
+    weight, kept_rows = torch.zeros(2 * HEADS * dim, model, dtype=DTYPE), torch.zeros(rows, dtype=torch.int64)
+    half, full = (torch.zeros(rows, batch, HEADS, dim, dtype=dtype) for dtype in (DTYPE, torch.float32))
+    lse, scales = torch.zeros(batch, HEADS, rows), torch.zeros(rows, batch, HEADS)
+    wire = torch.zeros(rows, batch, HEADS, dim, dtype=torch.int8)
+    return [
+        merge_call(full, lse, full.clone(), lse.clone()),
+        delta_call(half, half, None, lse),
+        delta_call(half, half, lse, lse),
+        move_rows_call(half, half.clone()),
+        move_rows_call(half, full, gather=kept_rows, scatter=kept_rows, add=True),
+        quantize_call(half, wire, scales),
+        restore_call(wire, scales, half),
+        epilogue_call(raw, finish),
+        epilogue_call(raw, plain),
+        epilogue_grad_call(raw, finish, raw.clone(), norm_parts(finish)),
+        epilogue_grad_call(None, plain, raw.clone(), None),
+        projection_call(x, weight, None, finish),
+        projection_call(x, weight, None, plain, kept_rows),
+    ]
+
+
+def test_row_kernels_compile_nothing_anew(counted: Counted) -> None:
+    """Projection, finishing, merging, sums, moves and eight bits, for counts of tokens of every divisibility."""
+    random = Random(8)
+    for _ in range(SETS // 4):
+        rows = random.choice((1, random.randrange(2, 60), 16 * random.randrange(1, 9)))
+        for call in row_calls(rows, random.choice((1, 2, 16))):
+            counted.kept.compile(call)
+    assert counted.both() == (13, 13), sorted(name for name, _ in counted.kernels)
