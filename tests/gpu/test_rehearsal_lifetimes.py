@@ -67,5 +67,5 @@ def test_memory_of_a_ring_of_one(body: Callable[[SimMachine], None]) -> None:
 )
 def test_openings_leave_nothing(fails: bool) -> None:
     machine = SimMachine()
-    assert set(lifetimes.openings_leave_nothing(machine, fails, openings=3)) == {16 * machine.unit}
+    assert set(lifetimes.openings_leave_nothing(machine, fails, openings=lifetimes.SETTLED + 1)) == {16 * machine.unit}
     assert machine.world.violations == [] and machine.world.registry.of(0) == []
