@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from ringattn.bench.launch import StubDriver
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine import select, triton
-from ringattn.engine.base import KV, BackwardInputs, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Sizes, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_gluon import CONFIG
 from ringattn.kernels.configs import Configs, configs_for
@@ -44,24 +44,30 @@ FORMS: dict[str, Callable[[], Configs]] = {
 
 
 class Loaded:
-    """In the place of a compiled kernel: launches nothing."""
+    """In the place of a compiled kernel: notes the programs of each launch, and launches nothing."""
 
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=0, global_scratch_size=PROGRAM_BYTES)
     packed_metadata = function = None
     n_regs, n_spills = 32, 0
 
+    def __init__(self, programs: list[int]) -> None:
+        self.programs = programs
+
     def launch_metadata(self, *_: Any) -> None: ...
-    def run(self, *_: Any) -> None: ...
+
+    def run(self, programs: int, *_: Any) -> None:
+        self.programs.append(programs)
 
 
 class Counted(NamedTuple):
     """`kernels`: what Triton tells apart, by name and by all it specializes on, with the arguments that are None.
 
-    `kept`: our handles of them.
+    `kept`: our handles of them. `programs`: of each launch.
     """
 
     kernels: dict[tuple[str, str], frozenset[Any]]
     kept: Kept
+    programs: list[int]
 
     def both(self) -> tuple[int, int]:
         return len(self.kernels), len(self.kept.handles())
@@ -69,7 +75,7 @@ class Counted(NamedTuple):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    found = Counted({}, Kept())
+    found = Counted({}, Kept(), [])
     used: set[JITFunction[Any]] = set()
 
     def compiled(
@@ -78,7 +84,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
         nones = frozenset(place for place, value in constants.items() if value is None)
         found.kernels[self.fn.__qualname__, key] = nones
         used.add(self)
-        self.device_caches[device][0][key] = Loaded()
+        self.device_caches[device][0][key] = Loaded(found.programs)
         return self.device_caches[device][0][key]
 
     monkeypatch.setattr(driver, "_active", StubDriver(90))
@@ -138,6 +144,17 @@ def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
     # One of each kernel, and of what it is not given. The sums of `delta` are launched without a handle.
     kinds = {(name, nones) for (name, _), nones in counted.kernels.items()}
     assert len({name for name, _ in kinds}) >= 4 and seen[-1] == (len(kinds), len(kinds) - 1), seen[-1]
+
+
+def test_the_account_counts_the_memory_of_descriptors(counted: Counted) -> None:
+    """What a step's greatest launch asks for, as soon as it is described."""
+    engine, tiles = TritonEngine(FORMS["descriptors"]()), steps_of(Random(3), 500)[:1]
+    sizes = Sizes(500, 2, HEADS, DIM, DIM, DTYPE)
+    assert engine.workspace_bytes(engine.prepare(tiles, Softmax(0.1), 500, HEADS)[0], sizes, False) == 0
+    there, back = passed(engine, 500, tiles, 2)
+    attended, _, *grads = counted.programs
+    assert engine.workspace_bytes(there[0], sizes, False) == PROGRAM_BYTES * attended > 0
+    assert engine.workspace_bytes(back[0], sizes, True) == PROGRAM_BYTES * max(grads) > 0 and len(grads) == 2
 
 
 @pytest.mark.slow
