@@ -20,6 +20,7 @@ import pytest
 import triton
 
 from tests.kernels.compile_gate.compiling import golden_tables
+from tests.kernels.compile_gate.loops import table, worse
 from tests.kernels.compile_gate.row_cases import CASES, GOLDEN, FoundRows, widths
 from tests.kernels.test_compile_gate import SHARED_BYTES, SLACK_REGISTERS
 
@@ -102,16 +103,18 @@ TABLES = golden_tables(GOLDEN)
 @pytest.mark.parametrize("name", TESTED)
 def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
     assert not faults(name, found[name])
-    if table := TABLES.get(triton.__version__):  # each brings its own assembler, which allots registers in its own way
-        assert not drift(found[name], FoundRows(**table[name]))
+    if golden := TABLES.get(triton.__version__):  # each brings its own assembler, which allots registers in its own way
+        assert not drift(found[name], FoundRows(**golden[name]))
+    if (row := found[name].row) and (counts := table("rows", triton.__version__)):
+        assert not worse(row, counts[name])
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
     """Every case and no other, and none that is at fault."""
-    table = TABLES[version]
-    assert tuple(table) == CASES and set(TESTED) <= set(CASES)
-    wrong = {name: faults(name, FoundRows(**table[name])) for name in CASES}
+    golden = TABLES[version]
+    assert tuple(golden) == CASES and set(TESTED) <= set(CASES)
+    wrong = {name: faults(name, FoundRows(**golden[name])) for name in CASES}
     assert not {name: why for name, why in wrong.items() if why}
 
 

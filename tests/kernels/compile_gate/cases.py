@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringattn.kernels import attention_gluon
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
@@ -59,7 +60,9 @@ def _variants() -> list[str]:
 ATTENTION = (*_entries(), *_variants())
 EXPERIMENTAL = tuple(f"sm_90/half/{width}/specialized/forward" for width in BLOCKS)
 
-ENTRIES = (*ATTENTION, *EXPERIMENTAL)
+GLUON = tuple(f"sm_90/half/{width}/gluon/forward" for width in attention_gluon.DIMS)
+
+ENTRIES = (*ATTENTION, *EXPERIMENTAL, *GLUON)
 
 
 def _tested(name: str) -> bool:
@@ -71,6 +74,17 @@ def _tested(name: str) -> bool:
 TESTED = tuple(name for name in ENTRIES if _tested(name))
 
 
+def _counted(name: str) -> bool:
+    """Half precision: all forms on sm_90, and what sm_80 and sm_100 run by, to 128."""
+    arch, precision, width, form, _, *variant = name.split("/")
+    elsewhere = (arch, form) in (("sm_80", "pointers"), ("sm_100", "descriptors")) and width != "256"
+    return precision == "half" and not variant and form != "specialized" and (arch == "sm_90" or elsewhere)
+
+
+COUNTED = tuple(name for name in ENTRIES if _counted(name))
+"""Those whose inner loops are in a table."""
+
+
 def call_of(name: str) -> LaunchCall:
     """The launch to compile, with the sizes and alignments of ordinary calls."""
     if name in PURPOSES:
@@ -79,7 +93,9 @@ def call_of(name: str) -> LaunchCall:
     variant, dtype = (*variants, "")[0], DTYPES[precision]
     d_k = WIDE_KEYS.get(variant, int(width))
     d_v = 128 if variant in WIDE_KEYS else d_k
-    if name in EXPERIMENTAL:
+    if name in GLUON:
+        config = attention_gluon.CONFIG
+    elif name in EXPERIMENTAL:
         config = specialized_configs(arch_of(name), dtype, d_k).forward
     else:
         config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
@@ -87,6 +103,10 @@ def call_of(name: str) -> LaunchCall:
     lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 16)
     scale, softcap = 0.1, 5.0 if variant == "softcap" else None
+    if name in GLUON:
+        return attention_gluon.forward_gluon(
+            *rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype)
+        )
     if kernel == "forward":
         weights = torch.zeros(1, 16, 64) if variant == "raw" else None
         sinks = torch.zeros(16) if variant == "sinks" else None

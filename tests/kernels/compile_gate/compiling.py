@@ -1,8 +1,9 @@
 """Compiles the gate's cases without a GPU, each in a forked child, and reads what came out of the machine code.
 
 `python -m tests.kernels.compile_gate.compiling FILE [case ...]` writes what it finds to FILE, for the test.
-`python -m tests.kernels.compile_gate.compiling renew` compiles every entry and writes the golden table of the
-installed Triton.
+`python -m tests.kernels.compile_gate.compiling renew [PART ...]` compiles every entry, or those with a PART in their
+names, and writes them into the golden table of the installed Triton and into that of the inner loops (`loops.py`);
+`renew counted` compiles those that are in the latter.
 Guarantees: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
 in Triton's cache.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from triton.runtime import driver
 
-from ringattn.bench.launch import StubDriver
-from tests.kernels.compile_gate.cases import ENTRIES, arch_of, call_of
+from ringattn.bench.kernel_code import code_of
+from ringattn.bench.sass import instructions
+from tests.kernels.compile_gate import loops
+from tests.kernels.compile_gate.cases import COUNTED, ENTRIES, arch_of, call_of
 
 GOLDEN = Path(__file__).with_name("golden")
 """A folder with a table for each Triton version that was tried; each brings its own assembler."""
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 AT_ONCE = 2
 MATRIX = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|FFMA)\b")
 RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
-SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 
 class Found(NamedTuple):
@@ -40,7 +39,8 @@ class Found(NamedTuple):
     `spills`: instructions that put registers into memory or take them back; `loop_spills`: those of them in the
     innermost loops that multiply matrices, which run for every block of keys or queries.
     `bulk_loads`: instructions that load through a tensor descriptor (UTMALDG); `handovers`: of registers between groups
-    of warps (USETMAXREG), which only a kernel that was split between them has.
+    of warps (USETMAXREG), which only a kernel that was split between them has. `row`: of the table of inner loops, for
+    the cases that it has.
     """
 
     registers: int
@@ -51,52 +51,25 @@ class Found(NamedTuple):
     matrix: str
     bulk_loads: int
     handovers: int
+    row: loops.Row | None = None
 
 
 def compiled(name: str) -> Found:
     """Compile a case through its launch wrapper, for the GPU that it names."""
-    driver.set_active(StubDriver(arch_of(name)))
-    call = call_of(name)
-    kernel = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers, usage
-    units = set(MATRIX.findall(code))
+    code = code_of(call_of(name), arch_of(name))
+    units = set(MATRIX.findall(code.listing))
+    row = loops.row_of(code, arch_of(name))
     return Found(
-        registers=int(registers[1]),
-        spills=len(SPILL.findall(code)),
-        loop_spills=loop_spills(code),
-        shared_bytes=kernel.metadata.shared,
-        tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
+        registers=code.registers,
+        spills=sum(one.spills for one in instructions(code.listing)),
+        loop_spills=row["spills_inside"],
+        shared_bytes=code.shared_bytes,
+        tensor_columns=code.tensor_columns,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
-        bulk_loads=len(re.findall(r"\bUTMALDG\b", code)),
-        handovers=len(re.findall(r"\bUSETMAXREG\b", code)),
+        bulk_loads=len(re.findall(r"\bUTMALDG\b", code.listing)),
+        handovers=len(re.findall(r"\bUSETMAXREG\b", code.listing)),
+        row=row if name in COUNTED else None,
     )
-
-
-def loop_spills(code: str) -> int:
-    """Spills in those loops that multiply matrices and hold no other such loop."""
-    lines, labels = list[str](), dict[str, int]()
-    for line in code.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(lines)
-        elif ";" in line:
-            lines.append(line)
-    # Behind the last EXIT are waits that did not succeed at once, which jump back into the body.
-    body = max((at for at, line in enumerate(lines) if re.search(r"\bEXIT\b", line)), default=len(lines))
-    jumps = ((at, re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)) for at, line in enumerate(lines[:body]))
-    loops = [(labels[to[1]], at) for at, to in jumps if to and labels[to[1]] < at]
-    loops = [(first, last) for first, last in loops if any(map(MATRIX.search, lines[first : last + 1]))]
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return sum(any(first <= at <= last for first, last in inner) for at in range(body) if SPILL.search(lines[at]))
-
-
-def _tool(name: str, *args: str) -> str:
-    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
 
 
 def all_compiled(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -141,17 +114,27 @@ def write_golden(folder: Path, found: dict[str, Any]) -> None:
     (folder / f"{triton.__version__}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def main(words: Sequence[str]) -> None:
-    """Compile the named cases, or all entries, and write the findings."""
-    renewing = words[0] == "renew"
-    found = {}
-    for name, finding in all_compiled(ENTRIES if renewing else words[1:]):
+def renew(parts: Sequence[str]) -> None:
+    """Compile every entry, or those with one of `parts` in their names, and write the tables."""
+    counted = list(parts) == ["counted"]
+    names = COUNTED if counted else [name for name in ENTRIES if not parts or any(part in name for part in parts)]
+    found = golden_tables(GOLDEN).get(triton.__version__, {})
+    rows: dict[str, loops.Row] = {}
+    for name, finding in all_compiled(names):
         print(name, finding, flush=True)
         found[name] = finding
-    if renewing:
-        write_golden(GOLDEN, {name: found[name] for name in ENTRIES})
+        if isinstance(finding, dict) and (row := finding.pop("row")):
+            rows[name] = row
+    write_golden(GOLDEN, {name: found[name] for name in ENTRIES if name in found})
+    loops.renew("attention", triton.__version__, rows, COUNTED)
+
+
+def main(words: Sequence[str]) -> None:
+    """Compile the named cases and write the findings, or `renew`."""
+    if words[0] == "renew":
+        renew(words[1:])
     else:
-        Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
+        Path(words[0]).write_text(json.dumps(dict(all_compiled(words[1:]))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 `python -m tests.kernels.compile_gate.row_cases FILE CASE ...` writes what it finds to FILE, for the test;
 `python -m tests.kernels.compile_gate.row_cases renew` compiles every case and writes the golden table of the
-installed Triton.
+installed Triton and that of the inner loops (`loops.py`); `renew counted` only those in the latter.
 Guarantees: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers
 with the alignments of ordinary calls; nothing is left in Triton's cache.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -26,7 +25,9 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from ringattn.bench.kernel_code import read
 from ringattn.bench.launch import StubDriver
+from ringattn.bench.sass import instructions
 from ringattn.kernels.delta import delta_call
 from ringattn.kernels.launch_call import LaunchCall
 from ringattn.kernels.merge import merge_call
@@ -34,7 +35,8 @@ from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_c
 from ringattn.kernels.qkv_projection import projection_call
 from ringattn.kernels.quantize import quantize_call, restore_call
 from ringattn.kernels.rows import move_rows_call
-from tests.kernels.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, SPILL, TOOLS, loop_spills, write_golden
+from tests.kernels.compile_gate import loops
+from tests.kernels.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, golden_tables, write_golden
 
 GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
@@ -47,7 +49,8 @@ class FoundRows(NamedTuple):
 
     `loop_spills`: those of the spills that are in the innermost loops with products, which run for every block.
     `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `compilations`: how many it
-    takes to serve calls of other numbers of tokens and heads as well.
+    takes to serve calls of other numbers of tokens and heads as well. `row`: of the table of inner loops, for the cases
+    that it has.
     """
 
     registers: int
@@ -58,6 +61,7 @@ class FoundRows(NamedTuple):
     loads: dict[str, int]
     stores: dict[str, int]
     compilations: int
+    row: loops.Row | None = None
 
 
 def _cases() -> Iterable[str]:
@@ -76,6 +80,12 @@ def _cases() -> Iterable[str]:
 
 
 CASES = tuple(_cases())
+COUNTED = tuple(
+    name
+    for name in CASES
+    if name.startswith("sm_90") and name.endswith(("/neox,norm,bias,rows,two", "/128/neox,norm,two"))
+)
+"""Those whose inner loops are in a table: the whole projection, and what follows cuBLAS's."""
 
 
 class Call:
@@ -158,25 +168,19 @@ def compiled(name: str) -> FoundRows:
     calls = [call_of(name, *sizes) for sizes in (ORDINARY, *OTHERS)]
     calls[0].kernel.device_caches.clear()  # they hold the GPU of the process's first case
     kernel, *others = (call.kernel.warmup(*call.args, grid=call.grid, **call.meta) for call in calls)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage, code = (
-            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers, usage
-    units = set(MATRIX.findall(code))
+    code = read(kernel)
+    units = set(MATRIX.findall(code.listing))
+    row = loops.row_of(code, int(name.split("/")[0].removeprefix("sm_")))
     return FoundRows(
-        registers=int(registers[1]),
-        spills=len(SPILL.findall(code)),
-        loop_spills=loop_spills(code),
-        shared_bytes=kernel.metadata.shared,
+        registers=code.registers,
+        spills=sum(one.spills for one in instructions(code.listing)),
+        loop_spills=row["spills_inside"],
+        shared_bytes=code.shared_bytes,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
-        loads=widths("LDG", code),
-        stores=widths("STG", code),
+        loads=widths("LDG", code.listing),
+        stores=widths("STG", code.listing),
         compilations=len({id(one) for one in (kernel, *others)}),
+        row=row if name in COUNTED else None,
     )
 
 
@@ -199,10 +203,14 @@ def all_compiled(names: Sequence[str]) -> dict[str, FoundRows]:
 
 def main(words: Sequence[str]) -> None:
     """Compile the named cases, or all, and write the findings."""
-    renewing = words[0] == "renew"
-    found = {name: one._asdict() for name, one in all_compiled(CASES if renewing else words[1:]).items()}
+    renewing, counted = words[0] == "renew", list(words[1:]) == ["counted"]
+    names = (COUNTED if counted else CASES) if renewing else words[1:]
+    found = {name: one._asdict() for name, one in all_compiled(names).items()}
     if renewing:
-        write_golden(GOLDEN, found)
+        rows = {name: row for name, one in found.items() if (row := one.pop("row"))}
+        kept = golden_tables(GOLDEN).get(triton.__version__, {}) | found
+        write_golden(GOLDEN, {name: kept[name] for name in CASES if name in kept})
+        loops.renew("rows", triton.__version__, rows, COUNTED)
     else:
         Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
 

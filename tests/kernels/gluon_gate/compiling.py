@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
-from ringattn.bench.launch import StubDriver
+from ringattn.bench.kernel_code import code_of
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.launch_call import LaunchCall, Table
-from tests.kernels.compile_gate.compiling import TOOLS
 
 OPCODES = ("HGMMA", "HMMA", "UTMALDG", "USETMAXREG", "SYNCS", "LDL", "STL")
 
@@ -38,20 +34,15 @@ def call_of(dim: int, everything: bool) -> LaunchCall:
 
 def found(call: LaunchCall) -> dict[str, Any]:
     """What the compiled launch needs and holds: registers are those of each thread at its start."""
-    kernel = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    opcodes = Counter(re.findall(rf"\b({'|'.join(OPCODES)})\b", code))
+    code = code_of(call, 90)
+    opcodes = Counter(re.findall(rf"\b({'|'.join(OPCODES)})\b", code.listing))
     return {
-        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
-        "shared_bytes": kernel.metadata.shared,
-        "threads": 32 * kernel.metadata.num_warps,
+        "registers": code.registers,
+        "shared_bytes": code.shared_bytes,
+        "threads": code.threads,
         "opcodes": {name: opcodes[name] for name in OPCODES},
-        "under_products": exponentials_under_products(code),
-        "hasty_arrivals": hasty_arrivals(kernel.asm["ptx"]),
+        "under_products": exponentials_under_products(code.listing),
+        "hasty_arrivals": hasty_arrivals(code.ptx),
     }
 
 
@@ -80,17 +71,12 @@ def hasty_arrivals(code: str) -> int:
     return hasty
 
 
-def _tool(name: str, *args: str) -> str:
-    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
-
-
 def _rows(dim: int) -> Tensor:
     return torch.zeros(64, 1, 16, dim, dtype=torch.bfloat16)
 
 
 def main(words: Sequence[str]) -> None:
     """Compile with all there is and with the state alone."""
-    driver.set_active(StubDriver(90))
     made = {
         f"{dim}/{'everything' if everything else 'state'}": found(call_of(int(dim), everything))
         for dim in words[1:]

@@ -1,0 +1,69 @@
+"""A launch as machine code for a GPU that is not here, and what the code takes of a multiprocessor.
+
+Guarantees: compiled by the ordinary launch path with a driver that launches nothing; nothing stays in Triton's cache
+where the caller has set its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.runtime import driver
+
+from ringattn.bench.launch import StubDriver
+from ringattn.kernels.launch_call import LaunchCall
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+REGISTERS = 65_536
+SHARED_BYTES = {80: 167_936, 90: 233_472, 100: 233_472}
+"""Of a multiprocessor, with what it reserves; CUDA C Programming Guide, "Technical Specifications"."""
+RESERVED_BYTES = 1024
+"""Of shared memory, for each thread block."""
+THREADS = 2048
+
+
+class KernelCode(NamedTuple):
+    """`listing`: as nvdisasm prints it, with encodings. `registers`: of each thread where the kernel begins."""
+
+    listing: str
+    registers: int
+    shared_bytes: int
+    threads: int
+    tensor_columns: int
+    ptx: str
+
+    def resident(self, arch: int) -> int:
+        """Thread blocks that a multiprocessor holds at once."""
+        registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        shared = SHARED_BYTES[arch] // (self.shared_bytes + RESERVED_BYTES)
+        return max(1, min(registers, shared, THREADS // self.threads))
+
+
+def code_of(call: LaunchCall, arch: int) -> KernelCode:
+    """The launch compiled for sm_`arch`, by the driver that is set here and stays set."""
+    driver.set_active(StubDriver(arch))
+    return read(call.kernel.warmup(*call.args, grid=call.grid, **call.meta))
+
+
+def read(kernel: Any) -> KernelCode:
+    """A kernel that Triton has compiled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        listing = _tool("nvdisasm", "-c", "-hex", file.name)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, usage
+    return KernelCode(
+        listing, int(registers[1]), kernel.metadata.shared, 32 * kernel.metadata.num_warps,
+        getattr(kernel.metadata, "tmem_size", 0) or 0, kernel.asm["ptx"],
+    )  # fmt: skip
+
+
+def _tool(name: str, *args: str) -> str:
+    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
