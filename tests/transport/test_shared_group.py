@@ -179,6 +179,34 @@ def test_who_closed_matters_only_to_who_waits_for_it() -> None:
     assert results[0] == results[2] == "waits: rank 1 closed its ring"
 
 
+def test_what_came_before_a_rank_closed_is_found() -> None:
+    # Looked for, then it comes, then its sender closes: all before the one who waits looks why it was rung.
+    def body(group: SharedGroup) -> int:
+        gathered(group)
+        if group.rank == 1:
+            looked.wait(10.0)
+            group.tell(0, ARRIVAL, 5)
+            return 0
+        looks = 0
+
+        def ready() -> bool:
+            nonlocal looks
+            looks += 1
+            if looks > 1:
+                return group.own.load(ARRIVAL, 1) == 5
+            looked.set()
+            while not group.own.load(CLOSED, 1):
+                time.sleep(0.01)
+            return False
+
+        if group.rank == 0:
+            group.hold(ready, lambda: [1], lambda: "waits", time.monotonic() + 10.0)
+        return looks
+
+    looked = threading.Event()
+    assert on_ranks(body) == {0: 2, 1: 0, 2: 0}
+
+
 def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
     quiet = threading.Event()
 

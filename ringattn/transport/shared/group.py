@@ -159,6 +159,9 @@ class SharedGroup:
             if ready():
                 return
             if words.load(self._alarm):
+                # Again: what came just before its sender closed is there now.
+                if ready():
+                    return
                 self.check(awaited(), what)
             if time.monotonic() >= until:
                 raise self._late(what(), sorted(set(awaited())))
