@@ -1,9 +1,9 @@
 """Faults of the link between two hosts, and a stopped rank 0: does every rank that can still run raise in time?
 
-Four gloo ranks, two on each of two hosts that are network namespaces. In the middle of a pass the link is cut, loses
-one direction, loses 30 % of its packets or delays them by 200 ms, or rank 0, which hosts the store, is stopped. The
-bar: every rank raises a named error within its deadline and two seconds and blames none that it can reach, or
-finishes right where the link is only slow.
+Four ranks over gloo, two on each of two hosts that are network namespaces; with `transport=shm` those of a host share
+memory, and gloo goes between the hosts. In the middle of a pass the link is cut, loses one direction, loses 30 % of its
+packets or delays them by 200 ms, or rank 0, which hosts the store, is stopped. The bar: every rank raises a named error
+within its deadline and two seconds and blames none that it can reach, or finishes right where the link is only slow.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class LinkFaultsOptions:
     timeout_s: float = 4.0
     slow_timeout_s: float = 30.0
     at_once: int = 2
+    transport: str = "gloo"
     results: str = RESULTS
 
 
@@ -121,6 +122,7 @@ def suffer(
     timeout_s: float,
     meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0]),
     grace_s: float = GRACE_S,
+    transport: str = "gloo",
 ) -> LinkOutcome:
     """One fault, in the middle of a pass of fresh processes on fresh hosts.
 
@@ -133,7 +135,7 @@ def suffer(
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
             host = HOST_OF[rank]
-            facts = (hosts.namespaces[host], meeting[host], rank, RANKS, number % HOPS, timeout_s, theirs)
+            facts = (hosts.namespaces[host], meeting[host], rank, RANKS, number % HOPS, timeout_s, theirs, transport)
             processes.append(context.Process(target=live, args=facts, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -211,7 +213,8 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
         def one(fault: tuple[int, str]) -> LinkOutcome:
             number, kind = fault
-            outcome = suffer(kind, number, options.slow_timeout_s if kind in SLOW else options.timeout_s)
+            timeout_s = options.slow_timeout_s if kind in SLOW else options.timeout_s
+            outcome = suffer(kind, number, timeout_s, transport=options.transport)
             say(f"{kind} {number}: {'; '.join(outcome.complaints) or 'good'}")
             return outcome
 

@@ -17,7 +17,16 @@ OPEN_S = 30.0
 TRIES = 3  # a rank that needs nothing more from the lost one hears of it in its next call
 
 
-def live(namespace: str, meeting: str, rank: int, ranks: int, hop: int, timeout_s: float, pipe: Connection) -> None:
+def live(
+    namespace: str,
+    meeting: str,
+    rank: int,
+    ranks: int,
+    hop: int,
+    timeout_s: float,
+    pipe: Connection,
+    transport: str = "gloo",
+) -> None:
     """One rank, on its host, until the parent ends it. Sends "now" (rank 0 only), then what it saw.
 
     `meeting` is the address of rank 0's host, as this rank names it.
@@ -28,18 +37,18 @@ def live(namespace: str, meeting: str, rank: int, ranks: int, hop: int, timeout_
     )
     torch.set_num_threads(1)
     try:
-        pipe.send(_suffer(rank, hop, timeout_s, pipe))
+        pipe.send(_suffer(rank, hop, timeout_s, pipe, transport))
     except Exception as error:
         outside = f"outside the pass, {type(error).__name__}"
         pipe.send({"kind": outside, "message": str(error), "at_s": 0.0, "wait_s": 0.0})
     pipe.recv()  # the store's host must not end before the others have answered
 
 
-def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str, Any]:
+def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection, transport: str) -> dict[str, Any]:
     """The first error after the fault, or that all passes were right."""
-    with Ring(transport="gloo", timeout_s=OPEN_S) as meeting:
+    with Ring(transport=transport, timeout_s=OPEN_S) as meeting:
         open_gate(meeting)
-    ring = Ring(transport="gloo", timeout_s=timeout_s)
+    ring = Ring(transport=transport, timeout_s=timeout_s)
     before = one_pass(ring)
 
     def happens() -> None:
@@ -47,7 +56,7 @@ def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str
         pipe.recv()
 
     if rank == 0:
-        _after_exchange(ring.transport, hop, happens)
+        _after_exchange(getattr(ring.transport, "between", ring.transport), hop, happens)
     waits = _waits_of(ring.transport)
     for _ in range(TRIES):
         waits.append(time.monotonic())
@@ -66,11 +75,12 @@ def _suffer(rank: int, hop: int, timeout_s: float, pipe: Connection) -> dict[str
 
 def _waits_of(transport: Any) -> list[float]:
     """When the waits of a transport began, from now on. Each has a deadline of its own."""
-    finish, began = transport._finish, list[float]()
+    name = "await_both" if hasattr(transport, "between") else "_finish"
+    finish, began = getattr(transport, name), list[float]()
 
-    def waits(handle: Any) -> None:
+    def waits(*arguments: Any) -> None:
         began.append(time.monotonic())
-        finish(handle)
+        finish(*arguments)
 
-    transport._finish = waits
+    setattr(transport, name, waits)
     return began

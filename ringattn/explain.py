@@ -37,6 +37,7 @@ from ringattn.schedule.ops import Schedule
 from ringattn.schedule.routes import ALL_TO_ALL, ScheduleName, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
+from ringattn.transport.nodes import NodesTransport
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Explanation:
 
     `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
     GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
-    pass, the links that its messages cross, the slowest first.
+    pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
+    over which; else empty.
     """
 
     problem: Problem
@@ -64,6 +66,7 @@ class Explanation:
     sm_margin: int = 0
     margin_us: float = 0.0
     crossed: tuple[tuple[Crossed, ...], ...] = ()
+    ways: str = ""
 
     @property
     def balance(self) -> float:
@@ -90,6 +93,8 @@ class Explanation:
             f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
         )
         lines += _links(self)
+        if self.ways:
+            lines.append(f"messages go over {self.ways}")
         lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
         if self.sm_margin and self.cluster.sms:
             lines.append(
@@ -232,6 +237,7 @@ def explain(
         sm_margin=margin,
         margin_us=predicted_us - whole_us,
         crossed=tuple(crossed(one, cluster) for one in plans),
+        ways=ring.transport.ways if isinstance(ring.transport, NodesTransport) else "",
     )
 
 

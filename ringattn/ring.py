@@ -61,10 +61,10 @@ class Ring(Runtime):
         Args:
             group: A ProcessGroup, or a DeviceMesh (its dimension `cp`). None: the default process group if there is
                 one, else torchrun's environment variables, else this process alone.
-            transport: What carries the messages: nccl, peer (copy engines, inside a node), shm (memory that
-                the processes of one machine share), gloo, local (this process alone), or a `Transport`. auto: nccl
-                where there is a CUDA device, else shm where all ranks are one user's on one machine, else gloo; local
-                when alone.
+            transport: What carries the messages: nccl, peer (copy engines inside a node, nccl between nodes), shm
+                (memory that the processes of a machine share, gloo between machines), gloo, local (this process alone),
+                or a `Transport`. auto: nccl where there is a CUDA device, else shm where all ranks are one user's on
+                one machine, else gloo; local when alone.
             engine: What computes attention: aten, plain, triton, fa3, fa4, or an `Engine`. auto: by device, dtype and
                 heads.
             timeout_s: The deadline of every wait, in seconds.
@@ -77,7 +77,7 @@ class Ring(Runtime):
             out_wire_dtype: A floating dtype, or its name, in which the schedule all_to_all returns outputs to their
                 owners. None: the accumulator dtype.
             poison: Fill unused memory with NaN, so that a read of it shows.
-            nccl: Options of the transport nccl. None: the defaults of `NcclOptions`.
+            nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
 
         Raises:
             InputError: An argument is not known or does not fit the group.

@@ -20,6 +20,7 @@ from ringattn.ring import Ring
 from ringattn.testing import dense_attention
 from ringattn.transport.base import Message
 from ringattn.transport.location import order_advice
+from ringattn.transport.nodes import NodesTransport
 
 LARGE_BYTES, SMALL_BYTES = 16 * 2**20, 64
 MEDIUM_BYTES, LONG_S = 2**20, 0.25
@@ -43,7 +44,7 @@ def examine(ring: Ring) -> dict[str, Any]:
         "rank": ring.rank,
         "host": socket.gethostname(),
         "device": str(ring.device),
-        "transport": ring.transport.name,
+        "transport": ring.transport.ways if isinstance(ring.transport, NodesTransport) else ring.transport.name,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ringattn": installed("ringattn"),

@@ -33,12 +33,15 @@ class MessageRecord(NamedTuple):
 
 
 class Flight:
-    """One exchange. Times in seconds of this host's clock; `sequence` counts the exchanges of the rank from 0."""
+    """One exchange. Times in seconds of this host's clock; `sequence` counts the exchanges of the rank from 0.
 
-    __slots__ = ("done_s", "lane", "parts", "posted_s", "sequence", "started_s", "state")
+    `transport`: what carries it. An exchange whose messages go over two of them is two flights.
+    """
 
-    def __init__(self, sequence: int, lane: int, parts: tuple[MessageRecord, ...]) -> None:
-        self.sequence, self.lane, self.parts = sequence, lane, parts
+    __slots__ = ("done_s", "lane", "parts", "posted_s", "sequence", "started_s", "state", "transport")
+
+    def __init__(self, sequence: int, lane: int, parts: tuple[MessageRecord, ...], transport: str = "") -> None:
+        self.sequence, self.lane, self.parts, self.transport = sequence, lane, parts, transport
         self.posted_s, self.started_s, self.done_s = time.time(), 0.0, 0.0
         self.state = POSTED
 
@@ -62,9 +65,9 @@ class FlightRecord:
         self._ring: list[Flight | None] = [None] * CAPACITY
         self._dropped: Counter[tuple[int, str, int]] = Counter()
 
-    def begin(self, lane: int, parts: tuple[MessageRecord, ...]) -> Flight:
-        """A new entry, in the state POSTED."""
-        flight = Flight(self.count, lane, parts)
+    def begin(self, lane: int, parts: tuple[MessageRecord, ...], transport: str = "") -> Flight:
+        """A new entry, in the state POSTED. `transport`: where the record is of two of them, which one it is."""
+        flight = Flight(self.count, lane, parts, transport or self.transport)
         oldest = self._ring[self.count % CAPACITY]
         if oldest is not None:
             self._dropped.update((oldest.lane, part.op, part.peer) for part in oldest.parts)

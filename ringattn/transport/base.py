@@ -9,17 +9,21 @@ that is started later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ringattn.errors import ClosedError, InputError, UnsupportedError
+from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord
 
 if TYPE_CHECKING:
     from ringattn.transport.location import Location
+
+
+RESTATED = re.compile(r"rank \d+ failed first: .*", re.DOTALL)
 
 
 class Message(NamedTuple):
@@ -260,5 +264,6 @@ def listed(pending: Sequence[Operation]) -> str:
 
 
 def first_cause(rank: int, cause: BaseException) -> str:
-    """How all other ranks re-state the failure of `rank`."""
-    return f"rank {rank} failed first: {type(cause).__name__}: {cause}"
+    """How all other ranks re-state the failure of `rank`. What only re-states another's is handed on as it is."""
+    handed_on = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
+    return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"

@@ -88,10 +88,10 @@ class GlooWorkHandle:
         self.flight = flight
         self.where = where
 
-    def wait(self) -> None:
-        """See `WorkHandle.wait`. A second wait returns at once."""
+    def wait(self, until: float | None = None) -> None:
+        """See `WorkHandle.wait`. A second wait returns at once. `until`: the deadline on the monotonic clock."""
         if self.operations:
-            self._transport._finish(self)
+            self._transport._finish(self, until)
             self.operations = []
 
 
@@ -108,10 +108,11 @@ class GlooTransport(ProcessTransport):
         timeout_s: float,
         flight_dir: Path | None = None,
         job_size: int | None = None,
+        record: FlightRecord | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        super().__init__(FlightRecord(self.rank, self.world_size, self.name), flight_dir)
+        super().__init__(record or FlightRecord(self.rank, self.world_size, self.name), flight_dir)
         self._group: dist.ProcessGroupGloo | None = group
         self._control = control
         self._diagnosis = Diagnosis(self._control, job_size)
@@ -138,13 +139,14 @@ class GlooTransport(ProcessTransport):
         flight_dir: Path | None = None,
         interface: str = "",
         job_size: int | None = None,
+        record: FlightRecord | None = None,
     ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
         has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. `job_size` ranks share
-        the store; None: those of this ring do. Raises `DeadlineError` that names the ranks which did not arrive, or the
-        addresses that could not be reached.
+        the store; None: those of this ring do. `record`: one that another transport of this rank writes, too. Raises
+        `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be reached.
         """
         deadline, opened = Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
         control = ControlStore(store, rank, world_size, timeout_s)
@@ -180,7 +182,7 @@ class GlooTransport(ProcessTransport):
             except DeadlineError as unanswered:
                 raise DeadlineError(f"{opened}{unanswered}") from error
             raise DeadlineError(late) from error
-        return cls(group, control, timeout_s, flight_dir, job_size)
+        return cls(group, control, timeout_s, flight_dir, job_size, record)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -238,7 +240,7 @@ class GlooTransport(ProcessTransport):
         self._check_open()
         parts = tuple(operation.record() for operation in posted)
         # What sends and receives nothing is no exchange, and is not recorded.
-        flight = self._flights.begin(lane, parts) if parts else Flight(0, lane, parts)
+        flight = self._flights.begin(lane, parts, self.name) if parts else Flight(0, lane, parts)
         handle = GlooWorkHandle(self, posted, flight, where)
         for operation in posted:
             try:
@@ -252,18 +254,31 @@ class GlooTransport(ProcessTransport):
         flight.state, flight.started_s = RUNNING, time.time()
         return handle
 
-    def _finish(self, handle: GlooWorkHandle) -> None:
+    def begin_wait(self) -> None:
+        """A wait of this rank begins. Halfway to its deadline the heartbeats are read; see `diagnosis_of`."""
+        self._wait = Wait(self._timeout_s) if self._timeout_s >= HALVED_FROM_S else None
+
+    def end_wait(self) -> None:
+        """The wait has ended well."""
+        self._wait = None
+
+    def diagnosis_of(self, late: Sequence[int]) -> str:
+        """After a missed deadline of any transport of this rank for `late`: which rank of the ring is at fault."""
+        return self._diagnosis.of_deadline(late, self._wait)
+
+    def _finish(self, handle: GlooWorkHandle, until: float | None = None) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
         # One deadline for all operations of the exchange, not one for each.
-        deadline = time.monotonic() + self._timeout_s
-        self._wait = Wait(self._timeout_s) if self._timeout_s >= HALVED_FROM_S else None
+        deadline = until if until is not None else time.monotonic() + self._timeout_s
+        if until is None:
+            self.begin_wait()
         for operation in handle.operations:
             try:
                 operation.wait(deadline)
             except RuntimeError as error:
                 raise self._failure(operation, handle, error, deadline) from error
-        self._wait = None
+        self.end_wait()
         # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
@@ -281,7 +296,7 @@ class GlooTransport(ProcessTransport):
             late = sorted({operation.peer for operation in pending})
             message = (
                 f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self._timeout_s} s; "
-                f"pending: {listed(pending)}; {self._diagnosis.of_deadline(late, self._wait)}"
+                f"pending: {listed(pending)}; {self.diagnosis_of(late)}"
             )
         else:
             message = f"{failed}{handle.where}: {self._diagnosis.of_loss(failed.peer, error)}"

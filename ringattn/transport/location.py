@@ -172,6 +172,25 @@ def one_machine(locations: Sequence[Location]) -> bool:
     return bool(locations) and all(locations[0].same_machine(other) for other in locations)
 
 
+def node_of(rank: int, locations: Sequence[Location]) -> tuple[int, ...]:
+    """The ranks that are on one machine with `rank`, and `rank` itself."""
+    mine = locations[rank]
+    return tuple(at for at, one in enumerate(locations) if at == rank or one.same_machine(mine))
+
+
+def sharing_obstacle(locations: Sequence[Location]) -> str | None:
+    """Why ranks cannot share memory node by node, the same on every rank; None where those of each node can."""
+    for rank, one in enumerate(locations):
+        if one.machine is None:
+            return f"rank {rank} cannot tell which machine it is on ({one.host})"
+        first = node_of(rank, locations)[0]
+        if one.uid != locations[first].uid:
+            return f"ranks {first} and {rank} belong to different users, {locations[first].uid} and {one.uid}"
+    if len({one.machine for one in locations}) == len(locations) > 1:
+        return "no two ranks share a machine and its network namespace, and memory is shared there only"
+    return None
+
+
 def links_of(locations: Sequence[Location]) -> Links:
     """The links between ranks; the same on every rank, for all have the same locations."""
     nodes = numbered(one.machine or f"host {one.host}" for one in locations)

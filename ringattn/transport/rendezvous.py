@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import InputError, PeerLostError, RingError, UnsupportedError
+from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Transport
 from ringattn.transport.control_store import GRACE_S, ControlStore, group_store, rendezvous_store
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import PUBLISH_S, GlooTransport
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.location import Location, gather_locations, my_location, order_advice
+from ringattn.transport.location import Location, gather_locations, my_location, one_machine, order_advice
 from ringattn.transport.nccl.device import CudaDevice, Device
 from ringattn.transport.nccl.options import (
     NcclOptions,
@@ -31,6 +32,7 @@ from ringattn.transport.nccl.options import (
 )
 from ringattn.transport.nccl.other_groups import LateGroups
 from ringattn.transport.nccl.transport import NcclTransport
+from ringattn.transport.nodes import DeviceNodesTransport, open_shm_and_gloo
 from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.opening import warnings_of as peer_warnings
@@ -51,7 +53,7 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     """
     if transport not in TRANSPORTS:
         raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
-    if nccl is not None and transport not in ("auto", "nccl"):
+    if nccl is not None and transport not in ("auto", "nccl", "peer"):
         raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
     if isinstance(group, dist.DeviceMesh):
         group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
@@ -88,9 +90,15 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
         locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s)
         if transport == "peer":
             control = ControlStore(store, rank, world_size, timeout_s)
-            return _open_peer(control, timeout_s, flight_dir, gpu, locations)
+            return _open_peer(control, store, timeout_s, nccl, flight_dir, gpu, locations)
         if gpu is not None:
             return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if transport == "shm" and not one_machine(locations):
+            return open_shm_and_gloo(
+                store, rank, timeout_s, locations,
+                flight_dir=flight_dir, interface=interface, job_size=job_size(world_size),
+            )  # fmt: skip
         if transport == "shm" or (transport == "auto" and obstacle(locations) is None):
             shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations)
             shared.locations = locations
@@ -98,7 +106,6 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     except Exception as error:  # the others wait for this rank already
         ControlStore(store, rank, world_size).until(Deadline(PUBLISH_S)).publish_cause(error)
         raise
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, job_size(world_size))
     opened.locations = locations
     return opened
@@ -131,6 +138,7 @@ def _open_nccl(
     flight_dir: Path | None,
     gpu: int,
     locations: tuple[Location, ...],
+    record: FlightRecord | None = None,
 ) -> NcclTransport:
     """NCCL on this process's GPU."""
     binding = open_binding(options)
@@ -159,15 +167,25 @@ def _open_nccl(
         nccl_id=nccl_id,
         flight_dir=flight_dir,
         job_size=job_size(len(locations)),
+        record=record,
     )
     ring.look_around = late.look
     return ring
 
 
 def _open_peer(
-    control: ControlStore, timeout_s: float, flight_dir: Path | None, gpu: int | None, locations: tuple[Location, ...]
-) -> PeerTransport:
-    """Copy engines of this process's GPU."""
+    control: ControlStore,
+    store: dist.Store,
+    timeout_s: float,
+    options: NcclOptions | None,
+    flight_dir: Path | None,
+    gpu: int | None,
+    locations: tuple[Location, ...],
+) -> Transport:
+    """Copy engines of this process's GPU, and NCCL to other nodes."""
+    spans = not one_machine(locations)
+    if options is not None and not spans:
+        raise InputError(f"nccl={options} was given, and transport='peer' takes no such options inside one node")
 
     def make() -> tuple[Driver, Device]:
         if gpu is None:
@@ -180,7 +198,18 @@ def _open_peer(
             warnings.warn(f"rank {control.rank}: {warning}", stacklevel=7)
         return driver, device
 
-    return open_peer(control, locations, make, timeout_s, flight_dir=flight_dir)
+    if not spans:
+        return open_peer(control, locations, make, timeout_s, flight_dir=flight_dir)
+    record = FlightRecord(control.rank, len(locations), f"{PeerTransport.name}+{NcclTransport.name}")
+    inside = open_peer(control, locations, make, timeout_s, flight_dir=flight_dir, record=record)
+    assert gpu is not None  # of a rank without, all were refused
+    try:
+        options = options or NcclOptions()
+        between = _open_nccl(store, control.rank, timeout_s, options, flight_dir, gpu, locations, record)
+    except BaseException as error:
+        inside.abort(error)
+        raise
+    return DeviceNodesTransport(inside, between)
 
 
 def job_size(world_size: int) -> int:

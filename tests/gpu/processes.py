@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ringattn.errors import UnsupportedError
 from ringattn.planner.plan import record_elements
 from ringattn.schedule.content import size
 from ringattn.testing import dense_attention
+from ringattn.transport import rendezvous
 
 ALONE_ON_A_HOST = {
     "NCCL_NET": "Socket",
@@ -45,11 +47,15 @@ LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count
 
 
 def prepare(spec: dict[str, Any]) -> None:
-    """Before anything touches CUDA or NCCL."""
+    """Before anything touches CUDA or NCCL. `nodes` of the spec: the node that each rank takes itself to be on."""
     rank = os.environ["RANK"]
     os.environ["RINGATTN_FLIGHT_DIR"] = spec["flights"]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-    if spec["transport"] == "nccl" and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+    if nodes := spec.get("nodes"):
+        located = rendezvous.my_location
+        rendezvous.my_location = lambda gpu: replace(located(gpu), machine=f"node {nodes[int(rank)]}")
+    by_nccl = spec["transport"] == "nccl" or (nodes and spec["transport"] == "peer")
+    if by_nccl and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
         os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID=f"ringattn-{os.environ['MASTER_PORT']}-{rank}")
     if "log" in spec:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL", NCCL_DEBUG_FILE=f"{spec['log']}-{rank}")

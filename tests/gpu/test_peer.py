@@ -31,6 +31,21 @@ def test_every_schedule_is_exact(ranks: int, tmp_path: Path) -> None:
     keep("peer_processes", f"exact, fp64, {ranks} processes", len(list(cases())))
 
 
+NODES = [0, 0, 1, 1]
+"""Where four processes take themselves to be: copy engines for two pairs of them, NCCL for the others."""
+
+
+def test_every_schedule_is_exact_on_two_nodes(tmp_path: Path) -> None:
+    every_schedule_is_exact(tmp_path, 4, "fp64", "peer", nodes=NODES)
+    keep("peer_processes", "exact, fp64, 4 processes on two nodes", len(list(cases())))
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_lost_rank_is_named_on_two_nodes(kind: str, tmp_path: Path) -> None:
+    found = a_lost_rank_is_named(tmp_path, kind, 4, "peer", nodes=NODES)
+    keep("peer_processes", f"seconds to the named error, {kind}, two nodes", found)
+
+
 def test_abort_frees_the_device(tmp_path: Path) -> None:
     """A stream waits for a word that nobody writes; the supervisor's stores release it."""
     answers = run(tmp_path, "abort", 2, "peer")

@@ -56,17 +56,17 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
 # --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
 
 
-def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl") -> None:
+def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl", **more: Any) -> None:
     spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0))
-    answers = run(folder, "exact", ranks, transport, check=spec)
+    answers = run(folder, "exact", ranks, transport, check=spec, **more)
     assert answers == [{"cases": len(list(cases())), "failed": 0}] * ranks
 
 
-def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl") -> dict[str, Any]:
+def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl", **more: Any) -> dict[str, Any]:
     """Seconds from the fault to the named error, by surviving rank."""
     culprit, note = 1, folder / "note.json"
     answers = run(
-        folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S
+        folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S, **more
     )  # fmt: skip
     happened_s = json.loads(note.read_text())["at_s"]
     found = {}
@@ -75,7 +75,7 @@ def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "
         assert answer is not None, f"rank {rank} said nothing"
         assert names_as_culprit(culprit, answer["message"]), answer
         found[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
-    shared = transport != "gloo" and torch.cuda.device_count() < ranks
+    shared = transport in ("nccl", "peer") and torch.cuda.device_count() < ranks
     assert max(found.values()) <= DEADLINE_S + (SHARED_GRACE_S if shared else GRACE_S), found
     return found
 

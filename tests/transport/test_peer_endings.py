@@ -42,9 +42,9 @@ class Rank:
     def __init__(self, driver: Any = None) -> None:
         self.steps: list[EndStep] = []
         words = SimpleNamespace(store=self._store, load=lambda word, peer=0: 0)
-        pages = [SimpleNamespace(segment=SimpleNamespace(address=0, nbytes=64), load=lambda word, peer=0: 0)] * 2
+        page = SimpleNamespace(segment=SimpleNamespace(address=0, nbytes=64), load=lambda word, peer=0: 0)
         self.group: Any = SimpleNamespace(
-            rank=0, world_size=2, own=words, pages=pages, fail=self._poison, trouble=self._check
+            rank=0, ranks=(0, 1), own=words, pages={0: page, 1: page}, fail=self._poison, trouble=self._check
         )
         self.gpu: Any = SimpleNamespace(
             activate=lambda: None, new_stream=lambda: SimpleNamespace(cuda_stream=0, wait_event=lambda event: None),

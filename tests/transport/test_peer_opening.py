@@ -35,8 +35,8 @@ def over(link: LinkClass) -> Location:
         (GOOD, HERE, None),
         (GOOD, over(LinkClass.NVLINK), None),
         (Facts("no CUDA driver"), HERE, "rank 1: no CUDA driver"),
-        (GOOD, replace(HERE, machine="boot/2", host="b"), "ranks 0 and 1 are on two hosts, a and b"),
-        (GOOD, replace(HERE, machine=None), "ranks 0 and 1 are on unknown machines"),
+        (GOOD, replace(HERE, machine="boot/2", host="b"), "no two ranks share a machine"),
+        (GOOD, replace(HERE, machine=None), "rank 1 cannot tell which machine it is on (a)"),
         (GOOD, replace(HERE, uid=1001), "different users, 1000 and 1001"),
         (replace(GOOD, version=11080), HERE, "rank 1: the CUDA driver is of version 11.8, and 12.0 is needed"),
         (replace(GOOD, partition=True), HERE, "rank 1 has an instance of a partitioned GPU"),
@@ -57,6 +57,14 @@ def test_what_costs_time_is_a_warning() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in slow
     (shared,) = warnings_of({}, SimGpu(attributes={Attribute.MULTI_PROCESS_SERVER: 1}).driver)
     assert "MPS" in shared
+
+
+def test_links_matter_inside_a_node_only() -> None:
+    # Two nodes of two: no link is known between them, and none is needed.
+    places = [replace(HERE, machine=f"boot/{node}", gpu=f"gpu-{node}") for node in (1, 1, 2, 2)]
+    assert refusal([GOOD] * 4, places) is None
+    places[3] = replace(places[3], gpu="another", links=(("gpu-2", LinkClass.PCIE),))
+    assert "ranks 2 and 3 are joined by PCIe" in (refusal([GOOD] * 4, places) or "")
 
 
 # --- in processes ----------------------------------------------------------------------------------------------------

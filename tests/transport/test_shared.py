@@ -81,7 +81,7 @@ def test_an_unknown_processor_is_refused_by_name() -> None:
 
 
 def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None:
-    page = Page(Segment.create("page", Page.size(1)), 1)
+    page = Page(Segment.create("page", Page.size(1)), range(1))
     index, ended = page.index(BELL), []
 
     def wait() -> None:
@@ -109,7 +109,7 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
 
 
 def test_words_of_a_page_do_not_overlap() -> None:
-    page = Page(Segment.create("page", Page.size(3)), 3)
+    page = Page(Segment.create("page", Page.size(3)), range(3))
     names = [(word, 0) for word in range(1, 5)] + [(word, rank) for word in range(5, 10) for rank in range(3)]
     for n, (word, rank) in enumerate(names):
         page.store(word, n + 1, rank)
@@ -128,7 +128,7 @@ def test_words_of_a_page_do_not_overlap() -> None:
 
 
 def test_a_log_knows_the_last_messages_and_no_others() -> None:
-    log = Page(Segment.create("page", Page.size(2)), 2).log(True, 1)
+    log = Page(Segment.create("page", Page.size(2)), range(2)).log(True, 1)
     assert log.read(1) is None
     for number in range(1, 2 * LOG_ENTRIES):
         log.write(number, Entry(number, 1, 2, 3, "torch.float32", f"KV{number}").packed())

@@ -139,7 +139,7 @@ def test_of_two_independent_causes_the_earlier_is_told() -> None:
         gathered(group)
         if group.rank < 2:  # rank 0 finds its reason earlier, and tells it later
             group.own.write_cause(100 + group.rank, f"rank {group.rank} failed first: of its own")
-            for page in group.pages:
+            for page in group.pages.values():
                 page.store(POISON, 1 + group.rank, group.rank)
         while not (group.own.load(POISON, 0) and group.own.load(POISON, 1)):
             time.sleep(0.01)

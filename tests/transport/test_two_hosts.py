@@ -39,6 +39,14 @@ def test_every_rank_raises_in_time_and_accuses_no_innocent(hosts: None, kind: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["link cut", "other direction lost", "rank 0 stopped"])
+def test_so_does_every_rank_that_shares_memory_with_its_own_host(hosts: None, kind: str) -> None:
+    outcome = link_faults.suffer(kind, 1, 4.0, grace_s=GRACE_S, transport="shm")
+    assert not outcome.complaints, "\n".join(outcome.complaints)
+    assert set(outcome.errors.values()) <= ERRORS
+
+
+@pytest.mark.slow
 def test_a_host_whose_own_name_is_a_loopback_address_hosts_the_store(hosts: None) -> None:
     # Rank 0's host knows itself by a name that resolves to 127.0.0.1; the other host knows its address.
     outcome = link_faults.suffer("200 ms delay", 2, SLOW_S, meeting=(HOST_NAME, ADDRESSES[0]))

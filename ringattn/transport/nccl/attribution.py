@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
@@ -107,6 +108,18 @@ def _launches(here: Mapping[int, Place]) -> list[str]:
     if alone or not both:
         return alone
     return [f"one of ranks {both} is stuck in a launch, and the others of them wait for it there"]
+
+
+class Beside(Protocol):
+    """Another transport of the same rank, that of its node, which ends with this one."""
+
+    def awaited(self) -> set[int]:
+        """The ranks that this one waits for there."""
+        ...
+
+    def end(self, error: BaseException) -> None:
+        """End it, for `error`. Returns when its ranks are told."""
+        ...
 
 
 class Attribution:

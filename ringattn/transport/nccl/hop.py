@@ -91,7 +91,7 @@ class NcclHop:
         ready.record(gpu.current_stream())
         stream.wait_event(ready)
         # Recorded before the launch, so that a launch that hangs is in the record.
-        flight = transport.record.begin(0, self._parts)
+        flight = transport.record.begin(0, self._parts, transport.name)
         flight.state = LAUNCHING
         supervisor.where = self._parts[0].label
         # The deadline of a launch counts from here: NCCL may block inside while it connects peers.

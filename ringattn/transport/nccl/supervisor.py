@@ -24,7 +24,7 @@ from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.heartbeat import ENDED, INTERVAL_S, HeartbeatMonitor, LastHeartbeat
-from ringattn.transport.nccl.attribution import Attribution, Waits, told_place
+from ringattn.transport.nccl.attribution import Attribution, Beside, Waits, told_place
 from ringattn.transport.nccl.bootstrap import CallHistory
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.device import Device, Event
@@ -84,6 +84,8 @@ class Supervisor:
         self.ended = threading.Event()
         """Set when the aborts after a failure have ended or are stuck."""
         self.stuck: list[Communicator] = []
+        self.beside: Beside | None = None
+        """Another transport of this rank, which ends with this one."""
         self._rank, self._communicators, self._gpu, self._record, self._calls = (
             control.rank,
             communicators,
@@ -178,9 +180,11 @@ class Supervisor:
             return
         for handle in list(self.handles):
             handle.flight.state = FAILED
-        # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
         unasked = threading.current_thread() is self._thread
-        threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True).start()
+        aborting = threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True)
+        # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
+        if self.beside is None:
+            aborting.start()
         if self._control.store.lost:
             self._telling.store.abandon()  # the caller has found that the store does not answer
         telling = threading.Thread(target=self._tell, args=(error, attribute), name="ringattn-tell", daemon=True)
@@ -189,6 +193,10 @@ class Supervisor:
         telling.join(self.tell_s)
         if self.failure is None:
             self.failure = _said(error, "; the store was not asked in time which rank is at fault")
+        if self.beside is not None:
+            # Ranks of the node first: an abort lets the device go on, and copy there what has not arrived.
+            self.beside.end(self.failure if isinstance(error, RingError) else error)
+            aborting.start()
         self._write_record(self.failure, error)
         self._told.set()
         # Most aborts end at once. One that does not must not keep the reason from the caller.
@@ -229,6 +237,8 @@ class Supervisor:
         launching, handles = self.launching, list(self.handles)[:1]
         if launching is not None and time.monotonic() - launching[1] >= STUCK_S:
             return Waits.LAUNCH, launching[0].peers
+        if self.beside is not None and (there := self.beside.awaited()):
+            return Waits.PEERS, there
         if handles and not handles[0].started_at and time.time() - handles[0].flight.posted_s >= STUCK_S:
             return Waits.COMPUTE, self._waited_for()
         return (Waits.PEERS if handles or self.gathering else Waits.HOST), self._waited_for()
@@ -352,7 +362,7 @@ class Supervisor:
         if launching is not None:
             return launching[0].peers
         if not self.handles:
-            return set(self.missing | self.leaving)
+            return (self.beside.awaited() if self.beside else set()) or set(self.missing | self.leaving)
         return self.handles[0].hop.peers or self._others
 
     def _pending(self) -> str:

@@ -70,12 +70,13 @@ class NcclTransport:
         flight_dir: Path | None,
         leave: Callable[[str], None],
         job_size: int,
+        record: FlightRecord | None = None,
     ) -> None:
         """Not connected yet; see `open`."""
         self.rank, self.world_size, self.device = control.rank, control.world_size, gpu.torch_device
         self.gpu, self.options = gpu, options
         self.locations: tuple[Location, ...] = ()
-        self.record = FlightRecord(control.rank, control.world_size, self.name)
+        self.record = record or FlightRecord(control.rank, control.world_size, self.name)
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
         # Shared with the supervisor and the memory; filled when ranks have met.
@@ -107,16 +108,18 @@ class NcclTransport:
         flight_dir: Path | None = None,
         leave: Callable[[str], None] | None = None,
         job_size: int | None = None,
+        record: FlightRecord | None = None,
     ) -> NcclTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         `locations`: of all ranks; `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an
-        abort is stuck. `job_size` ranks share the store; None: those of this ring do. Raises `DeadlineError` that names
-        the ranks which did not arrive, `InputError` when the ranks do not fit together, `NcclError`.
+        abort is stuck. `job_size` ranks share the store; None: those of this ring do. `record`: one that another
+        transport of this rank writes, too. Raises `DeadlineError` that names the ranks which did not arrive,
+        `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
         control, leave = ControlStore(store, rank, world_size, timeout_s), leave or _leave
-        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size)
+        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size, record)
         ring.locations = tuple(locations)
         try:
             # Before the ranks meet: a stuck open must be seen, too.

@@ -88,7 +88,7 @@ class PeerHop:
         gpu, watch = transport.gpu, transport.watch
         transport.refuse_capture()
         ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
-        flight = transport.record.begin(0, self._parts)
+        flight = transport.record.begin(0, self._parts, transport.name)
         flight.state = LAUNCHING
         handle = PeerWorkHandle(self, flight, ready, done)
         try:

@@ -51,6 +51,8 @@ class Lane:
         self.numbers = PairNumbers()
         self.imports = Imports(driver, self._pull, lambda rank: group.pages[rank].load(pages.FREED))
         self.newest: Event | None = None
+        self.awaited: frozenset[int] = frozenset()
+        """The rank whose start this one's host waits for."""
         self._driver, self._gpu, self._group, self._timeout_s = driver, gpu, group, timeout_s
         self._ended = False
         # Held while operations are enqueued, which nothing blocks but a queue of the driver's that is full.
@@ -59,7 +61,7 @@ class Lane:
         self._flushes = bool(driver.attribute(Attribute.FLUSHES_REMOTE_WRITES))
         self._registered: list[int] = []
         try:
-            self._bases = [self._register(page) for page in group.pages]
+            self._bases = {rank: self._register(page) for rank, page in group.pages.items()}
         except RingError:
             self.unregister()
             raise
@@ -160,7 +162,7 @@ class Lane:
 
     def _paint(self) -> None:
         own = self._group.own
-        for rank in range(self._group.world_size):
+        for rank in self._group.ranks:
             own.store(pages.CREDIT, PAINTED, rank)
             own.store(pages.ARRIVAL, PAINTED, rank)
 
@@ -208,11 +210,15 @@ class Lane:
                 if entry is None and began and time.monotonic() - began >= self._timeout_s:
                     raise DeadlineError(
                         f"rank {group.rank}: no answer from ranks [{send.peer}] within {self._timeout_s:g} s, which "
-                        f"has not started to receive; pending: {send}; {group.monitor.diagnosis([send.peer])}"
+                        f"has not started to receive; pending: {send}; {group.diagnosis([send.peer])}"
                     )
                 return entry is not None
 
-            group.hold(started, lambda: [send.peer] if log.read(number) is None else [], lambda: str(send), NEVER)
+            self.awaited = frozenset({send.peer})
+            try:
+                group.hold(started, lambda: [send.peer] if log.read(number) is None else [], lambda: str(send), NEVER)
+            finally:
+                self.awaited = frozenset()
         assert entry is not None
         if (entry.nbytes, topic(entry.label)) != (send.nbytes, topic(cut(send.label))):
             raise DisagreementError(

@@ -21,7 +21,7 @@ from ringattn.planner.links import LinkClass
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.location import Location, links_of
+from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
 from ringattn.transport.nccl.device import Device
 from ringattn.transport.peer.arena import Place
 from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
@@ -69,12 +69,8 @@ def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
     for rank, each in enumerate(facts):
         if each.problem:
             return f"rank {rank}: {each.problem}"
-    for rank, place in enumerate(places):
-        if not place.same_machine(places[0]):
-            known = "unknown machines" if place.machine is None else f"two hosts, {places[0].host} and {place.host}"
-            return f"ranks 0 and {rank} are on {known}, and file descriptors pass on one machine only"
-        if place.uid != places[0].uid:
-            return f"ranks 0 and {rank} belong to different users, {places[0].uid} and {place.uid}"
+    if why := sharing_obstacle(places):
+        return why
     for rank, each in enumerate(facts):
         if each.version < FLOOR_VERSION:
             version = f"{each.version // 1000}.{each.version % 1000 // 10}"
@@ -86,6 +82,8 @@ def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
     links = links_of(places)
     for rank in range(len(facts)):
         for peer in range(rank):
+            if not places[peer].same_machine(places[rank]):
+                continue
             if (link := links.of(peer, rank)) not in REACHABLE:
                 return (
                     f"ranks {peer} and {rank} are joined by {link.value}, and copies are safe over NVLink or on one GPU"
@@ -116,10 +114,13 @@ def open_peer(
     flight_dir: Path | None = None,
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
+    record: FlightRecord | None = None,
 ) -> PeerTransport:
-    """A ring of the ranks of `control`, which are at `locations`. Every later wait ends within `timeout_s`, too.
+    """This rank's end, for messages to the ranks of its node. Every later wait ends within `timeout_s`, too.
 
-    `make` gives this rank's driver and device, or raises why there is none. `rounds`: exchanges of the self-test.
+    All ranks of `control`, which are at `locations`, call it at once. `make` gives this rank's driver and device, or
+    raises why there is none. `rounds`: exchanges of the self-test. `record`: one that another transport of this rank
+    writes, too.
     Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
     """
     mine, made = facts_of(make)
@@ -128,13 +129,14 @@ def open_peer(
     if why := refusal(facts, locations):
         raise UnsupportedError(f"transport='peer' cannot join these ranks: {why}; {ANSWER}")
     driver, gpu = made
-    record = FlightRecord(control.rank, control.world_size, PeerTransport.name)
+    record = record or FlightRecord(control.rank, control.world_size, PeerTransport.name)
     ring: PeerTransport | None = None
 
     def where() -> str:
         return ring.watch.where() if ring is not None else "opening"
 
-    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, where=where)
+    node = node_of(control.rank, locations)
+    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, where=where, members=node)
     try:
         problem = ""
         try:
@@ -142,10 +144,14 @@ def open_peer(
         except DriverError as error:
             problem = f"registering the shared pages: {error}"
         until = Deadline(timeout_s)
-        _all_can(group, problem, until)
+
+        def all_can(step: str, problem: str) -> None:
+            _all_can(control, f"peer/{step}", problem, until, group.check)
+
+        all_can("registered", problem)
         assert ring is not None
-        _reach(ring, until)
-        _self_test(ring, rounds, until)
+        all_can("reached", _reach(ring, until))
+        all_can("tested", _self_test(ring, rounds))
     except BaseException as error:
         if ring is None:
             group.drop()
@@ -156,21 +162,16 @@ def open_peer(
     return ring
 
 
-def _all_can(group: SharedGroup, problem: str, deadline: Deadline) -> None:
-    """Raise `UnsupportedError` on all ranks where one has a problem."""
-    answers = _agreed(group, problem.encode(), deadline)
+def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline, watch: Callable[[], None]) -> None:
+    """Raise `UnsupportedError` on all ranks of the ring, of whichever node, where one has a problem."""
+    answers = control.gather(step, problem.encode(), deadline, watch)
     told = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
     if told:
         raise UnsupportedError(f"transport='peer' cannot join these ranks: {told}; {ANSWER}")
 
 
-def _agreed(group: SharedGroup, payload: bytes, deadline: Deadline) -> list[bytes]:
-    what = f"rank {group.rank} opening transport='peer'"
-    return group.all_gather(payload, lambda: None, lambda: what, time.monotonic() + deadline.left_s)
-
-
-def _reach(ring: PeerTransport, deadline: Deadline) -> None:
-    """Map memory of every other rank once: the step that fails is then known by its name."""
+def _reach(ring: PeerTransport, deadline: Deadline) -> str:
+    """Map memory of every other rank of the node once. The step that failed, by its name; empty where none has."""
     group, problem, place = ring.group, "", None
     memory = None
     try:
@@ -178,8 +179,9 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> None:
         place = ring.arena.place(memory.data_ptr(), 1)
     except (RingError, RuntimeError) as error:
         problem = f"memory for exchanges: {error}"
-    answers = _agreed(group, json.dumps([problem, place]).encode(), deadline)
-    for rank, answer in enumerate(answers):
+    what, until = f"rank {group.rank} opening transport='peer'", time.monotonic() + deadline.left_s
+    answers = group.all_gather(json.dumps([problem, place]).encode(), lambda: None, lambda: what, until)
+    for rank, answer in zip(group.ranks, answers, strict=True):
         failed, theirs = json.loads(answer)
         if not problem and not failed and rank != ring.rank:
             try:
@@ -188,12 +190,12 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> None:
                 problem = f"the memory of rank {rank}: {error}"
                 if error.code == SYSTEM_NOT_READY:
                     problem += " (is the fabric manager running?)"
-    _all_can(group, problem, deadline)
+    return problem
 
 
-def _self_test(ring: PeerTransport, rounds: int, deadline: Deadline) -> None:
-    """Changing patterns between all pairs of ranks, compared right behind the waits; a difference refuses."""
-    peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
+def _self_test(ring: PeerTransport, rounds: int) -> str:
+    """Changing patterns between all pairs of ranks of the node, compared right behind the waits. What is wrong."""
+    peers = [rank for rank in ring.group.ranks if rank != ring.rank]
     count = PATTERN_BYTES // 4
     memory = ring.allocate((2 + 2 * len(peers)) * PATTERN_BYTES).view(torch.int32).view(2 + 2 * len(peers), count)
     # Every byte of every word changes from round to round, so one that does not arrive is seen.
@@ -213,10 +215,7 @@ def _self_test(ring: PeerTransport, rounds: int, deadline: Deadline) -> None:
         for peer in peers:
             differs |= (received[peer] != base + _mark(peer, number)).any()
     ring.drain()
-    problem = ""
-    if bool(differs):
-        problem = "patterns of the self-test arrived with differences"
-    _all_can(ring.group, problem, deadline)
+    return "patterns of the self-test arrived with differences" if bool(differs) else ""
 
 
 def _mark(rank: int, number: int) -> int:

@@ -49,6 +49,10 @@ class Watch:
         """The abort has ended, or is stuck."""
         self.drained = False
         """It has ended, so nothing of this rank is under way."""
+        self.report: Callable[[BaseException], None] = self.end
+        """What a failure is told to: another transport of the rank, where there is one, which then calls `end`."""
+        self.before_paint: Callable[[], object] = lambda: None
+        """Returns when nothing that the device is given besides exchanges can carry spoiled bytes to other ranks."""
         self._group, self._lane, self._gpu, self._record = group, lane, gpu, record
         self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
         self._unwaited: list[PeerWorkHandle] = []
@@ -77,6 +81,10 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """End the ring, for `error` unless it has failed already. Returns when all ranks are told; `ended` is later."""
+        self.report(error)
+
+    def end(self, error: BaseException) -> None:
+        """As `fail`, without a report."""
         if not self._first.acquire(blocking=False):
             self._told.wait(ABORT_S)
             return
@@ -104,6 +112,11 @@ class Watch:
             # The newest event says whether the lane is empty: it is not recorded anew before another is newest.
             self.free.extend((handle.ready, handle.done) for handle in waited if handle.done is not self._lane.newest)
 
+    def awaited(self) -> set[int]:
+        """The ranks that this one waits for; none where it is only computing."""
+        oldest = next(iter(list(self.handles)[:1]), None)
+        return _peers(oldest.pending()) if oldest is not None and oldest.started_at else set(self._lane.awaited)
+
     def where(self) -> str:
         """Where this rank is, for its heartbeat."""
         oldest = next(iter(list(self.handles)[:1]), None)
@@ -112,6 +125,7 @@ class Watch:
 
     def _abort(self) -> None:
         try:
+            self.before_paint()
             self.drained = self._lane.abort()
         except Exception as trouble:  # a device that is lost raises whatever it likes, and then nothing waits on it
             print(f"ringattn rank {self._group.rank}: the device is lost: {trouble}", file=sys.stderr, flush=True)
@@ -152,7 +166,7 @@ class Watch:
             peers = sorted(_peers(late))
             raise DeadlineError(
                 f"{self._said(handle, late)}: no answer from ranks {peers} within {self._timeout_s:g} s; "
-                f"{self._group.monitor.diagnosis(peers)}"
+                f"{self._group.diagnosis(peers)}"
             )
 
     def _said(self, handle: PeerWorkHandle | None, late: list[Operation]) -> str:

@@ -1,4 +1,6 @@
-"""The ranks of one ring on one machine, met through shared pages: waits, failures, heartbeats and agreement.
+"""The ranks of a ring that are on one machine, met through shared pages: waits, failures, heartbeats and agreement.
+
+Ranks have the numbers of the whole ring, some of whose ranks may be on other machines and in other groups.
 
 Guarantees: opening succeeds on all ranks or is refused on all with the same words, which name the step that failed;
 after it nothing needs the control store; every wait has a deadline; the first cause of a failure is what every rank
@@ -13,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, UnsupportedError
@@ -45,12 +47,22 @@ class SharedGroup:
     """One rank's view. Used by one thread at a time, besides `trouble`, `fail` and the group's own thread."""
 
     def __init__(
-        self, rank: int, own: Page, pages: list[Page], service: Service, timeout_s: float, where: Callable[[], str]
+        self,
+        rank: int,
+        world_size: int,
+        pages: dict[int, Page],
+        service: Service,
+        timeout_s: float,
+        where: Callable[[], str],
     ) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, len(pages), timeout_s
-        self.own, self.pages = own, pages
+        """`pages`: by the ranks of the group, in their order; may still be filled in."""
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.ranks, self.own, self.pages = tuple(pages), pages[rank], pages
+        own = self.own
         self.facts: list[dict[str, Any]] = []
         self.monitor = BeatMonitor(rank, own, pages)
+        self.diagnosis: Callable[[Sequence[int]], str] = self.monitor.diagnosis
+        """What can be said of the others after a missed deadline for some of them."""
         self._service, self._where = service, where
         self._mine = [own.index(word, rank) for word in range(GATHERED + 1)]
         self._alarm = own.index(ALARM)
@@ -71,19 +83,23 @@ class SharedGroup:
         timeout_s: float,
         where: Callable[[], str] = lambda: "idle",
         facts: dict[str, Any] | None = None,
+        members: Sequence[int] | None = None,
     ) -> SharedGroup:
-        """Meet all ranks; `facts` of every rank are in `SharedGroup.facts` afterwards.
+        """Meet all ranks; `facts` of every rank are in `SharedGroup.facts` afterwards. The group is of `members`.
 
-        Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
+        `members`: the ranks of this machine, None: all. Every rank of the ring opens a group at once, its own.
+        Raises `UnsupportedError` on all ranks of the ring where one cannot, `DeadlineError` that names the ranks which
+        are missing.
         """
+        ranks = tuple(range(world_size)) if members is None else tuple(members)
         deadline = Deadline(timeout_s)
         service, own, problem = None, None, ""
         try:
-            segment = Segment.create(f"page-{rank}", Page.size(world_size))
-            own = Page(segment, world_size)
+            segment = Segment.create(f"page-{rank}", Page.size(len(ranks)))
+            own = Page(segment, ranks)
             service = Service(rank)
             service.share(segment)
-            own.write_header(_header(rank, world_size, service.nonce))
+            own.write_header(_header(rank, len(ranks), service.nonce))
         except (OSError, AttributeError, RingError) as error:
             problem = f"{type(error).__name__}: {error}"
         try:
@@ -92,7 +108,7 @@ class SharedGroup:
                 "name": service.name if service else "", "nonce": service.nonce.hex() if service else "",
             })  # fmt: skip
             assert own is not None and service is not None
-            return cls._connected(control, rank, own, service, offers, deadline, where)
+            return cls._connected(control, ranks, rank, own, service, offers, deadline, where)
         except BaseException:
             if service is not None:
                 service.close()
@@ -102,6 +118,7 @@ class SharedGroup:
     def _connected(
         cls,
         control: ControlStore,
+        ranks: tuple[int, ...],
         rank: int,
         own: Page,
         service: Service,
@@ -110,14 +127,14 @@ class SharedGroup:
         where: Callable[[], str],
     ) -> SharedGroup:
         """Map every page, and agree that everybody has: a word that is stored before is lost for its reader."""
-        world_size, until = len(offers), time.monotonic() + deadline.left_s
-        group = cls(rank, own, [own] * world_size, service, deadline.timeout_s, where)
+        until = time.monotonic() + deadline.left_s
+        group = cls(rank, len(offers), dict.fromkeys(ranks, own), service, deadline.timeout_s, where)
         group.facts = [{**offer["facts"], "uid": offer["uid"], "pid": offer["pid"]} for offer in offers]
         group._start()
         try:
             problem = ""
             try:
-                for peer in range(world_size):
+                for peer in ranks:
                     if peer != rank:
                         service.connect(peer, offers[peer]["name"], bytes.fromhex(offers[peer]["nonce"]), until)
                         group.pages[peer] = group._page_of(peer, bytes.fromhex(offers[peer]["nonce"]), until)
@@ -159,16 +176,19 @@ class SharedGroup:
             if ready():
                 return
             if words.load(self._alarm):
-                # Again: what came just before its sender closed is there now.
-                if ready():
-                    return
-                self.check(awaited(), what)
+                try:
+                    self.check(awaited(), what)
+                except (PeerLostError, DisagreementError):
+                    # Again: what came just before its sender closed is there now.
+                    if ready():
+                        return
+                    raise
             if time.monotonic() >= until:
                 raise self._late(what(), sorted(set(awaited())))
             pause(words, self._bell, self.own.bell_address, seen, until)
 
     def _late(self, where: str, ranks: list[int]) -> DeadlineError:
-        said = self.monitor.diagnosis(ranks)
+        said = self.diagnosis(ranks)
         return DeadlineError(f"{where}: no answer from ranks {ranks} within {self.timeout_s:g} s; {said}")
 
     def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
@@ -184,7 +204,7 @@ class SharedGroup:
 
     def trouble(self, awaited: Iterable[int] = ()) -> str | None:
         """Why a wait for `awaited` is in vain, None where it is not. Any thread may ask."""
-        origins = {origin - 1 for rank in range(self.world_size) if (origin := self.own.load(POISON, rank))}
+        origins = {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
         if origins:
             return min(self.pages[origin].cause for origin in origins)[1]
         awaited = set(awaited)
@@ -198,10 +218,10 @@ class SharedGroup:
     def all_gather(
         self, payload: bytes, progress: Callable[[], object], what: Callable[[], str], until: float
     ) -> list[bytes]:
-        """Every rank's payload, by rank, of any length. `progress()` is called whenever a word of this page changed."""
+        """Every payload, of any length, in the order of `ranks`. `progress()` is called when a word has changed."""
         self.check((), what)  # the others may have come here before they failed
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
-        parts = self._turn_of(framed[:GATHER_BYTES], [GATHER_BYTES] * self.world_size, progress, what, until)
+        parts = self._turn_of(framed[:GATHER_BYTES], [GATHER_BYTES] * len(self.ranks), progress, what, until)
         left = [int.from_bytes(part[:LENGTH_BYTES], "little") for part in parts]
         whole = [
             bytearray(part[LENGTH_BYTES : LENGTH_BYTES + length]) for part, length in zip(parts, left, strict=True)
@@ -210,9 +230,9 @@ class SharedGroup:
         sent = GATHER_BYTES
         while any(left):
             parts = self._turn_of(framed[sent : sent + GATHER_BYTES], left, progress, what, until)
-            for rank, part in enumerate(parts):
-                whole[rank] += part
-                left[rank] -= len(part)
+            for place, part in enumerate(parts):
+                whole[place] += part
+                left[place] -= len(part)
             sent += GATHER_BYTES
         return [bytes(part) for part in whole]
 
@@ -224,9 +244,12 @@ class SharedGroup:
         what: Callable[[], str],
         until: float,
     ) -> list[bytes]:
-        """One part of every rank. Who has got here has read all parts before the last, so two places are enough."""
+        """One part of every rank, in their order.
+
+        Who has got here has read all parts before the last, so two places are enough.
+        """
         self._turn += 1
-        turn, others = self._turn, [rank for rank in range(self.world_size) if rank != self.rank]
+        turn, others = self._turn, [rank for rank in self.ranks if rank != self.rank]
         self.own.write_part(turn, part)
         for rank in others:
             self.tell(rank, GATHERED, turn)
@@ -241,7 +264,10 @@ class SharedGroup:
             return not missing()
 
         self.hold(ready, missing, what, until)
-        return [self.pages[rank].read_part(turn, min(wanted[rank], GATHER_BYTES)) for rank in range(self.world_size)]
+        return [
+            self.pages[rank].read_part(turn, min(most, GATHER_BYTES))
+            for rank, most in zip(self.ranks, wanted, strict=True)
+        ]
 
     # --- descriptors -------------------------------------------------------------------------------------------------
 
@@ -270,7 +296,7 @@ class SharedGroup:
             if self._failed or self._left or os.getpid() != self.pid:
                 return
             self._failed = True
-            origins = {origin - 1 for rank in range(self.world_size) if (origin := self.own.load(POISON, rank))}
+            origins = {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
             if not origins:
                 self.own.write_cause(time.time_ns(), first_cause(self.rank, error))
             origin = min(origins, key=lambda one: self.pages[one].cause) if origins else self.rank
@@ -296,7 +322,7 @@ class SharedGroup:
         self._service.close()
 
     def _tell_all(self, word: int, value: int) -> None:
-        for rank, page in enumerate(self.pages):
+        for rank, page in self.pages.items():
             page.words.store(self._mine[word], value)
             page.words.store(self._alarm, 1)
             self.ring(rank)
@@ -324,11 +350,11 @@ class SharedGroup:
     def _page_of(self, peer: int, nonce: bytes, until: float) -> Page:
         """Another rank's page, mapped. Raises `OSError`, `RingError`."""
         segment = Segment.attach(self._service.pull(peer, PAGE_ARENA, until), writable=True)
-        if segment.nbytes < Page.size(self.world_size):
+        if segment.nbytes < Page.size(len(self.ranks)):
             raise UnsupportedError(f"it has {segment.nbytes} bytes: another version of this package?")
-        page = Page(segment, self.world_size)
+        page = Page(segment, self.ranks)
         header = page.header
-        mine = _header(peer, self.world_size, nonce)
+        mine = _header(peer, len(self.ranks), nonce)
         if header._replace(pid=mine.pid, pid_namespace=mine.pid_namespace) != mine:
             raise UnsupportedError(f"it is of another ring or version: {header}")
         return page

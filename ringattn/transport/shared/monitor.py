@@ -22,19 +22,19 @@ DOUBT_S = SILENCE_S + 0.6
 class BeatMonitor:
     """One rank's view of the others. `update` runs in the thread that beats, the rest in any."""
 
-    def __init__(self, rank: int, own: Page, pages: list[Page]) -> None:
+    def __init__(self, rank: int, own: Page, pages: dict[int, Page]) -> None:
         """`pages` may still be filled in."""
         self.gone: set[int] = set()
         """Ranks whose process has ended without closing the ring."""
         self._rank, self._own, self._pages = rank, own, pages
         self._rounds = 0
-        self._heard = [(0, time.monotonic(), 0)] * len(pages)  # beat, when it was new, the round in which it was
+        self._heard = dict.fromkeys(pages, (0, time.monotonic(), 0))  # beat, when it was new, the round in which it was
 
     def update(self) -> None:
         """One round: read every beat."""
         now = time.monotonic()
         self._rounds += 1
-        for rank, page in enumerate(self._pages):
+        for rank, page in self._pages.items():
             beat = page.load(BEAT)
             if beat != self._heard[rank][0]:
                 self._heard[rank] = (beat, now, self._rounds)
@@ -50,7 +50,7 @@ class BeatMonitor:
         now = time.monotonic()
         return [
             rank
-            for rank, (_, when, round_) in enumerate(self._heard)
+            for rank, (_, when, round_) in self._heard.items()
             if rank != self._rank
             and now - when >= SILENCE_S
             and self._rounds - round_ >= SILENT_ROUNDS
@@ -82,8 +82,7 @@ class BeatMonitor:
         """Whether some rank has neither shown a beat since then nor been silent for long enough."""
         known = {self._rank, *self.silent(), *self.gone}
         return any(
-            when < since and rank not in known and not self._ended(rank)
-            for rank, (_, when, _) in enumerate(self._heard)
+            when < since and rank not in known and not self._ended(rank) for rank, (_, when, _) in self._heard.items()
         )
 
     def _ended(self, rank: int) -> bool:

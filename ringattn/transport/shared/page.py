@@ -1,4 +1,4 @@
-"""One rank's page: the words, texts and logs that it shares with all others, at fixed places.
+"""One rank's page: the words, texts and logs that it shares with the others of its node, at fixed places.
 
 A word that a rank waits on lies in its own page, in a line of its own, and has one writer. A page belongs to one ring,
 so it starts at zero and numbers count from 1. Texts are for errors; a number or a word always says that one is whole.
@@ -7,6 +7,7 @@ so it starts at zero and numbers count from 1. Texts are for errors; a number or
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringattn.transport.shared.segment import PAGE_BYTES, Segment
@@ -101,21 +102,25 @@ class Log:
 class Page:
     """A mapped page, one's own or another rank's."""
 
-    def __init__(self, segment: Segment, world_size: int) -> None:
-        self.segment, self.world_size = segment, world_size
+    def __init__(self, segment: Segment, ranks: Sequence[int]) -> None:
+        """`ranks`: all that share pages, by whose numbers its words and logs are asked for."""
+        self.segment, self.count = segment, len(ranks)
+        self._places = {rank: place for place, rank in enumerate(ranks)}
         self.words = words_of(segment)
         self.bytes = memoryview(segment.buffer()).cast("B")
         self.bell_address = self.word_address(BELL)
 
     @staticmethod
-    def size(world_size: int) -> int:
-        """Bytes of a page in a ring of `world_size`."""
-        logs = 2 * world_size * LOG_ENTRIES * ENTRY_BYTES
-        return -(-(_logs_at(world_size) + logs) // PAGE_BYTES) * PAGE_BYTES
+    def size(count: int) -> int:
+        """Bytes of a page that `count` ranks share."""
+        logs = 2 * count * LOG_ENTRIES * ENTRY_BYTES
+        return -(-(_logs_at(count) + logs) // PAGE_BYTES) * PAGE_BYTES
 
     def index(self, word: int, rank: int = 0) -> int:
-        """The place of a word among `words`, the same in every page of the ring."""
-        line = word if word < SINGLE_WORDS else SINGLE_WORDS + (word - SINGLE_WORDS) * self.world_size + rank
+        """The place of a word among `words`, the same in every page. `rank` does not matter for a single word."""
+        line = word
+        if word >= SINGLE_WORDS:
+            line = SINGLE_WORDS + (word - SINGLE_WORDS) * self.count + self._places[rank]
         return line * LINE_BYTES // WORD_BYTES
 
     def word_address(self, word: int, rank: int = 0) -> int:
@@ -132,8 +137,8 @@ class Page:
 
     def log(self, sends: bool, peer: int) -> Log:
         """What the page's rank started to send to `peer`, or to receive from it."""
-        place = (2 * peer + sends) * LOG_ENTRIES * ENTRY_BYTES
-        return Log(self, _logs_at(self.world_size) + place)
+        place = (2 * self._places[peer] + sends) * LOG_ENTRIES * ENTRY_BYTES
+        return Log(self, _logs_at(self.count) + place)
 
     @property
     def header(self) -> Header:
@@ -147,38 +152,38 @@ class Page:
     def beat(self, count: int, status: str) -> None:
         """Say that the page's rank is alive, and where it is."""
         text = status.encode()[: STATUS_BYTES - 2]
-        at = _status_at(self.world_size) + count % 2 * STATUS_BYTES
+        at = _status_at(self.count) + count % 2 * STATUS_BYTES
         self.bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
         self.store(BEAT, count)
 
     @property
     def status(self) -> str:
         """Where the page's rank was at its last beat."""
-        at = _status_at(self.world_size) + self.load(BEAT) % 2 * STATUS_BYTES
+        at = _status_at(self.count) + self.load(BEAT) % 2 * STATUS_BYTES
         return _text(self.bytes, at + 2, int.from_bytes(self.bytes[at : at + 2], "little"))
 
     def write_cause(self, when_ns: int, text: str) -> None:
         """Why the page's rank fails; once, before its POISON."""
         encoded = text.encode()[: CAUSE_BYTES - _CAUSE.size]
-        at = _cause_at(self.world_size)
+        at = _cause_at(self.count)
         self.bytes[at + _CAUSE.size : at + _CAUSE.size + len(encoded)] = encoded
         _CAUSE.pack_into(self.bytes, at, when_ns, len(encoded))
 
     @property
     def cause(self) -> tuple[int, str]:
         """When and why the page's rank failed."""
-        at = _cause_at(self.world_size)
+        at = _cause_at(self.count)
         when_ns, length = _CAUSE.unpack_from(self.bytes, at)
         return when_ns, _text(self.bytes, at + _CAUSE.size, length)
 
     def write_part(self, turn: int, part: bytes) -> None:
         """This rank's part of a turn of an all-gather. The turn before the last is overwritten."""
-        at = _gather_at(self.world_size) + turn % 2 * GATHER_BYTES
+        at = _gather_at(self.count) + turn % 2 * GATHER_BYTES
         self.bytes[at : at + len(part)] = part
 
     def read_part(self, turn: int, nbytes: int) -> bytes:
         """The first bytes of a part."""
-        at = _gather_at(self.world_size) + turn % 2 * GATHER_BYTES
+        at = _gather_at(self.count) + turn % 2 * GATHER_BYTES
         return bytes(self.bytes[at : at + nbytes])
 
 
@@ -186,17 +191,17 @@ def _text(data: memoryview, at: int, length: int) -> str:
     return bytes(data[at : at + length]).decode(errors="replace")
 
 
-def _status_at(world_size: int) -> int:
-    return (SINGLE_WORDS + RANK_WORDS * world_size) * LINE_BYTES
+def _status_at(count: int) -> int:
+    return (SINGLE_WORDS + RANK_WORDS * count) * LINE_BYTES
 
 
-def _cause_at(world_size: int) -> int:
-    return _status_at(world_size) + 2 * STATUS_BYTES
+def _cause_at(count: int) -> int:
+    return _status_at(count) + 2 * STATUS_BYTES
 
 
-def _gather_at(world_size: int) -> int:
-    return _cause_at(world_size) + CAUSE_BYTES
+def _gather_at(count: int) -> int:
+    return _cause_at(count) + CAUSE_BYTES
 
 
-def _logs_at(world_size: int) -> int:
-    return _gather_at(world_size) + 2 * GATHER_BYTES
+def _logs_at(count: int) -> int:
+    return _gather_at(count) + 2 * GATHER_BYTES

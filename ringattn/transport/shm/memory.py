@@ -85,7 +85,7 @@ class Imports:
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
-        self._freed = [0] * group.world_size
+        self._freed = dict.fromkeys(group.ranks, 0)
         self._arenas: dict[tuple[int, int], Segment] = {}
 
     def address(self, rank: int, entry: Entry, what: Callable[[], str], until: float) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -77,10 +78,13 @@ class ShmWorkHandle:
         if not self.pending:
             self.flight.state, self.flight.done_s = DONE, time.time()
 
-    def wait(self) -> None:
-        """See `WorkHandle.wait`; `DisagreementError` where the ends of a message differ. A second does nothing."""
+    def wait(self, until: float | None = None) -> None:
+        """See `WorkHandle.wait`; `DisagreementError` where the ends of a message differ. A second does nothing.
+
+        `until`: the deadline on the monotonic clock.
+        """
         if not self._waited:
-            self._transport._finish(self)
+            self._transport._finish(self, until)
             self._waited = True
 
 
@@ -112,17 +116,17 @@ class ShmTransport(ProcessTransport):
         self._group = group
         self._all_gathers = 0
         self._arenas, self._imports = Arenas(group), Imports(group)
-        ranks = range(self.world_size)
-        self._sent, self._received = [0] * self.world_size, [0] * self.world_size
-        self._incoming: list[deque[_Started]] = [deque() for _ in ranks]
-        self._outgoing: list[deque[_Started]] = [deque() for _ in ranks]
+        ranks = group.ranks
+        self._sent, self._received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self._incoming: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
+        self._outgoing: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
         # Started, and not yet said: the log has no room before the receiver has taken older ones.
-        self._unsaid: list[deque[_Started]] = [deque() for _ in ranks]
-        self._send_logs = [group.own.log(True, peer) for peer in ranks]
-        self._recv_logs = [group.own.log(False, peer) for peer in ranks]
-        self._peer_logs = [page.log(True, self.rank) for page in group.pages]
-        self._arrivals = [group.own.index(ARRIVAL, peer) for peer in ranks]
-        self._credits = [group.own.index(CREDIT, peer) for peer in ranks]
+        self._unsaid: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
+        self._send_logs = {peer: group.own.log(True, peer) for peer in ranks}
+        self._recv_logs = {peer: group.own.log(False, peer) for peer in ranks}
+        self._peer_logs = {peer: page.log(True, self.rank) for peer, page in group.pages.items()}
+        self._arrivals = {peer: group.own.index(ARRIVAL, peer) for peer in ranks}
+        self._credits = {peer: group.own.index(CREDIT, peer) for peer in ranks}
 
     @classmethod
     def open(
@@ -133,18 +137,23 @@ class ShmTransport(ProcessTransport):
         timeout_s: float,
         flight_dir: Path | None = None,
         locations: Sequence[Location] = (),
+        *,
+        members: Sequence[int] | None = None,
+        record: FlightRecord | None = None,
     ) -> ShmTransport:
         """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be; `locations` of all ranks
-        are checked first. Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that
-        names the ranks which did not arrive.
+        are checked first. `members`: the only ranks that it exchanges with, None: all; `record`: one that another
+        transport of this rank writes, too. Raises `UnsupportedError` on all ranks where one cannot share memory,
+        `DeadlineError` that names the ranks which did not arrive.
         """
         if why := obstacle(locations):
             raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
         control = ControlStore(store, rank, world_size)
-        flights = FlightRecord(rank, world_size, cls.name)
-        return cls(SharedGroup.open(control, rank, world_size, timeout_s, flights.where), flights, flight_dir)
+        flights = record or FlightRecord(rank, world_size, cls.name)
+        group = SharedGroup.open(control, rank, world_size, timeout_s, flights.where, members=members)
+        return cls(group, flights, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` in memory that the other ranks can read. Raises `MemoryError`."""
@@ -165,7 +174,7 @@ class ShmTransport(ProcessTransport):
         until = time.monotonic() + self._group.timeout_s
         where = f"rank {self.rank} in all-gather {self._all_gathers}"
         peers = tuple(MessageRecord("send", peer, len(payload), 0, where) for peer in range(self.world_size))
-        flight = self._flights.begin(CONTROL_LANE, peers)
+        flight = self._flights.begin(CONTROL_LANE, peers, self.name)
         self._all_gathers += 1
         try:
             answers = self._group.all_gather(payload, lambda: self._progress(until), lambda: where, until)
@@ -174,6 +183,30 @@ class ShmTransport(ProcessTransport):
             raise self._failed(error) from error.__cause__
         flight.state, flight.done_s = DONE, time.time()
         return answers
+
+    @property
+    def group(self) -> SharedGroup:
+        """The ranks that it exchanges with."""
+        return self._group
+
+    @property
+    def under_way(self) -> bool:
+        """Whether another rank may wait for this one to copy a message, or to say where one lies."""
+        return any(self._incoming.values()) or any(self._unsaid.values())
+
+    def copy_until(self, over: Callable[[], bool]) -> None:
+        """Do what waits of this rank do for the others, until `over()`, asked when the rank rings itself.
+
+        For a thread of its own, while the one that uses the transport is held elsewhere. What fails is left to that.
+        """
+        never = float("inf")
+
+        def ready() -> bool:
+            self._progress(time.monotonic() + self._group.timeout_s)
+            return over()
+
+        with suppress(TransportError, DisagreementError):
+            self._group.hold(ready, tuple, lambda: f"rank {self.rank}", never)
 
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
@@ -190,7 +223,7 @@ class ShmTransport(ProcessTransport):
         except (TransportError, DisagreementError) as error:
             raise self._failed(error) from None
         # What sends and receives nothing is no exchange, and is not recorded.
-        flight = self._flights.begin(DATA_LANE, parts) if parts else Flight(0, DATA_LANE, parts)
+        flight = self._flights.begin(DATA_LANE, parts, self.name) if parts else Flight(0, DATA_LANE, parts)
         handle = ShmWorkHandle(self, flight)
         for operation in recvs:
             self._received[operation.peer] += 1
@@ -224,12 +257,12 @@ class ShmTransport(ProcessTransport):
     def _progress(self, until: float) -> None:
         """Take what has come, whoever waits for it, and note what others have taken."""
         words = self._group.own.words
-        for peer, incoming in enumerate(self._incoming):
+        for peer, incoming in self._incoming.items():
             if incoming:
                 arrived = words.load(self._arrivals[peer])
                 while incoming and incoming[0].number <= arrived:
                     self._take(peer, incoming[0], until)
-        for peer, outgoing in enumerate(self._outgoing):
+        for peer, outgoing in self._outgoing.items():
             if outgoing:
                 taken = words.load(self._credits[peer])
                 while outgoing and outgoing[0].number <= taken:
@@ -258,10 +291,10 @@ class ShmTransport(ProcessTransport):
         self._group.tell(peer, CREDIT, started.number)
         started.handle.taken(started)
 
-    def _finish(self, handle: ShmWorkHandle) -> None:
+    def _finish(self, handle: ShmWorkHandle, deadline: float | None = None) -> None:
         """Wait for every message; the first that fails ends this transport."""
         self._check_open()
-        until = time.monotonic() + self._group.timeout_s
+        until = deadline if deadline is not None else time.monotonic() + self._group.timeout_s
 
         def ready() -> bool:
             self._progress(until)
@@ -292,7 +325,7 @@ class ShmTransport(ProcessTransport):
     def _drop(self, end: BaseException) -> None:
         self._end = end
         self._imports.clear()
-        for queue in (*self._incoming, *self._outgoing, *self._unsaid):
+        for queue in (*self._incoming.values(), *self._outgoing.values(), *self._unsaid.values()):
             queue.clear()
 
     def _check_open(self) -> None:

@@ -1,0 +1,305 @@
+"""A ring whose ranks are on several nodes: one transport inside each node, another between them.
+
+Guarantees: a message takes the transport of the node where its peer is on the node, and the other one else, so all
+messages of a pair of ranks take the same; an exchange may have both kinds, is checked before any of it is started, and
+has one deadline; whichever transport fails, both end, and every rank tells the same first cause, in the numbers of the
+whole ring; what concerns all ranks, as all-gathers and who is at fault, goes by the transport between nodes, which
+joins all of them.
+No order of starts is a deadlock that is none over one transport. Every rank starts exchange k between nodes before it
+starts exchange k inside its node. Between nodes it waits for the same of exchange k and for whole earlier exchanges;
+inside for either of exchange k. So every wait is for a smaller (exchange, transport), also where the streams of a
+device share one hardware queue.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from ringattn.errors import ClosedError, DeadlineError, DisagreementError, TransportError, UnsupportedError
+from ringattn.observe.flight import FlightRecord
+from ringattn.transport.base import Hop, Message, Operation, Transport, WorkHandle, operations
+from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.location import Location, node_of, sharing_obstacle
+from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
+from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.shared.group import SharedGroup
+from ringattn.transport.shm.transport import ShmTransport
+
+_open: weakref.WeakSet[DeviceNodesTransport] = weakref.WeakSet()
+BEFORE_PAINT_S = 0.2
+"""What the aborts of NCCL have before waits inside the node are let loose, behind which it may have more to send."""
+
+
+class NodesWorkHandle:
+    """An exchange in flight, of which one part or the other may be missing."""
+
+    arrived_s = None  # neither part says
+
+    def __init__(self, ring: NodesTransport, between: WorkHandle | None, inside: WorkHandle | None) -> None:
+        self.ring, self.between, self.inside = ring, between, inside
+        self._waited = False
+
+    def wait(self) -> None:
+        """See `WorkHandle.wait`. A second wait does nothing."""
+        if not self._waited:
+            with self.ring.joint():
+                self.ring.await_both(self)
+            self._waited = True
+
+
+class NodesHop:
+    """The messages of one exchange, bound by the transports that carry them."""
+
+    def __init__(self, ring: NodesTransport, between: Hop | None, inside: Hop | None) -> None:
+        self.ring, self.between, self.inside = ring, between, inside
+
+    def start(self) -> NodesWorkHandle:
+        """See `Hop.start`."""
+        ring = self.ring
+        with ring.joint():
+            ring.before_start()
+            between = self.between.start() if self.between is not None else None
+            return NodesWorkHandle(ring, between, self.inside.start() if self.inside is not None else None)
+
+
+class NodesTransport:
+    """One rank's end. `inside` and `between` have the rank and the world size of the whole ring."""
+
+    def __init__(self, inside: Transport, between: Transport, node: Sequence[int]) -> None:
+        """Takes over two open transports. `node`: the ranks of this rank's node."""
+        self.inside, self.between, self.node = inside, between, frozenset(node)
+        self.name = f"{inside.name}+{between.name}"
+        self.rank, self.world_size, self.device = between.rank, between.world_size, between.device
+        self.stream: Any = between.stream
+        self.locations = between.locations
+        self._end: BaseException | None = None
+        self._pid = os.getpid()
+
+    @property
+    def ways(self) -> str:
+        """Which message goes which way, in words."""
+        return f"{self.inside.name} inside a node and {self.between.name} between nodes"
+
+    @property
+    def sm_margin(self) -> int:
+        """See `Transport`: what works on a device between nodes."""
+        return self.between.sm_margin
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See `Transport.allocate`: memory of the transport inside, from which the other can send, too."""
+        with self.joint():
+            return self.inside.allocate(nbytes)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NodesWorkHandle:
+        """See `Transport.exchange`."""
+        return self.bind(sends, recvs).start()
+
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NodesHop:
+        """See `Transport.bind`."""
+        with self.joint():
+            operations(Operation, self.rank, self.world_size, self.device, sends, recvs)  # all, before a part is bound
+
+            def part(transport: Transport, here: bool) -> Hop | None:
+                chosen = [[one for one in each if (one.peer in self.node) == here] for each in (sends, recvs)]
+                return transport.bind(*chosen) if any(chosen) else None
+
+            return NodesHop(self, part(self.between, here=False), part(self.inside, here=True))
+
+    def announce(self, call: int, digest: bytes, words: str) -> bool:
+        """See `Transport.announce`: all ranks hear of it between nodes."""
+        return self.between.announce(call, digest, words)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Transport.all_gather_bytes`."""
+        with self.joint():
+            return self.between.all_gather_bytes(payload)
+
+    def drain(self) -> None:
+        """See `Transport.drain`. Inside at last: it finds what a failing rank of the node may have spoiled."""
+        with self.joint():
+            self.between.drain()
+            self.inside.drain()
+
+    def begin_pass(self) -> None:
+        """See `Transport.begin_pass`."""
+        self.between.begin_pass()
+        self.inside.begin_pass()
+
+    def end_pass(self) -> None:
+        """See `Transport.end_pass`."""
+        self.between.end_pass()
+        self.inside.end_pass()
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """See `Transport.replay`: refused, as inside a node."""
+        self.inside.replay(run)
+
+    def abort(self, cause: BaseException) -> None:
+        """See `Transport.abort`. Inside first, where a store reaches all others at once."""
+        if self._end is None:
+            self._end = cause
+        self.inside.abort(cause)
+        self.between.abort(cause)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._end is None:
+            with self.joint():
+                self.between.drain()  # what it moves lies in memory that closing inside gives back
+                self.inside.close()
+                self.close_between()
+            self._end = ClosedError(f"rank {self.rank} closed its ring")
+
+    @contextmanager
+    def joint(self) -> Iterator[None]:
+        """Whatever ends one transport ends both. Raises `ClosedError` once they have ended."""
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        try:
+            yield
+        except (TransportError, DisagreementError) as error:
+            if os.getpid() == self._pid:
+                self.abort(error)
+            raise
+
+    def close_between(self) -> None:
+        """Close the transport between nodes."""
+        self.between.close()
+
+    def before_start(self) -> None:
+        """Refuse what one of the transports refuses, before the other has started."""
+
+    def await_both(self, handle: NodesWorkHandle) -> None:
+        """Wait for both parts of an exchange."""
+        for part in (handle.between, handle.inside):
+            if part is not None:
+                part.wait()
+
+
+class HostNodesTransport(NodesTransport):
+    """Shared memory inside each machine, gloo between machines."""
+
+    inside: ShmTransport
+    between: GlooTransport
+
+    def __init__(self, inside: ShmTransport, between: GlooTransport) -> None:
+        """See `NodesTransport`."""
+        super().__init__(inside, between, inside.group.ranks)
+        # When a rank of this machine is late, the fault may be one of another machine's.
+        inside.group.diagnosis = lambda late: _silent(inside.group) + between.diagnosis_of(late)
+
+    def await_both(self, handle: NodesWorkHandle) -> None:
+        """See `NodesTransport.await_both`. What gloo has started moves meanwhile; inside, a wait moves the bytes."""
+        until = time.monotonic() + self.inside.group.timeout_s
+        self.between.begin_wait()
+        if handle.inside is not None:
+            handle.inside.wait(until)  # type: ignore[call-arg]
+        if handle.between is not None:
+            with self._copying():
+                handle.between.wait(until)  # type: ignore[call-arg]
+        self.between.end_wait()
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `NodesTransport.all_gather_bytes`."""
+        with self.joint(), self._copying():
+            return self.between.all_gather_bytes(payload)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copy what comes inside, on a thread, while this one waits for gloo: another rank may wait for that."""
+        if not self.inside.under_way:
+            yield
+            return
+        over = threading.Event()
+        name = f"ringattn-copy-{self.rank}"
+        thread = threading.Thread(target=self.inside.copy_until, args=(over.is_set,), name=name, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            self.inside.group.ring(self.rank)
+            thread.join()
+
+
+class DeviceNodesTransport(NodesTransport):
+    """Copy engines inside each node, NCCL between nodes."""
+
+    inside: PeerTransport
+    between: NcclTransport
+
+    def __init__(self, inside: PeerTransport, between: NcclTransport) -> None:
+        """See `NodesTransport`. From here on the supervisor of NCCL finds who is at fault, for both."""
+        super().__init__(inside, between, inside.group.ranks)
+        supervisor, watch = between.supervisor, inside.watch
+        # Without a pause: the supervisor asks about all ranks.
+        inside.group.diagnosis = lambda late: _silent(inside.group) + "waited for copy engines"
+        watch.report = lambda error: supervisor.fail(error, attribute=isinstance(error, DeadlineError))
+        watch.before_paint = lambda: supervisor.ended.wait(BEFORE_PAINT_S)
+        supervisor.beside = watch
+        self.linger_s: float | None = None
+        """How long closing waits for the other ranks. None: the deadline."""
+        _open.add(self)
+
+    def before_start(self) -> None:
+        """See `NodesTransport.before_start`."""
+        self.inside.refuse_capture()
+
+    def close_between(self) -> None:
+        """See `NodesTransport.close_between`."""
+        self.between.close(self.linger_s)
+
+
+def _silent(group: SharedGroup) -> str:
+    """The ranks of this node that are silent, which is known without the store. In words before others."""
+    return "".join(f"rank {rank} is silent (stopped, stuck or gone); " for rank in group.monitor.silent())
+
+
+def open_shm_and_gloo(
+    store: Store,
+    rank: int,
+    timeout_s: float,
+    locations: Sequence[Location],
+    *,
+    flight_dir: Path | None = None,
+    interface: str = "",
+    job_size: int | None = None,
+) -> HostNodesTransport:
+    """This rank's end of a ring on CPUs of several machines; `locations`: of all ranks.
+
+    Raises `UnsupportedError` on all ranks alike, and what `ShmTransport.open` and `GlooTransport.open` raise, whose
+    arguments the others are.
+    """
+    if why := sharing_obstacle(locations):
+        raise UnsupportedError(f"rank {rank}: transport='shm' cannot join these ranks: {why}; use gloo")
+    size, node = len(locations), node_of(rank, locations)
+    record = FlightRecord(rank, size, f"{ShmTransport.name}+{GlooTransport.name}")
+    inside = ShmTransport.open(store, rank, size, timeout_s, flight_dir, members=node, record=record)
+    try:
+        between = GlooTransport.open(store, rank, size, timeout_s, flight_dir, interface, job_size, record)
+    except BaseException as error:
+        inside.abort(error)
+        raise
+    between.locations = tuple(locations)
+    return HostNodesTransport(inside, between)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the rings that are still open, before their transports are closed one by one. Not in a fork."""
+    for ring in list(_open):
+        with suppress(RuntimeError, OSError):
+            if ring._pid == os.getpid():
+                ring.linger_s = EXIT_LINGER_S
+                ring.close()

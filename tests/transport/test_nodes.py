@@ -1,0 +1,320 @@
+"""A ring over two transports, in real processes on two nodes by their locations: shared memory inside, gloo between."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ringattn import Ring
+from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
+from ringattn.explain import explain
+from ringattn.launch.doctor.ranks import examine
+from ringattn.launch.measure.check import CheckConfig, cases, check_rank
+from ringattn.transport.base import Message
+from ringattn.transport.control_store import rendezvous_store
+from ringattn.transport.local import LocalWorld
+from ringattn.transport.location import Location
+from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nodes import HostNodesTransport, NodesTransport, open_shm_and_gloo
+from ringattn.transport.rendezvous import _open_peer
+from tests.contract import transport_contract as contract
+from tests.contract.meeting import store_of
+from tests.contract.processes import Processes
+from tests.transport.attribution import named_at_fault
+
+EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
+"""The node of each rank."""
+
+
+def at(nodes: tuple[int, ...]) -> list[Location]:
+    return [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in nodes]
+
+
+def meet(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
+    """A ring of the first processes, opened when all of them are there, with waits of `timeout_s`."""
+    store = store_of(rank, world_size, list(range(len(nodes))))
+    ring = open_shm_and_gloo(store, rank, 20.0, at(nodes))
+    ring.inside.group.timeout_s = ring.between._timeout_s = timeout_s  # shorter than a busy machine needs to connect
+    return ring
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(4) as started:
+        yield started
+
+
+# --- the contract ----------------------------------------------------------------------------------------------------
+
+
+def run_check(rank: int, world_size: int, nodes: tuple[int, ...], name: str) -> None:
+    if rank >= len(nodes):
+        rendezvous_store(rank, world_size, 60.0)  # openings are counted
+        return
+    check = getattr(contract, name)
+    ring = meet(rank, world_size, nodes, contract.timeout_s(check))
+    try:
+        check(ring)
+    finally:
+        ring.close()
+
+
+CELLS = [(nodes, check) for nodes in (EVEN, LATE, EARLY) for check in contract.CHECKS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "check"), CELLS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_contract(processes: Processes, nodes: tuple[int, ...], check: contract.Check) -> None:
+    processes.run(run_check, nodes, check.__name__)
+
+
+def on_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport], Any]) -> list[Any]:
+    """`body` on ranks that are threads of this process, over real shared memory and real gloo; results by rank."""
+    store = HashStore()
+
+    def live(rank: int) -> Any:
+        ring = open_shm_and_gloo(store.clone(), rank, 30.0, at(nodes), interface="lo")
+        try:
+            return body(ring)
+        finally:
+            ring.close()
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(live, range(len(nodes))))
+
+
+QUICK = [(EVEN, contract.many_in_flight), (EVEN, contract.first_cause_reaches_all), (LATE, contract.agree_is_in_order),
+         (EARLY, contract.ends_may_lie_apart), (EARLY, contract.last_message_outlives_close)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "check"), QUICK, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_contract_on_threads(nodes: tuple[int, ...], check: contract.Check) -> None:
+    on_threads(nodes, check)
+
+
+# --- which way -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
+    def body(ring: HostNodesTransport) -> list[tuple[str, str, int]]:
+        """What the flight record says of one exchange with everybody: transport, direction and peer of each message."""
+        peers = [peer for peer in range(4) if peer != ring.rank]
+        sent, came = ring.allocate(64), ring.allocate(64 * 4).view(4, 64)
+        sent.fill_(ring.rank)
+        hop = ring.bind([Message(p, sent, "k") for p in peers], [Message(p, came[p], "k") for p in peers])
+        for _ in range(2):
+            hop.start().wait()
+        assert [came[peer][0].item() for peer in peers] == peers
+        ring.all_gather_bytes(b"")
+        record = ring.inside._flights
+        assert record is ring.between._flights and record.transport == ring.name == "shm+gloo"
+        left = json.loads(record.dump(tmp_path / str(ring.rank), "no cause").read_text())
+        assert {one["transport"] for one in left["flights"]} == {"shm", "gloo"}
+        return [(one.transport, part.op, part.peer) for one in record.entries() if one.lane == 0 for part in one.parts]
+
+    for rank, found in enumerate(on_threads(EVEN, body)):
+        peers = {peer: "shm" if EVEN[peer] == EVEN[rank] else "gloo" for peer in range(4) if peer != rank}
+        assert sorted(found) == sorted(2 * [(way, op, peer) for peer, way in peers.items() for op in ("recv", "send")])
+
+
+def crossed(ring: HostNodesTransport) -> None:
+    """Rank 0 waits inside for rank 1, which waits for rank 2, which waits for what rank 0 sends afterwards."""
+    buffer = torch.full((16,), float(ring.rank))
+    ring.all_gather_bytes(b"")
+    if ring.rank == 0:
+        contract.send(ring, 1, 7.0)
+        contract.send(ring, 2, 8.0)
+    elif ring.rank == 1:
+        inside = ring.exchange([], [Message(0, buffer, "x")])
+        assert contract.receive(ring, 2).tolist() == [9.0] * 16
+        inside.wait()
+        assert buffer.tolist() == [7.0] * 16
+    else:
+        assert contract.receive(ring, 0).tolist() == [8.0] * 16
+        contract.send(ring, 1, 9.0)
+    ring.all_gather_bytes(b"")
+
+
+def test_a_wait_between_nodes_holds_up_nobody_inside() -> None:
+    on_threads(LATE, crossed)
+
+
+def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
+    """Rank 1 comes late, rank 2 never: the wait of rank 0 for both of them."""
+    if rank == 3:
+        rendezvous_store(rank, world_size, 60.0)
+        return 0.0, ""
+    ring = meet(rank, world_size, LATE, 3.0)
+    ring.all_gather_bytes(b"")
+    began, buffers = time.monotonic(), torch.zeros(2, 16)
+    if rank == 0:
+        with pytest.raises(TransportError) as caught:
+            ring.exchange([], [Message(1, buffers[0], "near"), Message(2, buffers[1], "far")]).wait()
+        return time.monotonic() - began, str(caught.value)
+    time.sleep(2.0 if rank == 1 else 7.0)
+    try:
+        if rank == 1:
+            contract.send(ring, 0, 1.0, "near")
+    finally:
+        ring.close()
+    return 0.0, ""
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
+    waited_s, said = processes.run(one_deadline)[0]
+    assert 2.7 < waited_s < 3.0 + 2.0, waited_s
+    assert "no answer from ranks [2]" in said and "near" not in said, said
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("locations", "words"),
+    [
+        ([*at(LATE), Location("c", None, 1, 0)], "rank 3 cannot tell which machine it is on"),
+        (
+            [*at(LATE), Location("b", "boot/1", 1, 4711)],
+            f"ranks 2 and 3 belong to different users, {os.getuid()} and 4711",
+        ),
+        (at((0, 1, 2)), "no two ranks share a machine"),
+    ],
+)
+def test_ranks_that_share_no_memory_are_refused(locations: list[Location], words: str) -> None:
+    for rank in range(len(locations)):
+        with pytest.raises(UnsupportedError, match=words):
+            open_shm_and_gloo(None, rank, 1.0, locations)  # type: ignore[arg-type]
+
+
+def unlike_labels(ring: HostNodesTransport) -> str:
+    buffer = torch.zeros(16)
+    sends = [Message(1, buffer, "k")] if ring.rank == 0 else []
+    recvs = [[], [Message(0, buffer, "v")], [Message(0, buffer, "late")], [Message(1, buffer, "late")]][ring.rank]
+    handle = ring.exchange(sends, recvs)
+    with pytest.raises((TransportError, DisagreementError)) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
+    for said in on_threads(EVEN, unlike_labels):
+        assert "two ends of one message do not match" in said and "'k'" in said and "'v'" in said
+
+
+# --- killed and stopped ----------------------------------------------------------------------------------------------
+
+DEADLINE_S = 2.0
+
+
+def pass_on(ring: HostNodesTransport) -> None:
+    """Exchange with both neighbors and agree, again and again: until an error."""
+    after, before = contract.neighbors(ring)
+    sent, into = ring.allocate(1 << 16), ring.allocate(1 << 16)
+    while True:
+        for hop in range(3):
+            ring.exchange([Message(after, sent, f"hop {hop}")], [Message(before, into, f"hop {hop}")]).wait()
+        ring.all_gather_bytes(b"")
+
+
+def suffers(rank: int, world_size: int, victim: int, kill: bool) -> tuple[str, float]:
+    """What this rank is told after `victim` was killed or stopped in mid-pass, and when."""
+    ring = meet(rank, world_size, EVEN, DEADLINE_S)
+    ring.all_gather_bytes(b"")
+    happened: list[float] = []
+
+    def act() -> None:
+        happened.append(time.monotonic())
+        if not kill:  # somebody has to wake it
+            subprocess.Popen(["sh", "-c", f"sleep {DEADLINE_S + 4.0}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGKILL if kill else signal.SIGSTOP)
+
+    if rank == victim:
+        threading.Timer(0.5, act).start()
+    with pytest.raises(TransportError) as caught:
+        pass_on(ring)
+    told_s = happened[0] if rank == victim else time.monotonic()
+    contract.assert_dead(ring, re.escape(str(caught.value)))
+    return str(caught.value), told_s
+
+
+def assert_named(told: dict[int, tuple[str, float]], victim: int) -> None:
+    for rank in set(told) - {victim}:
+        message = told[rank][0]
+        blamed = {int(one) for one in re.findall(r"rank (\d+) is (?:gone|silent)", message)}
+        assert blamed == named_at_fault(message) == {victim}, (rank, message)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stopped_rank_is_named_on_both_nodes(processes: Processes, victim: int) -> None:
+    told = processes.run(suffers, victim, False)
+    if victim == 0:  # it hosts the store, so only its own node knows more
+        assert "rank 0 is silent" in told[1][0]
+        assert not set.union(*(named_at_fault(told[rank][0]) for rank in (1, 2, 3))) - {0}, told
+    else:
+        assert_named(told, victim)
+    for rank in set(told) - {victim}:
+        assert told[rank][1] - told[victim][1] < DEADLINE_S + 4.0  # the bar of 2 s is for a quiet machine
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_killed_rank_is_named_on_both_nodes() -> None:
+    for victim in (1, 3):
+        with Processes(4) as mortals:
+            assert_named(mortals.run(suffers, victim, True, exits=victim), victim)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def check_everything(rank: int, world_size: int, nodes: tuple[int, ...], spec: dict[str, Any]) -> dict[str, Any]:
+    if rank >= len(nodes):
+        rendezvous_store(rank, world_size, 60.0)
+        return {}
+    with Ring(transport=meet(rank, world_size, nodes, 30.0), engine="plain", timeout_s=30.0, poison=True) as ring:
+        assert ring.transport.name == "shm+gloo"
+        return check_rank(ring, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [EVEN, LATE], ids=str)
+def test_every_mask_layout_and_schedule_is_exact(processes: Processes, nodes: tuple[int, ...]) -> None:
+    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61))
+    found = processes.run(check_everything, nodes, spec, hard_s=240.0)
+    assert [found[rank] for rank in range(len(nodes))] == [{"cases": len(list(cases())), "failed": 0}] * len(nodes)
+
+
+# --- told ------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_and_doctor_say_which_way() -> None:
+    ways = "local inside a node and local between nodes"
+    alone = [LocalWorld(1).transport(0) for _ in range(2)]
+    with Ring(transport=NodesTransport(*alone, [0]), engine="plain") as ring:
+        told = explain(ring, ring.sequence(16), q_heads=2, head_dim=8)
+        assert told.ways == ways and f"\nmessages go over {ways}\n" in str(told)
+        assert examine(ring)["transport"] == ways
+    with Ring(engine="plain") as ring:
+        assert explain(ring, ring.sequence(16), q_heads=2, head_dim=8).ways == ""
+
+
+def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:
+    with pytest.raises(InputError, match="takes no such options inside one node"):
+        _open_peer(None, None, 1.0, NcclOptions(), None, 0, tuple(at((0, 0))))  # type: ignore[arg-type]

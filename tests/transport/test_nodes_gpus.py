@@ -1,0 +1,134 @@
+"""Copy engines inside two nodes and NCCL between them: both real transports over simulated GPUs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Ring
+from ringattn.errors import RingError
+from ringattn.schedule.routes import ROUTES
+from ringattn.transport.base import Message
+from ringattn.transport.nodes import DeviceNodesTransport
+from tests.contract import transport_contract as contract
+from tests.test_exact_nccl import EXACT, TRIALS
+from tests.transport.attribution import named_at_fault
+from tests.transport.nccl_rings import results
+from tests.transport.node_rings import lose, on_nodes
+from tests.trial import greatest_error, joined, on_rank, reference
+
+EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
+
+
+@pytest.mark.parametrize("nodes", [EVEN, pytest.param(LATE, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("check", [contract.many_in_flight, contract.order_is_kept], ids=lambda check: check.__name__)
+def test_messages_take_both_ways(nodes: tuple[int, ...], check: contract.Check) -> None:
+    results(on_nodes(nodes, check)[0])
+
+
+def test_which_way(tmp_path: Path) -> None:
+    def body(ring: DeviceNodesTransport) -> list[Any]:
+        peers = [peer for peer in range(4) if peer != ring.rank]
+        memory = ring.allocate(64 * 4).view(4, 64)
+        sent = torch.full((64,), ring.rank, dtype=torch.uint8)
+        ring.exchange([Message(p, sent, "k") for p in peers], [Message(p, memory[p], "k") for p in peers]).wait()
+        ring.drain()
+        assert [int(memory[peer][0]) for peer in peers] == peers
+        assert ring.sm_margin == 8 and ring.name == "peer+nccl" and ring.stream is ring.between.stream
+        flights = [one for one in ring.between.record.entries() if one.label == "k"]
+        return [(one.transport, part.peer) for one in flights for part in one.parts]
+
+    outcomes, gpus = on_nodes(EVEN, body)
+    for rank, found in enumerate(results(outcomes)):
+        ways = {(("peer" if EVEN[peer] == EVEN[rank] else "nccl"), peer) for peer in range(4) if peer != rank}
+        assert set(found) == ways and len(found) == 6
+        assert gpus[rank].driver.leftovers()["registered"] == 0
+
+
+@pytest.mark.parametrize("nodes", [EVEN, pytest.param(EARLY, marks=pytest.mark.slow)], ids=str)
+def test_attention_is_exact(nodes: tuple[int, ...]) -> None:
+    trial, layout = TRIALS["causal"]
+
+    def body(ring: DeviceNodesTransport) -> list[Any]:
+        with Ring(transport=ring, engine="plain", timeout_s=30.0, poison=True) as made:
+            return [on_rank(made, trial, layout, schedule, torch.float64) for schedule in ROUTES]
+
+    found = results(on_nodes(nodes, body)[0])
+    for schedule, parts in zip(ROUTES, zip(*found, strict=True), strict=True):
+        assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
+
+
+def test_a_capture_is_refused_before_either_has_started() -> None:
+    def body(ring: DeviceNodesTransport) -> str:
+        peers = [peer for peer in range(4) if peer != ring.rank]
+        memory = ring.allocate(64 * 8).view(8, 64)
+        hop = ring.bind([Message(p, memory[p], "k") for p in peers], [Message(p, memory[4 + p], "k") for p in peers])
+        hop.start().wait()
+        gpu = ring.inside.gpu
+        gpu.capturing = True  # type: ignore[attr-defined]
+        with pytest.raises(RingError, match="transport='peer' cannot be captured") as caught:
+            hop.start()
+        with pytest.raises(RingError, match="cannot be captured"):
+            ring.replay(lambda: None)
+        gpu.capturing = False  # type: ignore[attr-defined]
+        hop.start().wait()
+        ring.drain()
+        return str(caught.value)
+
+    results(on_nodes(EVEN, body)[0])
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+DEADLINE_S = 2.0
+GRACE_S = 2.0
+
+
+def around(ring: DeviceNodesTransport, culprit: int, fault: str) -> None:
+    """Exchange with both neighbors, again and again, until the fault is told."""
+    after, before = contract.neighbors(ring)
+    room = ring.allocate(4 << 12).view(4, -1)
+    for number in range(100_000):
+        if number == 3 and ring.rank == culprit:
+            if fault == "aborts":
+                raise ValueError("no such mask")
+            if fault == "is busy":
+                time.sleep(DEADLINE_S + GRACE_S + 1.0)
+            else:
+                lose(ring, fault == "is killed")
+        ring.announce(number, b"", f"call {number}")
+        sent, into = room[number % 2], room[2 + number % 2]
+        ring.exchange([Message(after, sent, f"hop {number}")], [Message(before, into, f"hop {number}")]).wait()
+        if number % 3 == 0:
+            ring.drain()
+
+
+CASES = [("is killed", 1), ("is killed", 2), ("is stopped", 0), ("is stopped", 3), ("aborts", 1), ("is busy", 2)]
+QUICK = ("is killed", 1)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("fault", "culprit"), [case if case == QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_every_survivor_names_the_culprit_and_no_other(fault: str, culprit: int) -> None:
+    outcomes, _ = on_nodes(EVEN, lambda ring: around(ring, culprit, fault), deadline_s=DEADLINE_S)
+    for rank in {0, 1, 2, 3} - {culprit}:
+        outcome = outcomes[rank]
+        assert isinstance(outcome.error, RingError), outcome.error
+        message = str(outcome.error)
+        if fault == "aborts":
+            assert f"rank {culprit} failed first: ValueError: no such mask" in message, message
+        assert named_at_fault(message) == {culprit}, (rank, message)
+        assert outcome.ended_s - outcome.began_s < DEADLINE_S + GRACE_S + 1.0, (rank, message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", contract.ONE_AFTER_ANOTHER, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("nodes", [EVEN, LATE, EARLY], ids=str)
+def test_contract(nodes: tuple[int, ...], check: contract.Check) -> None:
+    results(on_nodes(nodes, check, deadline_s=contract.timeout_s(check), together=False)[0])
