@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
-from ringattn.engine.base import KV, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.history import flagged
 from ringattn.engine.plain import PlainEngine
@@ -74,6 +77,17 @@ def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int
     one = [tuple(tile for step in tiles for tile in step)]
     found = [_attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
     return [float((x - reference).norm() / reference.norm()) for x in found]
+
+
+def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and dQ of a pass of one step, with the queries as the gradient of the result."""
+    state = engine.begin(works, q, v.shape[3], None)
+    engine.attend(q, KV(k, v), state, works[0])
+    out = state.out.finalized(q.dtype)
+    seed = BackwardInputs(q, out, state.lse, None, engine.delta(q, out, None))
+    dq, (dk, dv) = engine.begin_grad(works, q, v.shape[3]), (torch.zeros_like(x, dtype=state.lse.dtype) for x in (k, v))
+    engine.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
+    return out, dq.finalized(q.dtype)
 
 
 def _attended(

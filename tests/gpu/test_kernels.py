@@ -99,65 +99,33 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
         assert mine <= 1.25 * theirs + 1e-12, f"{part}: {mine:.2e}, by plain loads {theirs:.2e}"
 
 
-def test_an_engine_call_is_captured_and_replayed() -> None:
-    """Forward and backward, after one call that compiles and makes the tables."""
-    from ringattn.engine.base import KV, BackwardInputs, Output, Softmax
-    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
-
-    made, (q, k, v) = engine(), inputs(torch.bfloat16, "cuda", 1024, 128)
-    works = made.prepare(ring_tiles(1024, 1), Softmax(SCALE), 1024, HEADS)
-    out = torch.zeros(q.shape, device="cuda", dtype=torch.bfloat16)
-    dk, dv = (torch.zeros(k.shape, device="cuda") for _ in range(2))
-
-    def call() -> tuple[torch.Tensor, Output]:
-        state = made.begin(works, q, 128, None)
-        made.attend(q, KV(k, v), state, works[0])
-        dq, result = made.begin_grad(works, q, 128), state.out.finalized(q.dtype)
-        seed = BackwardInputs(q, result, state.lse, None, made.delta(q, result, None))
-        made.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
-        return result, dq
-
-    wanted, wanted_dq = (x.clone() if isinstance(x, torch.Tensor) else x.finalized(q.dtype).clone() for x in call())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result, dq = call()
-        out.copy_(result)
-    for _ in range(2):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, wanted) and torch.equal(dq.finalized(q.dtype), wanted_dq)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
-    """The tensor descriptors that a launch makes in global memory are its graph's own, and go with it."""
-    from ringattn.engine.base import KV, Softmax
-    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
+    """Forward and backward. The tensor descriptors of a launch are its graph's own, and go with it."""
+    from ringattn.engine.base import Softmax
+    from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles, whole_pass
 
     made, first = engine(form), inputs(torch.bfloat16, "cuda", 2048, 128)
-    works = made.prepare(ring_tiles(2048, 1), Softmax(SCALE), 2048, HEADS)
-
-    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        state = made.begin(works, q, 128, None)
-        made.attend(q, KV(k, v), state, works[0])
-        return state.out.finalized(q.dtype)
-
-    sets = [first, [-x.flip(0) for x in first]]
-    wanted = [attended(*each) for each in sets]  # which compiles, and makes the tables
+    works, sets = made.prepare(ring_tiles(2048, 1), Softmax(SCALE), 2048, HEADS), [first, [-x.flip(0) for x in first]]
+    wanted = [whole_pass(made, works, *each) for each in sets]  # which compiles, and makes the tables
     stream, others = torch.cuda.Stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     before, graphs, found = torch.cuda.memory_allocated(), [], []
     for each in sets:
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=stream):
-            found.append(attended(*each))
+            found.append(whole_pass(made, works, *each))
     for _ in range(20):
+        for x in (x for pair in found for x in pair):
+            x.fill_(float("nan"))
+        torch.cuda.synchronize()
         for one, other in zip(graphs, others, strict=True):
             with torch.cuda.stream(other):
                 one.replay()
         torch.cuda.synchronize()
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-    del graphs, found, one
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    del graphs, found, one, ours, x
     assert torch.cuda.memory_allocated() == before
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile
-from ringattn.engine.base import KV, BackwardInputs, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import choose
@@ -28,9 +28,7 @@ from ringattn.kernels.launch_call import Config, LaunchCall, Table
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
-from tests.gpu.kernel_checks import SCALE as CHECK_SCALE
-from tests.gpu.kernel_checks import carried_steps
-from tests.gpu.kernel_checks import inputs as check_inputs
+from tests.gpu import kernel_checks
 from tests.kernels.interpreter.bf16_shim import bf16, rounded, stock_interpreter, widened
 
 SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1))
@@ -107,14 +105,29 @@ def test_carried_steps_equal_one_launch_bitwise(steps: int, dtype: torch.dtype) 
 def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
     """Its body, as tests/gpu/test_kernels.py runs it: both sides have the same bits, and are right."""
     config = Config(16, 16, 4, 1, form)
-    result, lse, whole, whole_lse = carried_steps(config, torch.float16, "cpu", 64, 16, steps)
+    result, lse, whole, whole_lse = kernel_checks.carried_steps(config, torch.float16, "cpu", 64, 16, steps)
     assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
-    q, k, v = (x.double().permute(1, 2, 0, 3) for x in check_inputs(torch.float16, "cpu", 64, 16))
-    logits = (q @ k.mT * CHECK_SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
+    q, k, v = (x.double().permute(1, 2, 0, 3) for x in kernel_checks.inputs(torch.float16, "cpu", 64, 16))
+    logits = (q @ k.mT * kernel_checks.SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
     n = 64 // steps
     reference = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
     torch.testing.assert_close(result.double(), reference, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1)[..., -n:], rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("form", ["pointers", "descriptors"])
+def test_the_gpu_check_of_a_whole_pass(form: str) -> None:
+    """Its body, as the GPU tests capture it: the same bits each time, and right."""
+    config, rows = Config(16, 16, 4, 1, form), kernel_checks.inputs(torch.float16, "cpu", 64, 16)
+    made: list[Engine] = [TritonEngine(Configs(config, config, config)), PlainEngine()]
+    works = [
+        one.prepare(kernel_checks.ring_tiles(64, 1), Softmax(kernel_checks.SCALE), 64, kernel_checks.HEADS)
+        for one in made
+    ]
+    first, again = (kernel_checks.whole_pass(made[0], works[0], *rows) for _ in "12")
+    exact = kernel_checks.whole_pass(made[1], works[1], *(x.double() for x in rows))
+    for mine, same, wanted in zip(first, again, exact, strict=True):
+        assert torch.equal(mine, same) and float((mine - wanted).norm() / wanted.norm()) < 2**-10
 
 
 @pytest.mark.parametrize("steps", [2, 4, 8])
