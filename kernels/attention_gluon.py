@@ -1,7 +1,8 @@
 """The forward ring step in Gluon for Hopper (sm_90): what it takes, and its launch.
 
 Guarantees, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state, tables
-and flags alike, and the same bits for the same table. Importing this needs no Gluon; a wrong Triton is refused by name.
+and flags alike, and the same bits for the same table; not the bits of the other forms, which round each logit once
+more. Importing this needs no Gluon; a wrong Triton is refused by name.
 Not covered: softcap, the raw state, the backward pass.
 """
 
@@ -11,6 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from math import e, log2
 
+import torch
 import triton
 from torch import Tensor
 
@@ -23,6 +25,7 @@ VERSIONS = (3, 6), (3, 8)
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 DIMS = 64, 128
 
+SMALLEST = torch.finfo(torch.float32).tiny
 CONFIG = Config(128, 128, 4, 2, "gluon")
 """Two warpgroups (of `num_warps` each) with 64 query rows each, and buffers for two blocks of K and two of V."""
 
@@ -42,15 +45,23 @@ def gluon_missing(arch: int) -> str | None:
     return None if found else f"Triton {triton.__version__} has no {GLUON}; install a build that has it"
 
 
-def gluon_takes(q: Tensor, k: Tensor, v: Tensor, arch: int, softcap: float | None = None) -> str | None:
-    """Why the kernel cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None."""
-    d_k, d_v = q.shape[3], v.shape[3]
+def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], softcap: float | None = None) -> str | None:
+    """Why the kernel takes no call with head dimensions `dims` (keys', values') on architecture `arch`, or None."""
     if missing := gluon_missing(arch):
         return missing
     if softcap is not None:
         return "the Gluon kernel has no softcap"
-    if d_k != d_v or d_k not in DIMS:
-        return f"the Gluon kernel takes head dimensions of 64 or 128, equal for keys and values, not {d_k} and {d_v}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the Gluon kernel takes float16 and bfloat16, not {dtype}"
+    if dims[0] != dims[1] or dims[0] not in DIMS:
+        return f"the Gluon kernel takes head dimensions of 64 or 128, equal for both, not {dims[0]} and {dims[1]}"
+    return None
+
+
+def gluon_takes(q: Tensor, k: Tensor, v: Tensor, arch: int, softcap: float | None = None) -> str | None:
+    """Why the kernel cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None."""
+    if why := gluon_lacks(arch, q.dtype, (q.shape[3], v.shape[3]), softcap):
+        return why
     if not describable(q, k, v):
         return (
             "the Gluon kernel takes float16 and bfloat16 with bases and strides that are multiples of 16 bytes, not "
@@ -78,20 +89,23 @@ def forward_gluon(
     """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
 
     Arguments are those of `attention_forward.forward`, of which `gluon_takes` says whether they fit; `config` is like
-    `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows while the one
-    before it is still summed. The launch needs Triton's allocator: 384 bytes a program, for descriptors.
+    `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows, and its state into
+    L2, while the one before it is still summed. The launch needs Triton's allocator: 384 bytes a program, for
+    descriptors.
     Raises ValueError without `out` and `result`.
     """
     from ringattn.kernels.attention_gluon_kernel import forward_kernel
 
     _, strides = state_beside(out, result, lse)
+    in_base_2 = scale * log2(e)
     blocks, batches = table.blocks.shape[0], q.shape[1]
     args = (
         q, k, v, out, lse, result, sinks, table.blocks, table.entries, blocks, table.slots, batches, group,
-        first_kv_head, scale * log2(e), *strides_of(q, k, v), *strides, *lse.stride(),
+        first_kv_head, in_base_2, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
     meta = {
         "DIM": q.shape[3], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SLOTS": config.num_stages,
-        **compiled_with(config),
+        # A scale that is 0 in float32 would make masked products NaN.
+        "RAW_PEAK": in_base_2 >= SMALLEST, **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(forward_kernel, grid_of(table, batches, programs), args, meta, persistent=True)

@@ -38,21 +38,28 @@ def choose(
     `sm_margin`: multiprocessors to leave free, where the engine's kernels can.
     Raises `UnsupportedError` where a named engine cannot do the call.
     """
-    call = _Call(device, dtype, max(d_k, d_v), softcap, sm_margin)
+    call = _Call(device, dtype, (d_k, d_v), softcap, sm_margin)
     found = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
+    if found.engine.name == "triton":
+        found = found._replace(why=f"{found.why}; {_forms(call)}")
     if sm_margin and not found.engine.sm_margin:
         return found._replace(why=f"{found.why}; it leaves no multiprocessor to exchanges")
     return found
 
 
 class _Call(NamedTuple):
-    """What decides whether an engine can do a call. `dim`: the greater of its head dimensions."""
+    """What decides whether an engine can do a call. `dims`: of keys and of values."""
 
     device: torch.device
     dtype: torch.dtype
-    dim: int
+    dims: tuple[int, int]
     softcap: float | None
     sm_margin: int
+
+    @property
+    def dim(self) -> int:
+        """The greater of its head dimensions."""
+        return max(self.dims)
 
     @property
     def inputs(self) -> str:
@@ -119,3 +126,10 @@ def _triton(call: _Call) -> Engine:
         )
     triton.architecture(call.device)  # raises for a GPU that is too old
     return triton.TritonEngine(sm_margin=call.sm_margin)
+
+
+def _forms(call: _Call) -> str:
+    """Which of our own kernels will do the call."""
+    from ringattn.engine import forms, triton
+
+    return forms.told(triton.architecture(call.device), call.dtype, call.dims, call.softcap)

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
+from ringattn.engine.forms import forward_config, loadable, readable
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
+from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
 from ringattn.kernels.delta import delta_call
@@ -57,10 +58,12 @@ class TritonEngine(Accumulating):
     ) -> None:
         """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions.
 
-        `form`: one of `ringattn.kernels.launch_call.FORMS`, by default the table's. `deterministic`: False takes the
-        fused backward, which adds dQ in whatever order. `sm_margin`: multiprocessors left to an exchange meanwhile.
+        `form`: one of `ringattn.kernels.launch_call.FORMS`, by default the best that can do a call (see `forms`).
+        `deterministic`: False takes the fused backward, which adds dQ in whatever order. `sm_margin`: multiprocessors
+        left to an exchange meanwhile.
         """
         self._configs, self._form, self._deterministic, self.sm_margin = configs, form, deterministic, sm_margin
+        self._named = configs is not None or form is not None
 
     def prepare(
         self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
@@ -72,11 +75,7 @@ class TritonEngine(Accumulating):
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         # The blocks of `attend`: their flags say which launches read a state.
-        config = self._configs_for(q, value_dim).forward
-        if works and config.form == "gluon":
-            values, softcap = q.new_empty(1, 1, 1, value_dim), works[0].whole.softmax.softcap
-            if why := gluon_takes(q, q, values, architecture(q.device), softcap):
-                raise UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")
+        config = self._forward_config(q, value_dim, works[0].whole.softmax.softcap if works else None)
         # Without flags every launch reads the state, so it must be set.
         if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
             return super().begin(works, q, value_dim, sinks)
@@ -91,14 +90,15 @@ class TritonEngine(Accumulating):
             q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, result: Tensor | None,
             sinks: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
-            config = self._configs_for(q, v.shape[3]).forward
+            softcap = work.whole.softmax.softcap
+            config = self._forward_config(q, v.shape[3], softcap)
             tables = work.whole.by_query(config, q.device)
             table = tables.steps[work.step]
             # The specialized kernel takes one entry in a block, read by descriptors.
             if config.form == "specialized" and not (tables.single[work.step] and describable(q)):
                 config = config._replace(num_warps=8, form="descriptors")
-            # Strides or borders of K/V may be none that a descriptor can have.
-            config = _loadable(config, k, v)
+            # Strides or borders of tensors may be none that a descriptor can have.
+            config = readable(config, q, k, v, architecture(q.device), softcap, self._named)
             if config.form == "gluon":
                 facts = _facts(kv, work)
                 return [
@@ -139,14 +139,14 @@ class TritonEngine(Accumulating):
         ) -> list[LaunchCall]:  # fmt: skip
             configs, rows = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta)
             # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
-            by_key = _loadable(configs.grad_kv if self._deterministic else configs.grad_fused, q, dout)
+            by_key = loadable(configs.grad_kv if self._deterministic else configs.grad_fused, q, dout)
             keys = work.whole.by_key(by_key, q.device).steps[work.step]
             if not self._deterministic:
                 assert dq is not None
                 return [grad_fused(*rows, dq, dk, dv, keys, by_key, **_facts(kv, work))]
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
             # Query blocks read k and v.
-            by_query = _loadable(configs.grad_q, k, v)
+            by_query = loadable(configs.grad_q, k, v)
             return [
                 # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
                 grad_q(*rows, dq, queries, by_query, result=result, **_facts(kv, work)),
@@ -183,6 +183,10 @@ class TritonEngine(Accumulating):
         for launch in launches:
             launch(operands)
 
+    def _forward_config(self, q: Tensor, value_dim: int, softcap: float | None) -> Config:
+        table = self._configs_for(q, value_dim).forward
+        return forward_config(table, q, value_dim, architecture(q.device), softcap, self._named)
+
     def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
         # One table of block sizes: the wider of keys and values decides.
         dim = max(q.shape[3], value_dim)
@@ -213,13 +217,6 @@ def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
     if alone or q.dtype == torch.float32:
         return Output(None if alone else result, result)
     return Output(q.new_empty(shape, dtype=torch.float32).transpose(0, 1), result)
-
-
-def _loadable(config: Config, *read: Tensor) -> Config:
-    """The same blocks by plain loads where a tensor descriptor cannot read the rows of all the tensors."""
-    if config.form == "pointers" or describable(*read):
-        return config
-    return config._replace(num_warps=8, form="pointers")
 
 
 class _Facts(TypedDict):

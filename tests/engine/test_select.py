@@ -21,6 +21,7 @@ from ringattn.transport.local import LocalTransport
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 HALF = torch.bfloat16
+DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for both"
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +72,9 @@ def test_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_on_a_gpu() -> None:
-    for dtype in (torch.float32, torch.float16, HALF):
-        assert chosen(CUDA, dtype, 256, 16, 30.0) == ("triton", "the only fused kernels with a softcap")
+    for dtype, form in ((torch.float32, "pointers"), (torch.float16, "descriptors"), (HALF, "descriptors")):
+        forms = f"forward by the form {form} (the Gluon kernel has no softcap)"
+        assert chosen(CUDA, dtype, 256, 16, 30.0) == ("triton", f"the only fused kernels with a softcap; {forms}")
     said = "no fused kernel here knows a softcap (engine='triton' {})"
     assert chosen(CUDA, torch.float64, softcap=30.0) == (
         "plain", said.format("does not support torch.float64; use engine='plain'")
@@ -108,6 +110,22 @@ def test_a_named_engine_comes_or_is_refused() -> None:
     for name in ("fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' needs a .*, not cpu"):
             choose(name, HOST, HALF, 8, 8, None)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(
+    ("dtype", "dims", "forms"),
+    [
+        (HALF, (128, 128), "gluon, or descriptors for tensors that it cannot take"),
+        (torch.float16, (64, 64), "gluon, or descriptors for tensors that it cannot take"),
+        (HALF, (80, 80), f"descriptors ({DIMS_OF_GLUON}, not 80 and 80)"),
+        (HALF, (128, 64), f"descriptors ({DIMS_OF_GLUON}, not 128 and 64)"),
+        (torch.float32, (64, 64), "pointers (the Gluon kernel takes float16 and bfloat16, not torch.float32)"),
+    ],
+)  # fmt: skip
+def test_it_is_said_which_kernels_triton_takes(dtype: torch.dtype, dims: tuple[int, int], forms: str) -> None:
+    said = choose("triton", CUDA, dtype, *dims, None).why
+    assert said == f"triton: asked for by name; forward by the form {forms}"
 
 
 @pytest.mark.usefixtures("_hopper")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.kernel_code import code_of
+from ringattn.bench.sass import product_loops
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.launch_call import LaunchCall, Table
 
@@ -41,6 +42,8 @@ def found(call: LaunchCall) -> dict[str, Any]:
         "shared_bytes": code.shared_bytes,
         "threads": code.threads,
         "opcodes": {name: opcodes[name] for name in OPCODES},
+        "to_l2": len(re.findall(r"\bCCTL\.E\.PF2\b", code.listing)),
+        "product_loops": sorted(len(loop.least) for loop in product_loops(code.listing)),
         "under_products": exponentials_under_products(code.listing),
         "hasty_arrivals": hasty_arrivals(code.ptx),
     }

@@ -1,4 +1,4 @@
-"""Runs the source of the Gluon kernel on CPU: warp groups as threads in random turns, copies that land when they like.
+"""Runs the source of the Gluon kernels on CPU: warp groups as threads in random turns, copies that land when they like.
 
 Guarantees that a run raises `Fault` where a GPU would hang, read a buffer or a descriptor that is being written, write
 one that is being read, or use a product before it was waited for; what was never filled reads as NaN. Barriers count
@@ -26,8 +26,8 @@ from ringattn.kernels.launch_call import LaunchCall
 from tests.kernels.gluon_gate.values import Pointer, Value, counted, language, pointer, value
 
 KERNELS = Path(launch_call.__file__).parent
-SHARED = "attention_tiles"
-KERNEL = "attention_gluon_kernel"
+MODULES = ("attention_tiles", "attention_gluon_parts", "attention_gluon_update", "attention_gluon_kernel")
+"""What a kernel may consist of, each after those that it imports."""
 
 
 class Fault(Exception):
@@ -105,13 +105,14 @@ class Load(NamedTuple):
     barrier: Barrier
     buffer: Shared
     due: int
+    speed: int = 1
 
 
 class Role:
     """A partition of a program: a thread that runs while it holds the baton."""
 
-    def __init__(self, program: Program, work: Callable[..., None], args: Sequence[Any]) -> None:
-        self.go, self.done = threading.Semaphore(0), False
+    def __init__(self, program: Program, work: Callable[..., None], args: Sequence[Any], speed: int) -> None:
+        self.go, self.done, self.speed = threading.Semaphore(0), False, speed
         self.blocked: Callable[[], bool] = lambda: False
         self.products: list[Product] = []
         self.error: BaseException | None = None
@@ -155,7 +156,8 @@ class Program:
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
         """Run all parts to their ends."""
-        self.roles = [Role(self, work, args) for work, args in parts]
+        # Some groups of warps are much slower than others: only then the rotation of buffers meets its limits.
+        self.roles = [Role(self, work, args, self.random.choice((1, 1, 20))) for work, args in parts]
         while True:
             self.turns += 1
             ready = [role for role in self.roles if not role.done and (self.failed or not role.blocked())]
@@ -163,7 +165,7 @@ class Program:
             turns: list[Role | Load] = [*ready, *loads]
             if not turns:
                 break
-            chosen = self.random.choice(turns)
+            (chosen,) = self.random.choices(turns, [one.speed for one in turns])
             if isinstance(chosen, Role):
                 self.current = chosen
                 chosen.go.release()
@@ -227,7 +229,7 @@ class Program:
 
     def _land(self, load: Load) -> None:
         self.loads = [other for other in self.loads if other is not load]
-        described, at, barrier, buffer, _ = load
+        described, at, barrier, buffer, *_ = load
         live = np.arange(at, at + described.box[0]) < int(described.shape[0])
         rows = (np.arange(at, at + described.box[0]) * int(described.step))[:, None] + np.arange(described.box[1])
         places, _ = (described.first + np.where(live[:, None], rows, 0)).places(None)
@@ -259,8 +261,10 @@ class Program:
         return product.value
 
 
-def loaded(source: str, program: Callable[[], Program], place: Callable[[], tuple[int, int]]) -> ModuleType:
-    """The kernel module from `source`, for the simulation."""
+def loaded(
+    edit: tuple[str, str], program: Callable[[], Program], place: Callable[[], tuple[int, int]]
+) -> dict[str, ModuleType]:
+    """The kernel modules for the simulation, with `edit` (old, new) wherever the old text stands."""
     gl = language()
     gl.program_id, gl.num_programs = lambda axis: value(place()[0]), lambda axis: value(place()[1])
     gl.allocate_shared_memory = lambda *args: program().allocate(*args)
@@ -279,33 +283,34 @@ def loaded(source: str, program: Callable[[], Program], place: Callable[[], tupl
         warpgroup_mma=lambda *args, **how: program().multiply(*args, **how),
         warpgroup_mma_wait=lambda outstanding, deps: program().finish(outstanding, deps),
     )  # fmt: skip
-    jit = SimpleNamespace(jit=lambda function: function, language=gl, experimental=None)
+    jit: Any = SimpleNamespace(jit=lambda function=None, **_: function or jit.jit, language=gl, experimental=None)
     gluon = "triton.experimental.gluon"
     stubs = {
         "triton": jit, "triton.language": gl, "triton.experimental": SimpleNamespace(gluon=jit), gluon: jit,
         f"{gluon}.language": gl, f"{gluon}.language.nvidia": SimpleNamespace(hopper=hopper),
         f"{gluon}.language.nvidia.hopper": hopper,
     }  # fmt: skip
-    shared, module = ModuleType(SHARED), ModuleType(KERNEL)
-    stubs[f"ringattn.kernels.{SHARED}"] = shared  # type: ignore[assignment]
-    with patch.dict(sys.modules, stubs):
-        exec(compile((KERNELS / f"{SHARED}.py").read_text(encoding="utf-8"), SHARED, "exec"), vars(shared))
-        exec(compile(source, KERNEL, "exec"), vars(module))
-    vars(module)["range"] = counted
-    return module
+    modules = {name: ModuleType(name) for name in MODULES}
+    with patch.dict(sys.modules, stubs | {f"ringattn.kernels.{name}": one for name, one in modules.items()}):
+        for name, module in modules.items():
+            exec(compile(source_of(name).replace(*edit), name, "exec"), vars(module))
+            vars(module)["range"] = counted
+    return modules
 
 
-def simulate(call: LaunchCall, seed: int, source: str | None = None) -> None:
-    """Run a launch of `forward_gluon`; `source` in the place of the kernel's own."""
+def simulate(call: LaunchCall, seed: int, edit: tuple[str, str] = ("", "")) -> None:
+    """Run a launch of one of the Gluon kernels; `edit`: (old, new) text of their sources."""
     now: dict[str, Any] = {}
-    module = loaded(source or own_source(), lambda: now["program"], lambda: now["place"])
+    modules = loaded(edit, lambda: now["program"], lambda: now["place"])
+    name = call.kernel.fn.__name__
+    kernel = next(vars(module)[name] for module in modules.values() if name in vars(module))
     args = [pointer(x) if isinstance(x, Tensor) else x if x is None else value(x) for x in call.args]
-    constants = {name: call.meta[name] for name in ("DIM", "BLOCK_M", "BLOCK_N", "SLOTS")}
+    constants = {name: given for name, given in call.meta.items() if name.isupper()}
     for at in range(call.grid[0]):
         now.update(program=Program(seed * 1000 + at), place=(at, call.grid[0]))
-        module.forward_kernel(*args, **constants)
+        kernel(*args, **constants)
 
 
-def own_source() -> str:
-    """The kernel's own."""
-    return (KERNELS / f"{KERNEL}.py").read_text(encoding="utf-8")
+def source_of(name: str) -> str:
+    """Of a kernel's module."""
+    return (KERNELS / f"{name}.py").read_text(encoding="utf-8")

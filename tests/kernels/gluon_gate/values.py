@@ -74,6 +74,12 @@ def store(where: Pointer, values: Any, mask: Any = None) -> None:
         where.memory[at[live]] = np.broadcast_to(np.asarray(values), at.shape)[live]
 
 
+def to_l2(asm: str, constraints: str, args: Sequence[Pointer], **_: Any) -> None:
+    """The one inline assembly: lines to bring into L2. Raises IndexError for what is not there."""
+    assert asm.startswith("prefetch.global.L2")
+    args[0].places(None)
+
+
 def expand_dims(x: Any, axis: int) -> Any:
     if isinstance(x, Pointer):
         return Pointer(x.memory, np.expand_dims(x.at, axis))
@@ -117,4 +123,5 @@ def language() -> SimpleNamespace:
         max=_over(lambda x, axis: np.max(x, axis)), sum=_over(lambda x, axis: np.sum(x, axis)),
         exp2=_over(np.exp2), log2=_over(np.log2), NVMMASharedLayout=shared_layout, NVMMADistributedLayout=_layout,
         DotOperandLayout=_layout, SliceLayout=_layout,
+        BlockedLayout=_layout, inline_asm_elementwise=to_l2,
     )  # fmt: skip

@@ -1,0 +1,101 @@
+"""What the Gluon kernels share: rotating buffers, a program's work, descriptors and copies, masks, rows in memory.
+
+Guarantees: a copy is not started before the readers of its buffer have left it; the rows of a run in a table are those
+of the other kernels (`attention_tiles`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ringattn.kernels.attention_tiles import entries_of, item_of, rows_and_band, run_of
+
+
+@gluon.jit
+def slot_of(turn, SLOTS: gl.constexpr):
+    """Of the `turn`-th use, from 0, of a ring of SLOTS buffers: (the buffer, the parity of the phase that fills it)."""
+    # SLOTS 2:   turn   0 1 2 3 4 5
+    #            slot   0 1 0 1 0 1
+    #            parity 0 0 1 1 0 0
+    return turn % SLOTS, turn // SLOTS & 1
+
+
+@gluon.jit
+def visited(nth, start, full, full_end):
+    """The `nth` block of an entry's rows: the full ones first, then those before and after them."""
+    # Full blocks need no mask and one loop body; the others follow, left edge first:
+    #    blocks   start . . full . . . full_end . end
+    #    nth            4 5      0 1 2 3           6
+    edge = start + nth - (full_end - full)
+    return gl.where(edge < start, full + nth, gl.where(edge < full, edge, start + nth))
+
+
+@gluon.jit
+def work_of(blocks, item, block_count, slots):
+    """(block, batch, head, live rows, first entry, one past the last); an idle item has no row and no entry."""
+    block, batch, head, idle = item_of(blocks, item, block_count, slots)
+    first, last = entries_of(block)
+    return block, batch, head, gl.where(idle, 0, run_of(block)[2]), gl.where(idle, last, first), last
+
+
+@gluon.jit
+def described(base, first, stride, distance, count, buffer):
+    """A descriptor, in boxes like `buffer`, of `count` rows from row `first` on, every `stride`-th; 0 beyond them."""
+    layout: gl.constexpr = buffer.layout
+    first_row = base + first.to(gl.int64) * distance
+    step = stride.to(gl.int64) * distance
+    return tma.make_tensor_descriptor(first_row, [count, buffer.shape[1]], [step, 1], buffer.shape, layout)
+
+
+@gluon.jit
+def landed(turn, full, SLOTS: gl.constexpr):
+    """Wait until all loads of the turns before `turn` have ended: no descriptor is being read any more."""
+    # The last use of each slot; a new barrier counts as having finished the phase before its first.
+    for ahead in gl.static_range(SLOTS):
+        slot, parity = slot_of(turn + ahead, SLOTS)
+        mbarrier.wait(full.index(slot), parity ^ 1)
+
+
+@gluon.jit
+def bring(rows, at, slot, parity, full, empty, buffers):
+    """Load a block of rows into a slot, once its readers have left."""
+    # The other parity is that of the use before: its readers have left. A new barrier lets the first wait pass.
+    mbarrier.wait(empty.index(slot), parity ^ 1)
+    # Before the copy: the barrier flips when so many bytes have arrived.
+    mbarrier.expect(full.index(slot), rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(rows, [at, 0], full.index(slot), buffers.index(slot))
+
+
+@gluon.jit
+def seen(own, entry):
+    """The first and the last row of the entry that each row of the block sees: a run, since steps are positive."""
+    rows, band = rows_and_band(entry)
+    # lo <= own * s_own - other * s_other <= hi, solved for `other`.
+    near, far = own * band[0] - band[2], own * band[0] - band[3]
+    first = gl.where(far > 0, (far + band[1] - 1) // band[1], 0)
+    last = gl.where(near < 0, -1, near // band[1])
+    return first, gl.minimum(last, rows[2] - 1)
+
+
+@gluon.jit
+def scaled(acc, by):
+    """`acc` with its rows multiplied."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return acc * gl.expand_dims(gl.convert_layout(by, rows), 1)
+
+
+@gluon.jit
+def places(base, strides, block, batch, head, own):
+    """Pointers to the `own` rows of a block."""
+    run = run_of(block)
+    # `own` counts rows within the block; these are rows of the tensor.
+    rows = (run[0] + own * run[1]).to(gl.int64)
+    return base + batch * strides[1] + head * strides[2] + rows * strides[0]
+
+
+@gluon.jit
+def over_dims(pointers, DIM: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the values of each row."""
+    return gl.expand_dims(pointers, 1) + gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, layout)), 0)

@@ -1,0 +1,59 @@
+"""Which form of the forward kernel the Triton engine runs: the best that can do a call.
+
+Guarantees: a form that was asked for by name runs, or the call is refused by name; one that was not gives way, for the
+calls that it cannot take, to the next of gluon, descriptors and pointers. What decides about block sizes is known
+before a pass; a tensor that no descriptor can read changes the form and not the blocks, so that tables and flags hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import UnsupportedError
+from ringattn.kernels.attention_gluon import CONFIG, gluon_lacks, gluon_takes
+from ringattn.kernels.attention_tiles import describable
+from ringattn.kernels.configs import configs_for
+from ringattn.kernels.launch_call import Config
+
+
+def forward_config(table: Config, q: Tensor, value_dim: int, arch: int, softcap: float | None, named: bool) -> Config:
+    """The form and the blocks of forward, by what is known before a pass.
+
+    `table`: what there is without Gluon. `named`: that is what was asked for, and no other will do.
+    Raises UnsupportedError where "gluon" was asked for and cannot do the call.
+    """
+    why = gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), softcap)
+    if named and table.form == "gluon":
+        # Head dimensions that fit are equal, so q stands for k and v, which are not there yet.
+        if refusal := why or gluon_takes(q, q, q, arch, softcap):
+            raise _refused(refusal)
+    return table if named or why else CONFIG
+
+
+def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, softcap: float | None, named: bool) -> Config:
+    """The same blocks in a form that can read these tensors. Raises UnsupportedError as `forward_config` does."""
+    if config.form == "gluon" and (why := gluon_takes(q, k, v, arch, softcap)):
+        if named:
+            raise _refused(why)
+        config = config._replace(num_warps=8, form="descriptors")
+    return loadable(config, k, v)
+
+
+def loadable(config: Config, *read: Tensor) -> Config:
+    """The same blocks by plain loads where a tensor descriptor cannot read the rows of all the tensors."""
+    if config.form == "pointers" or describable(*read):
+        return config
+    return config._replace(num_warps=8, form="pointers")
+
+
+def told(arch: int, dtype: torch.dtype, dims: tuple[int, int], softcap: float | None) -> str:
+    """Which form runs where none is asked for, and what keeps a better one from it, in words."""
+    form = configs_for(arch, dtype, max(dims)).forward.form
+    if why := gluon_lacks(arch, dtype, dims, softcap):
+        return f"forward by the form {form} ({why})"
+    return f"forward by the form gluon, or {form} for tensors that it cannot take"
+
+
+def _refused(why: str) -> UnsupportedError:
+    return UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")

@@ -1,0 +1,139 @@
+"""Which form of the forward kernel a call gets on a Hopper GPU, as far as that can be told without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+import ringattn.engine.triton as engine_module
+from ringattn.core.geometry import CAUSAL, StridedRange, Tile
+from ringattn.engine import forms
+from ringattn.engine.base import KV, Softmax
+from ringattn.engine.triton import TritonEngine
+from ringattn.errors import UnsupportedError
+from ringattn.kernels import attention_gluon
+from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
+from ringattn.kernels.configs import configs_for
+from ringattn.kernels.launch_call import Config, LaunchCall
+from tests.contract.engine_scenarios import strip
+
+HALF = torch.bfloat16
+TILES = (Tile(strip(0, 256), strip(0, 256), CAUSAL, StridedRange(0, 2)),)
+
+
+class Recorded:
+    """Takes launches in the place of the compiled kernels."""
+
+    def __init__(self) -> None:
+        self.calls: list[LaunchCall] = []
+
+    def repeat(self, call: LaunchCall, operands: Any, sm_margin: int) -> Callable[[Any], None]:
+        self.calls.append(call)
+        return lambda _: None
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """What would run on sm_90."""
+    recorded = Recorded()
+    monkeypatch.setattr(engine_module, "kept", recorded)
+    monkeypatch.setattr(engine_module, "architecture", lambda device: 90)
+    gluon_missing.cache_clear()
+    if why := gluon_missing(90):
+        pytest.skip(why)
+    yield recorded
+    gluon_missing.cache_clear()
+
+
+def rows(dim: int = 128, dtype: torch.dtype = HALF, pad: int = 0) -> Tensor:
+    return torch.zeros(256, 1, 2, dim + pad, dtype=dtype)[..., :dim]
+
+
+def attended(engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> None:
+    """A pass of two steps, so that a state is carried."""
+    works = engine.prepare([TILES, TILES], Softmax(0.1, 1, softcap), 256, 2)
+    state = engine.begin(works, q, v.shape[3], None)
+    for work in works:
+        engine.attend(q, KV(k, v), state, work)
+
+
+def form_of(call: LaunchCall) -> str:
+    if call.kernel.fn.__name__ == "forward_kernel":
+        return "gluon"
+    return "descriptors" if call.meta["DESCRIBED"] else "pointers"
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        ({}, "gluon"),
+        ({"q": rows(64), "k": rows(64), "v": rows(64)}, "gluon"),
+        ({"q": rows(dtype=torch.float16), "k": rows(dtype=torch.float16), "v": rows(dtype=torch.float16)}, "gluon"),
+        ({"softcap": 30.0}, "descriptors"),
+        *(({"q": rows(dim), "k": rows(dim), "v": rows(dim)}, "descriptors") for dim in (80, 96, 256)),
+        ({"v": rows(64)}, "descriptors"),
+        ({"q": rows(pad=1)}, "descriptors"),
+        ({"k": rows(pad=1)}, "pointers"),
+        ({"v": rows(pad=1)}, "pointers"),
+        ({name: rows(dtype=torch.float32) for name in "qkv"}, "pointers"),
+    ],
+)
+def test_a_call_gets_the_best_form_that_takes_it(case: dict[str, Any], form: str, launched: Recorded) -> None:
+    attended(TritonEngine(), **({name: rows() for name in "qkv"} | case))
+    assert [form_of(call) for call in launched.calls] == [form, form]
+
+
+def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded) -> None:
+    """Flags of other blocks may say that a state is read which nothing has set."""
+    attended(TritonEngine(), rows(), rows(), rows())
+    attended(TritonEngine(), rows(), rows(pad=1), rows())
+    first, other = launched.calls[0], launched.calls[2]
+    assert form_of(first) == "gluon" and form_of(other) == "pointers"
+    assert all(first.meta[name] == other.meta[name] for name in ("BLOCK_M", "BLOCK_N"))
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"softcap": 30.0}, "has no softcap"),
+        ({"q": rows(80), "k": rows(80), "v": rows(80)}, "not 80 and 80"),
+        ({"v": rows(64)}, "not 128 and 64"),
+        ({name: rows(dtype=torch.float32) for name in "qkv"}, "not torch.float32"),
+        ({"q": rows(pad=1)}, "multiples of 16 bytes"),
+        ({"k": rows(pad=1)}, "multiples of 16 bytes"),
+    ],
+)
+def test_gluon_by_name_is_refused_what_it_cannot_take(case: dict[str, Any], why: str, launched: Recorded) -> None:
+    for engine in (TritonEngine(form="gluon"), TritonEngine(configs_for(90, HALF, 128)._replace(forward=CONFIG))):
+        with pytest.raises(UnsupportedError, match=f"form='gluon': .*{why}.*; leave the form to the table"):
+            attended(engine, **({name: rows() for name in "qkv"} | case))
+    assert not launched.calls
+
+
+def test_a_form_or_blocks_by_name_are_not_exchanged(launched: Recorded) -> None:
+    blocks = configs_for(90, HALF, 128)._replace(forward=Config(64, 64, 4, 2, "pointers"))
+    for engine in (TritonEngine(form="pointers"), TritonEngine(form="descriptors"), TritonEngine(blocks)):
+        attended(engine, rows(), rows(), rows())
+    assert [form_of(call) for call in launched.calls[::2]] == ["pointers", "descriptors", "pointers"]
+    assert launched.calls[-1].meta["BLOCK_M"] == 64
+
+
+def test_a_triton_without_gluon_runs_descriptors(launched: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_gluon.triton, "__version__", "3.9.0")
+    gluon_missing.cache_clear()
+    attended(TritonEngine(), rows(), rows(), rows())
+    assert form_of(launched.calls[0]) == "descriptors"
+    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.told(90, HALF, (128, 128), None)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
+def test_other_architectures_keep_their_table(arch: int, launched: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "architecture", lambda device: arch)
+    attended(TritonEngine(), rows(), rows(), rows())
+    table = configs_for(arch, HALF, 128).forward
+    assert form_of(launched.calls[0]) == table.form and launched.calls[0].meta["BLOCK_M"] == table.block_m
