@@ -14,6 +14,7 @@ from ringattn.engine.base import BackwardInputs, Engine
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.choose import choose_route
+from ringattn.planner.plan import OwnSums
 from ringattn.runtime.activation import attended
 from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
@@ -248,14 +249,18 @@ def backward_pass(
     executor = ring.executor_of(call, backward=True)
     with ring.accounted(executor), _uncast(q):
         seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
-        dtype = accumulator_dtype(q.dtype)
-        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+        sums = executor.plan.own_sums
+        dtype, make = accumulator_dtype(q.dtype), torch.zeros if sums is OwnSums.ZEROED else torch.empty
+        dk, dv = (make(x.shape, dtype=x.dtype if sums is OwnSums.NONE else dtype, device=x.device) for x in (k, v))
         rows_q = q.detach().transpose(0, 1)
         local, grads = (LocalTensors(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
         arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, seed, grads)
         ring.run(executor, arithmetic, kept)
         dq = arithmetic.dq.finalized(q.dtype).transpose(0, 1)
-        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+        # Each accumulator goes before the next result comes.
+        del arithmetic, grads
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
         dsinks = None if sinks is None else _sinks_grad(sinks, seed)
     return dq, dk, dv, dsinks
 

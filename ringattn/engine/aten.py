@@ -15,7 +15,6 @@ Not covered: ranks, schedules, softcap (refused).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -25,17 +24,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringattn.core.geometry import StridedRange, Tile
-from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
-from ringattn.engine.plain import PlainEngine, PlainWork, as_slice
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.firsts import Piece, accumulators, as_slice, finish, first_pieces, own_sums_bytes
+from ringattn.engine.place import Place, Scaling, operand, put, scaling, times
+from ringattn.engine.plain import PlainEngine, PlainWork
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
-from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, by_row, merge_
+from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, begin_, by_row, merge_, uninitialized
 from ringattn.engine.strips import Strips
 from ringattn.errors import UnsupportedError
 
 ops = torch.ops.aten
 
-LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""The ops multiply the -inf of a masked score by the scale, and their row maximum too: it must not be less."""
 HIDDEN_ROWS = 64
 """Rows whose scores are looked at together where the CPU op has hidden a NaN."""
 
@@ -157,26 +156,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-class Scaling(NamedTuple):
-    """A call's scale as what q is multiplied by, and the `scale`, of at least `LEAST_SCALE`, that an op is given."""
-
-    of_q: float
-    scale: float
-
-
-def scaling(scale: float) -> Scaling:
-    """The two factors of `scale`; q stays as it is wherever it can, and keeps its bits where the scale is negative."""
-    if abs(scale) >= LEAST_SCALE:
-        return Scaling(math.copysign(1.0, scale), abs(scale))
-    return Scaling(scale, 1.0)
-
-
 class AtenWork(NamedTuple):
-    """The rectangles of one step with their heads, and the same tiles for the plain engine."""
+    """The rectangles of one step with their heads, and the same tiles for the plain engine.
+
+    `begins`: which rectangles are the first of the pass on their queries; None where the state is set before all.
+    `sets`: which are the first on their keys, in a step that is the first itself; None where its rows are zeroed.
+    """
 
     rectangles: tuple[tuple[Rectangle, HeadGroup], ...]
     scaling: Scaling
     plain: PlainWork
+    begins: tuple[bool, ...] | None
+    sets: tuple[bool, ...] | None
 
 
 class AtenEngine(Accumulating):
@@ -190,70 +181,146 @@ class AtenEngine(Accumulating):
         self._plain = PlainEngine()
 
     def prepare(
-        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+        self,
+        steps: Sequence[Sequence[Tile]],
+        softmax: Softmax,
+        rows: int,
+        heads: int,
+        *,
+        more: bool = False,
+        visits: Sequence[Visit] = (),
     ) -> list[AtenWork]:
         """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
         if softmax.softcap is not None:
             raise UnsupportedError(f"engine={self.name!r} has no softcap={softmax.softcap}; use engine='plain'")
-        works, square_causal_only = [], any(op.square_causal_only for op in self._ops)
-        for tiles, plain in zip(steps, self._plain.prepare(steps, softmax, rows, heads), strict=True):
+        cut, square_causal_only = [], any(op.square_causal_only for op in self._ops)
+        for tiles in steps:
             # If one op of the device asks for square causal rectangles, all are cut so: the op is chosen later.
-            cut = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
+            found = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
             # Few rectangles, then each cut where its heads do not group evenly.
-            pieces = tuple((one, part) for one in joined(cut) for part in head_groups(one.heads, softmax.group))
-            works.append(AtenWork(pieces, scaling(softmax.scale), plain))
+            cut.append(tuple((one, part) for one in joined(found) for part in head_groups(one.heads, softmax.group)))
+        # With `more`, outputs of other ranks may be merged before the first rectangle.
+        queries = [[Piece(one.q_rows, part.q_heads) for one, part in pieces] for pieces in cut]
+        every = Piece(StridedRange(0, rows), StridedRange(0, heads))
+        begins = None if more else first_pieces(queries, [every])
+        works = []
+        for step, plain in enumerate(self._plain.prepare(steps, softmax, rows, heads, visits=visits)):
+            sets = None
+            if plain.visit.first:
+                keys = [Piece(one.k_rows, part.kv_heads) for one, part in cut[step]]
+                known = first_pieces([keys], plain.keys)
+                sets = None if known is None else known[0]
+            by = scaling(softmax.scale)
+            works.append(AtenWork(cut[step], by, plain, None if begins is None else begins[step], sets))
         return works
+
+    def begin(self, works: Sequence[AtenWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
+        """Uninitialized where the first rectangles of all rows are known."""
+        if not works or works[0].begins is None:
+            return super().begin(works, q, value_dim, sinks)
+        rows, batch, heads, _ = q.shape
+        out, lse = uninitialized(rows, batch, heads, value_dim, like=q)
+        return SoftmaxState(Output(out), lse, sinks)
 
     def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: AtenWork) -> None:
         """Accumulate the tiles into the state, in place."""
         # The op is chosen for each call, since it depends on the dtype and the padded head dimension.
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0)
         if op is None:
+            self._begin_rows(state, work)
             self._plain.attend(q, kv, state, work.plain)
             return
-        for rectangle, heads in work.rectangles:
-            at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            self._attend_rectangle(at, op, width, q, kv, state, work.scaling)
+        dtype = q.dtype if op.keeps_half else accumulator_dtype(q.dtype)
+        for (rectangle, heads), begins in zip(work.rectangles, _flags(work.begins, work), strict=True):
+            at = Place(rectangle, heads, kv.first_head, dtype)
+            self._attend_rectangle(at, op, width, q, kv, state, work.scaling, begins)
+
+    def _begin_rows(self, state: SoftmaxState, work: AtenWork) -> None:
+        """Set the rows that `begin` left to the step's rectangles, for the plain engine, which merges into all."""
+        assert state.out.carried is not None
+        for (rectangle, heads), begins in zip(work.rectangles, _flags(work.begins, work), strict=True):
+            if begins:
+                at = Place(rectangle, heads, 0, state.lse.dtype)
+                at.view(state.out.carried).zero_()
+                nothing = NEG_INF if state.sinks is None else state.sinks[as_slice(heads.q_heads), None]
+                at.view_rows(state.lse)[...] = nothing
 
     def _attend_rectangle(
-        self, at: _Place, op: BlockOp, width: int, q: Tensor, kv: KV, state: SoftmaxState, by: Scaling
+        self, at: Place, op: BlockOp, width: int, q: Tensor, kv: KV, state: SoftmaxState, by: Scaling, begins: bool
     ) -> None:
         """One rectangle, in a call of its own so that what it allocates is gone before the next one."""
         out, lse, rectangle = state.out.carried, state.lse, at.rectangle
         assert out is not None
         # A rectangle of fewer keys than the op takes goes to flash.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-        q_part, k, v = (_operand(x, width) for x in (_times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
+        q_part, k, v = (operand(x, width) for x in (times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
         part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, by.scale)
         # Padding off and rows in the buffer's order before the merge, which is by row.
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
         # The op's lse is (batch, heads, rows): a reversed rectangle is flipped back along its rows.
-        merge_(at.view(out), at.view_rows(lse), part_out, part_lse.flip(-1) if rectangle.reversed else part_lse)
+        part_lse = part_lse.flip(-1) if rectangle.reversed else part_lse
+        if begins:
+            sinks = None if state.sinks is None else state.sinks[as_slice(at.heads.q_heads)]
+            begin_(at.view(out), at.view_rows(lse), part_out, part_lse, sinks)
+        else:
+            merge_(at.view(out), at.view_rows(lse), part_out, part_lse)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: AtenWork) -> None:
-        """Add the tiles' gradients to `dq` and `dkv`, in place."""
+    def begin_grad(self, works: Sequence[AtenWork], q: Tensor, value_dim: int) -> Output:
+        """Uninitialized where the first rectangles of all rows are known."""
+        if not works or works[0].begins is None:
+            return super().begin_grad(works, q, value_dim)
+        rows, batch, heads, dim = q.shape
+        return Output(uninitialized(rows, batch, heads, dim, like=q)[0])
+
+    def attend_grad(
+        self,
+        q: Tensor,
+        kv: KV,
+        seed: BackwardInputs,
+        dq: Output,
+        dkv: KV | None,
+        work: AtenWork,
+        result: KV | None = None,
+    ) -> None:
+        """Add the tiles' gradients to `dq` and `dkv`, in place, or write the last sums to `result`."""
         # A gradient of lse is one more column of v, which may widen the padded head dimension.
         op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if seed.dlse is None else 1)
+        begins = _flags(work.begins, work)
         if op is None:
-            self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain)
+            for (rectangle, heads), first in zip(work.rectangles, begins, strict=True):
+                if first:
+                    assert dq.carried is not None
+                    Place(rectangle, heads, 0, q.dtype).view(dq.carried).zero_()
+            self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain, result)
             return
-        for rectangle, heads in work.rectangles:
-            at = _Place(rectangle, heads, kv.first_head, q.dtype if op.keeps_half else accumulator_dtype(q.dtype))
-            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, dkv, work.scaling)
+        if _at_once(work):
+            # What a rectangle makes is final, so it needs no accumulator.
+            sums = result
+        else:
+            visit = work.plain.visit if work.sets is None else Visit()
+            sums = accumulators(dkv, result, work.plain.keys, visit)
+        assert sums is not None
+        dtype, sets = q.dtype if op.keeps_half else accumulator_dtype(q.dtype), _flags(work.sets, work)
+        for (rectangle, heads), *firsts in zip(work.rectangles, begins, sets, strict=True):
+            at = Place(rectangle, heads, kv.first_head, dtype)
+            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, sums, work.scaling, firsts)
+        if sums is not result:
+            finish(sums, result, work.plain.keys)
 
     def _grad_of_rectangle(
         self,
-        at: _Place,
+        at: Place,
         op: BlockOp,
         width: int,
         q: Tensor,
         kv: KV,
         seed: BackwardInputs,
         dq: Output,
-        dkv: KV,
+        sums: KV,
         by: Scaling,
+        firsts: Sequence[bool],
     ) -> None:
-        """As `_attend_rectangle`."""
+        """As `_attend_rectangle`. `firsts`: on the queries, on the keys."""
         into, rectangle = dq.carried, at.rectangle
         assert into is not None
         # As forward, by the number of keys.
@@ -264,14 +331,14 @@ class AtenEngine(Accumulating):
             # is the wanted p (dout.v + dlse - dout.out).
             dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
         dout, q_part, k, v, out = (
-            _operand(x, width) for x in (dout, _times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
+            operand(x, width) for x in (dout, times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
         )
         # The merged lse makes exp(score - lse) the weight among all keys of the row, not only this rectangle's.
         grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
         # q went in times of_q, so its gradient comes out to be multiplied by it once more (chain rule).
-        at.view(into).add_(at.restored(grads[0], q.shape[-1]), alpha=by.of_q)
-        at.view_keys(dkv.k).add_(at.restored(grads[1], kv.k.shape[-1]))
-        at.view_keys(dkv.v).add_(at.restored(grads[2], kv.v.shape[-1]))
+        put(at.view(into), at.restored(grads[0], q.shape[-1]), firsts[0], by.of_q)
+        put(at.view_keys(sums.k), at.restored(grads[1], kv.k.shape[-1]), firsts[1])
+        put(at.view_keys(sums.v), at.restored(grads[2], kv.v.shape[-1]), firsts[1])
 
     def workspace_bytes(self, work: AtenWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """See `Engine`; on CUDA without what the fused kernels take for themselves inside a call."""
@@ -283,8 +350,12 @@ class AtenEngine(Accumulating):
         dtype = sizes.dtype if op.keeps_half else accumulator_dtype(sizes.dtype)
         scaled = work.scaling.of_q != 1
         # Rectangles run one after another: the largest counts.
-        pieces = (Strips(one, heads, sizes, width, dtype, dlse, scaled) for one, heads in work.rectangles)
-        return max((one.backward_bytes() if backward else one.forward_bytes() for one in pieces), default=0)
+        pieces = [Strips(one, heads, sizes, width, dtype, dlse, scaled) for one, heads in work.rectangles]
+        if backward:
+            sums = 0 if _at_once(work) else own_sums_bytes(work.plain.keys, work.plain.visit, sizes)
+            return sums + max((one.backward_bytes() for one in pieces), default=0)
+        begins = zip(pieces, _flags(work.begins, work), strict=True)
+        return max((one.forward_bytes(first) for one, first in begins), default=0)
 
     def _op_and_width(
         self, head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, extra_columns: int
@@ -301,63 +372,16 @@ class AtenEngine(Accumulating):
         return choose(device, dtype, dim)
 
 
-class _Place(NamedTuple):
-    """Where a rectangle lies in row-first tensors: reads its operands and maps results back."""
+def _flags(flags: tuple[bool, ...] | None, work: AtenWork) -> tuple[bool, ...]:
+    """Of each rectangle."""
+    return (False,) * len(work.rectangles) if flags is None else flags
 
-    rectangle: Rectangle
-    heads: HeadGroup
-    first_kv_head: int
-    dtype: torch.dtype
 
-    def view(self, x: Tensor) -> Tensor:
-        """The rectangle's part of a (rows, batch, query heads, dim) tensor."""
-        # Ranges become slices, so a strided operand is a view.
-        return x[as_slice(self.rectangle.q_rows), :, as_slice(self.heads.q_heads)]
-
-    def view_keys(self, x: Tensor) -> Tensor:
-        """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
-        # Received K/V may start at a later head than 0.
-        held = StridedRange(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
-        return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
-
-    def view_rows(self, x: Tensor) -> Tensor:
-        """The rectangle's part of a (batch, query heads, rows) tensor."""
-        # lse and delta have their rows last, unlike q and dout.
-        return x[:, as_slice(self.heads.q_heads), as_slice(self.rectangle.q_rows)]
-
-    def queries(self, x: Tensor) -> Tensor:
-        """`view` as the op wants it: its dtype and its order of rows."""
-        return self._ordered(self.view(x).to(self.dtype), 0)
-
-    def keys(self, x: Tensor) -> Tensor:
-        """`view_keys` as the op wants it."""
-        return self._ordered(self.view_keys(x).to(self.dtype), 0)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """`view_rows` in the op's order of rows."""
-        return self._ordered(self.view_rows(x), -1)
-
-    def restored(self, x: Tensor, dim: int) -> Tensor:
-        """A result (batch, heads, rows, padded dim) as row-first, in the buffer's order, without the padding."""
-        # Cut before the flip, so that padding is not copied.
-        return self._ordered(x.permute(2, 0, 1, 3)[..., :dim], 0)
-
-    def _ordered(self, x: Tensor, axis: int) -> Tensor:
-        # A reversed rectangle is anti-causal: with both sides flipped it is causal from the top left corner.
-        return x.flip(axis) if self.rectangle.reversed else x
+def _at_once(work: AtenWork) -> bool:
+    """Whether each row of dK and dV is made by one rectangle of the pass."""
+    return work.plain.visit.last and work.sets is not None and all(work.sets)
 
 
 def _dims(q: Tensor, kv: KV) -> tuple[int, int, torch.dtype, torch.device]:
     """Of keys and of values, with the dtype and the device of the call."""
     return kv.k.shape[-1], kv.v.shape[-1], q.dtype, q.device
-
-
-def _times(x: Tensor, factor: float) -> Tensor:
-    """`x` itself where the factor is 1."""
-    return x if factor == 1 else x * factor
-
-
-def _operand(x: Tensor, width: int) -> Tensor:
-    """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of it."""
-    # Zero columns add nothing to q . k and give output columns of 0, which `restored` cuts off.
-    return (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).permute(1, 2, 0, 3)

@@ -36,6 +36,13 @@ class KV(NamedTuple):
     first_head: int = 0
 
 
+class Visit(NamedTuple):
+    """What a step is to the dK/dV rows of its tiles, backward: the `first` to add to any of them, the `last` one."""
+
+    first: bool = False
+    last: bool = False
+
+
 class BackwardInputs(NamedTuple):
     """What backward starts from, for the rank's own queries.
 
@@ -100,13 +107,20 @@ class Engine(Protocol):
     """Multiprocessors of a GPU that its kernels leave free, so that exchanges run beside them; 0 where it cannot."""
 
     def prepare(
-        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+        self,
+        steps: Sequence[Sequence[Tile]],
+        softmax: Softmax,
+        rows: int,
+        heads: int,
+        *,
+        more: bool = False,
+        visits: Sequence[Visit] = (),
     ) -> Sequence[Any]:
         """Turn the tiles of a pass's steps into what each step's `attend` or `attend_grad` consumes. Once per plan.
 
         Query rows of the tiles index `q`, which has `rows`; key rows index the K/V that the step reads; heads are
         query heads, of which there are `heads`. `more`: others add to the output after the last step, so it stays in
-        the accumulator dtype.
+        the accumulator dtype. `visits`: of each step, where any is the first or the last to add to its dK/dV.
         """
         ...
 
@@ -126,8 +140,22 @@ class Engine(Protocol):
         """dQ before the first of the steps."""
         ...
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: Any) -> None:
-        """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place."""
+    def attend_grad(
+        self,
+        q: Tensor,
+        kv: KV,
+        seed: BackwardInputs,
+        dq: Output,
+        dkv: KV | None,
+        work: Any,
+        result: KV | None = None,
+    ) -> None:
+        """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place.
+
+        The first step on its dK/dV does not read `dkv`, and sets all key rows of its tiles: to zero where no query
+        sees one. The last one writes the sums to `result`, like kv in the inputs' dtype; what `dkv` then holds is
+        nobody's, and where a step is both it may be None.
+        """
         ...
 
     def workspace_bytes(self, work: Any, sizes: Sizes, backward: bool, dlse: bool = False) -> int:

@@ -74,10 +74,11 @@ def query_blocks(tiles: Iterable[Tile], own_rows: int, other_rows: int) -> Block
     return _table(parts, own_rows, other_rows)
 
 
-def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int) -> Blocks:
+def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int, *, unseen: bool = False) -> Blocks:
     """Blocks of at most `own_rows` key rows and of K/V heads; entries are queries in blocks of `other_rows`.
 
-    `group`: query heads per K/V head. Raises as `query_blocks` does.
+    `group`: query heads per K/V head. `unseen`: also blocks of rows that no query sees, without entries. Raises as
+    `query_blocks` does.
     """
     parts = [
         # lo <= q - k <= hi seen from the keys is -hi <= k - q <= -lo.
@@ -86,7 +87,7 @@ def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int
         for heads in _unstrided(tile.heads)
         for kv_heads, served in _kv_heads(heads, group)
     ]
-    return _table(parts, own_rows, other_rows)
+    return _table(parts, own_rows, other_rows, unseen)
 
 
 def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
@@ -157,7 +158,7 @@ def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, l
             yield StridedRange(start, end - start), held
 
 
-def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
+def _table(parts: Sequence[_Part], own_rows: int, other_rows: int, unseen: bool = False) -> Blocks:
     """The table of the parts."""
     cells = list(_cells(parts))
     rows = np.array([(*_ordered(cell.rows), cell.heads.start, cell.heads.count) for cell in cells], np.int64)
@@ -181,7 +182,7 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int) -> Blocks:
     block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
     entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
     kept = visits > 0
-    return _sorted(blocks, entries[kept], block[kept], visits[kept])
+    return _sorted(blocks, entries[kept], block[kept], visits[kept], unseen)
 
 
 def _ordered(rows: StridedRange) -> tuple[int, int, int]:
@@ -240,12 +241,12 @@ def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Int
     return entries, np.where(seen[1] > seen[0], end - start, 0)
 
 
-def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints) -> Blocks:
-    """The table of the blocks that have an entry, the longest first: a light one then fills the end of a launch."""
+def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool) -> Blocks:
+    """The table of the blocks that have an entry, or of all, the longest first: a light one then fills the end."""
     # Visited blocks times query heads served.
     work = np.bincount(block, visits * entries[:, 12], len(blocks))
     order = np.argsort(-work, kind="stable")
-    order = order[work[order] > 0]
+    order = order[(work[order] > 0) | unseen]
     # place: old index -> new one; entries follow their block and keep their order within it.
     place = np.zeros(len(blocks), np.int64)
     place[order] = np.arange(len(order))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import StridedRange, Tile
-from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.firsts import Piece, accumulators, as_slice, finish, held_by, key_pieces, own_sums_bytes
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
@@ -22,10 +23,12 @@ SCORES_BYTES = 64 << 20
 
 
 class PlainWork(NamedTuple):
-    """The tiles of one step with their heads cut into groups."""
+    """The tiles of one step with their heads cut into groups; `keys`: the rows of dK/dV that it is such a visit to."""
 
     tiles: tuple[tuple[Tile, HeadGroup], ...]
     softmax: Softmax
+    keys: tuple[Piece, ...]
+    visit: Visit
 
 
 class _Chunk(NamedTuple):
@@ -42,12 +45,25 @@ class PlainEngine(Accumulating):
     name = "plain"
 
     def prepare(
-        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+        self,
+        steps: Sequence[Sequence[Tile]],
+        softmax: Softmax,
+        rows: int,
+        heads: int,
+        *,
+        more: bool = False,
+        visits: Sequence[Visit] = (),
     ) -> list[PlainWork]:
         """Cut the heads of each tile so that every part reads whole K/V heads evenly."""
+        group = softmax.group
         return [
-            PlainWork(tuple((tile, part) for tile in tiles for part in head_groups(tile.heads, softmax.group)), softmax)
-            for tiles in steps
+            PlainWork(
+                tuple((tile, part) for tile in tiles for part in head_groups(tile.heads, group)),
+                softmax,
+                key_pieces(tiles, group),
+                visit,
+            )
+            for tiles, visit in zip(steps, visits or [Visit()] * len(steps), strict=True)
         ]
 
     def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: PlainWork) -> None:
@@ -58,18 +74,29 @@ class PlainEngine(Accumulating):
             for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
                 _attend_part(q, _held(kv, heads), heads, state, _chunk(part, q.device), work.softmax)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: PlainWork) -> None:
-        """Add the tiles' gradients to `dq` and `dkv`, in place."""
+    def attend_grad(
+        self,
+        q: Tensor,
+        kv: KV,
+        seed: BackwardInputs,
+        dq: Output,
+        dkv: KV | None,
+        work: PlainWork,
+        result: KV | None = None,
+    ) -> None:
+        """Add the tiles' gradients to `dq` and `dkv`, in place, or write the last sums to `result`."""
         assert dq.carried is not None
+        sums = accumulators(dkv, result, work.keys, work.visit)
         for tile, heads in work.tiles:
             for part in _parts(tile, heads.q_heads.count * q.shape[1], seed.lse.element_size()):
                 chunk = _chunk(part, q.device)
-                _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(dkv, heads), chunk, work.softmax)
+                _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(sums, heads), chunk, work.softmax)
+        finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: PlainWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """See `Engine`. Counts the copies that torch's einsum makes, as measured with torch 2.13."""
         item = accumulator_dtype(sizes.dtype).itemsize
-        return max(
+        most = max(
             (
                 _part_bytes(part, heads, sizes, work.softmax.softcap is not None, backward)
                 for tile, heads in work.tiles
@@ -77,6 +104,7 @@ class PlainEngine(Accumulating):
             ),
             default=0,
         )
+        return most + (own_sums_bytes(work.keys, work.visit, sizes) if backward else 0)
 
 
 def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk: _Chunk, softmax: Softmax) -> None:
@@ -141,16 +169,10 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backwa
     return forbidden + max(more + q + scores, held + lse + max(weighing, weighed))
 
 
-def as_slice(run: StridedRange) -> slice:
-    """A strided range of indices as a slice, so that indexing with it gives a view."""
-    return slice(run.start, run.stop, run.stride)
-
-
 def _held(kv: KV, heads: HeadGroup) -> KV:
     """Views of K and V, or of their gradients, for the K/V heads of a group."""
-    # Received K/V may begin at a later head than 0.
-    chosen = as_slice(heads.kv_heads._replace(start=heads.kv_heads.start - kv.first_head))
-    return KV(kv.k[:, :, chosen], kv.v[:, :, chosen], heads.kv_heads.start)
+    every = Piece(StridedRange(0, kv.k.shape[0]), heads.kv_heads)
+    return KV(*held_by(kv, every), heads.kv_heads.start)
 
 
 def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:

@@ -30,6 +30,23 @@ def identity(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple
     return out.transpose(0, 1), lse
 
 
+def uninitialized(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for a state, laid out as that of `identity`."""
+    dtype = accumulator_dtype(like.dtype)
+    out = torch.empty(batch, rows, heads, dim, dtype=dtype, device=like.device)
+    return out.transpose(0, 1), torch.empty((batch, heads, rows), dtype=dtype, device=like.device)
+
+
+def begin_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, sinks: Tensor | None) -> None:
+    """Make `(out, lse)`, which hold nothing yet, the state over the first keys, and over `sinks` (heads,) if any."""
+    if sinks is None:
+        out.copy_(part_out)
+        lse.copy_(part_lse)
+        return
+    torch.logaddexp(sinks.to(lse.dtype)[None, :, None], part_lse, out=lse)
+    torch.mul(part_out, by_row(weights(part_lse, lse)), out=out)
+
+
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the state over further keys into `(out, lse)`, in place.
 

@@ -53,8 +53,11 @@ class Strips(NamedTuple):
     dlse: bool = False
     scaled: bool = False
 
-    def forward_bytes(self) -> int:
-        """The most at once: copies of operands with the kernel's call, with its order restored, or with the merge."""
+    def forward_bytes(self, begins: bool = False) -> int:
+        """The most at once: copies of operands with the kernel's call, with its order restored, or with the merge.
+
+        `begins`: what is made becomes the state, without a merge.
+        """
         sizes, item = self.sizes, self.dtype.itemsize
         # One number for each query row and head: the size of an lse.
         rows = self._q(1)
@@ -64,7 +67,7 @@ class Strips(NamedTuple):
         # A flip along the rows is a copy without the padding.
         restored = self._q(sizes.value_dim) if self.rectangle.reversed else 0
         # Of `partial.merge_`: the merged lse, a weight, and of the other one its mask and its exponential twice.
-        merging = 4 * rows + rows // item + (rows if self.rectangle.reversed else 0)
+        merging = (0 if begins else 4 * rows + rows // item) + (rows if self.rectangle.reversed else 0)
         # While merging, a reversed result has been replaced by its copy in order, but its lse is still held.
         kept = restored + rows if restored else result
         operands = (self._q(sizes.head_dim), self._k(sizes.head_dim), self._k(sizes.value_dim))

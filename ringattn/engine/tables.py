@@ -1,7 +1,7 @@
 """The block tables of a pass: made for the cut of a kernel's blocks when it is first known, and kept on the device.
 
 Guarantees: a table is made once for each side, block size and device; its flags say which launches are the first and
-the last to update a row (see `history`), for all steps or for none.
+the last to update a row: a query row by `history`, for all steps or for none, a key row as the step's `Visit` says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ringattn.core.geometry import Tile
-from ringattn.engine.base import Softmax
+from ringattn.engine.base import Softmax, Visit
 from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
 from ringattn.engine.history import FLAGS, flagged
 from ringattn.kernels.experimental.attention_specialized import one_entry_each
@@ -36,29 +36,47 @@ class PassTables:
     """The tiles of a pass's steps with the block tables that were made of them so far."""
 
     def __init__(
-        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, more: bool = False
+        self,
+        steps: Sequence[Sequence[Tile]],
+        softmax: Softmax,
+        rows: int,
+        heads: int,
+        more: bool = False,
+        visits: Sequence[Visit] = (),
     ) -> None:
-        """`more`: no step of these is the last that adds to a row."""
+        """`more`: no step of these is the last that adds to a row. `visits`: of each step to its dK/dV."""
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
         # Outputs of other ranks are still merged after these steps, so the state must be kept.
         self.more = more
+        self.visits = visits or [Visit()] * len(self.steps)
         self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
         """Query blocks of `config.block_m` rows; their entries are in key blocks of `config.block_n`."""
-        return self._kept("query", query_blocks, config.block_m, config.block_n, device)
+        own, other = config.block_m, config.block_n
+        return self._kept("query", [partial(query_blocks, tiles) for tiles in self.steps], own, other, device)
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
         """Key blocks of `config.block_n` rows; their entries are in query blocks of `config.block_m`."""
-        # K/V heads own the blocks here, so an entry also says which query heads of its group.
-        make = partial(key_blocks, group=self.softmax.group)
+        # K/V heads own the blocks here, so an entry also says which query heads of its group. Rows that no query sees
+        # have a block where they must be set, or converted.
+        make = [
+            partial(key_blocks, tiles, self.softmax.group, unseen=any(visit))
+            for tiles, visit in zip(self.steps, self.visits, strict=True)
+        ]
         return self._kept("key", make, config.block_n, config.block_m, device)
 
-    def _kept(self, side: str, make: Callable[..., Blocks], own: int, other: int, device: torch.device) -> Tables:
+    def _kept(
+        self, side: str, make: Sequence[Callable[..., Blocks]], own: int, other: int, device: torch.device
+    ) -> Tables:
         # Kernels of equal block sizes share a table.
         key = (side, own, other, device)
         if key not in self._made:
-            made = [make(tiles, own_rows=own, other_rows=other) for tiles in self.steps]
+            made = [one(own_rows=own, other_rows=other) for one in make]
+            if side == "key":
+                # A step is the first, or the last, on all rows of its tiles.
+                for one, visit in zip(made, self.visits, strict=True):
+                    one.blocks[:, FLAGS] = FIRST * visit.first | LAST * visit.last
             # Only query rows carry a state between steps; with `more` to come none of these steps is the last.
             known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
             # Every block the first and last on its rows: one step does all its work.

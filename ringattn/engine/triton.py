@@ -20,7 +20,8 @@ import triton
 from torch import Tensor
 
 from ringattn.core.geometry import Tile
-from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState
+from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.firsts import accumulators, finish, key_pieces, own_sums_bytes
 from ringattn.engine.forms import forward_config, loadable, readable
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
@@ -44,7 +45,8 @@ class TritonWork:
     """One step of a pass, and its launches described so far."""
 
     def __init__(self, whole: PassTables, step: int) -> None:
-        self.whole, self.step = whole, step
+        self.whole, self.step, self.visit = whole, step, whole.visits[step]
+        self.keys = key_pieces(whole.steps[step], whole.softmax.group)
         self.launches: dict[Hashable, tuple[Repeat, ...]] = {}
 
 
@@ -66,10 +68,17 @@ class TritonEngine(Accumulating):
         self._named = configs is not None or form is not None
 
     def prepare(
-        self, steps: Sequence[Sequence[Tile]], softmax: Softmax, rows: int, heads: int, *, more: bool = False
+        self,
+        steps: Sequence[Sequence[Tile]],
+        softmax: Softmax,
+        rows: int,
+        heads: int,
+        *,
+        more: bool = False,
+        visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
-        whole = PassTables(steps, softmax, rows, heads, more)
+        whole = PassTables(steps, softmax, rows, heads, more, visits)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
@@ -130,8 +139,20 @@ class TritonEngine(Accumulating):
             return _uninitialized(q, q.shape[3], tables.alone)
         return super().begin_grad(works, q, value_dim)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: KV, work: TritonWork) -> None:
-        """Add the tiles' gradients to `dq` and `dkv`, in place, `dq` first. Raises as `attend` does."""
+    def attend_grad(
+        self,
+        q: Tensor,
+        kv: KV,
+        seed: BackwardInputs,
+        dq: Output,
+        dkv: KV | None,
+        work: TritonWork,
+        result: KV | None = None,
+    ) -> None:
+        """Add the tiles' gradients to `dq` and `dkv`, in place, `dq` first, or write the last sums to `result`.
+
+        Raises as `attend` does.
+        """
 
         def describe(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
@@ -153,12 +174,18 @@ class TritonEngine(Accumulating):
                 grad_kv(*rows, dk, dv, keys, by_key, **_facts(kv, work)),
             ]
 
-        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, dkv.k, dkv.v, *dq)
+        sums = accumulators(dkv, result, work.keys, work.visit)
+        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, *sums[:2], *dq)
         self._launch(work, kv, operands, describe)
+        finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """The descriptors that its launches make in global memory, known once they are described; block tables stay."""
-        return max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
+        """What its launches make in global memory, known once they are described, and sums that are final at once.
+
+        Descriptors are the former. Block tables stay.
+        """
+        made = max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
+        return made + (own_sums_bytes(work.keys, work.visit, sizes) if backward else 0)
 
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]

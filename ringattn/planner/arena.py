@@ -111,8 +111,10 @@ def verify_placement(plan: Plan) -> None:
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             write(recv.buffer, now)
-        for zero in step.zeros:
-            write(zero, now)
+        # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
+        firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.first}
+        for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
+            write(buffer, now)
         for pack in step.restores:
             read(pack.source, now, after=pack.source in received)
             write(pack.into, now)

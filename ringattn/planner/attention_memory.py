@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringattn.core.problem import ITEM_BYTES, Problem
-from ringattn.planner.plan import ALIGNMENT_BYTES, Plan
+from ringattn.planner.plan import ALIGNMENT_BYTES, OwnSums, Plan
 
 Parts = dict[str, int]
 """Bytes by what they are for."""
@@ -57,11 +57,21 @@ def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: 
     left = {"out": own.rounded(own.out) or own.out, "lse": own.lse, "kept for backward": forward.kept_bytes}
     # delta: the product of dout and out, and where they are half also both in the accumulator dtype, or the sums.
     product = 3 * own.out if own.rounded(own.out) else own.out + own.lse
-    grads = {"delta": own.lse, "dq accumulator": own.dq, "dk, dv accumulators": own.dkv}
-    standing = left | grads | {"slots": max(slots_bytes(backward), pool)}
-    results = {"dq, dk, dv": own.rounded(own.dq + own.dkv)}
-    begun = left | {"slots": pool, "delta": product}
-    return _greatest(begun, standing | {"workspace": workspace_bytes}, standing | results)
+    # Without accumulators of dK and dV there are their results from the start.
+    none = backward.own_sums is OwnSums.NONE
+    sums = {"dk accumulator": own.dk, "dv accumulator": own.dv}
+    if none:
+        sums = {"dk": own.rounded(own.dk) or own.dk, "dv": own.rounded(own.dv) or own.dv}
+    sums |= {"delta": own.lse, "dq accumulator": own.dq, "slots": max(slots_bytes(backward), pool)}
+    standing = left | sums
+    moments = [left | {"slots": pool, "delta": product}, standing | {"workspace": workspace_bytes}]
+    # Converted one after the other, each while its accumulator is still there.
+    for name in ("dq", "dk", "dv") if own.item != own.half else ():
+        if f"{name} accumulator" in standing:
+            standing = standing | {name: own.rounded(standing[f"{name} accumulator"])}
+            moments.append(standing)
+            standing = standing | {f"{name} accumulator": 0}
+    return _greatest(*moments)
 
 
 class _Own:
@@ -72,7 +82,7 @@ class _Own:
         rows = problem.q_layout.counts[rank] * problem.batch * problem.q_heads * self.item
         keys = problem.kv_layout.counts[rank] * problem.batch * problem.kv_heads * self.item
         self.out, self.lse, self.dq = rows * problem.value_dim, rows, rows * problem.head_dim
-        self.dkv = keys * (problem.head_dim + problem.value_dim)
+        self.dk, self.dv = keys * problem.head_dim, keys * problem.value_dim
 
     def rounded(self, nbytes: int) -> int:
         """Bytes of a copy in the inputs' dtype; 0 where that is the accumulators' and there is no copy."""

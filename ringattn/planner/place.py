@@ -35,9 +35,11 @@ from ringattn.planner.plan import (
     PlanStep,
     Recv,
     Send,
+    Zero,
     record_elements,
 )
 from ringattn.planner.received_heads import ReceivedHeads
+from ringattn.planner.visits import rows_of, with_visits
 from ringattn.schedule.content import Content, HeadRows, piece_of, size, union
 from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
 from ringattn.schedule.passes import is_on_received
@@ -57,7 +59,7 @@ class _Draft:
 
     now: int
     packs: list[Pack] = field(default_factory=list)
-    zeros: list[int] = field(default_factory=list)
+    zeros: list[Zero] = field(default_factory=list)
     restores: list[Pack] = field(default_factory=list)
     work: list[AttendOp | AttendReceivedOp | Add] = field(default_factory=list)
 
@@ -113,7 +115,8 @@ class _Projection:
         # Offsets come last: only now is the end of every life known.
         buffers, arena_bytes = lay_out(self.problem, self.buffers)
         name = self.schedule.name
-        return Plan(self.problem, name, self.rank, self.backward, steps, buffers, arena_bytes, tuple(kept))
+        plan = Plan(self.problem, name, self.rank, self.backward, steps, buffers, arena_bytes, tuple(kept))
+        return with_visits(plan) if self.backward else plan
 
     def _step(self, now: int, index: int, step: Step) -> PlanStep:
         draft = _Draft(now)
@@ -155,9 +158,9 @@ class _Projection:
                     self._in_fused(block, self.held[block], draft)
         buffers = {kind: self.fused_index[buffer.label] for kind, buffer in self.received.fused.items()}
         inputs = self.received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
-        # OUT and dQ are written whole; dK/dV are added to, so only they begin at zero.
+        # OUT and dQ are written whole; dK/dV are added to.
         if self.backward:
-            draft.zeros.append(buffers[Kind.DKV])
+            draft.zeros.append(self._zeroed(buffers[Kind.DKV]))
             draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.DQ], buffers[Kind.GRAD_OUT], buffers[Kind.DKV]))
         else:
             draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.OUT]))
@@ -173,7 +176,7 @@ class _Projection:
                 self.held[block] = self._inside(block, content, draft.now)
             dkv = self.fused_index[sums.label]
             # The sums are slices of one buffer: it is zeroed once, whole.
-            draft.zeros.append(dkv)
+            draft.zeros.append(self._zeroed(dkv))
         # Owner None: rows of several owners, each of a single head, named by the tiles.
         draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer.label], dkv=dkv))
 
@@ -300,8 +303,12 @@ class _Projection:
         if block not in self.held:
             dtype = self._held_dtype(block.kind)
             self.held[block] = self._new(f"{block} sum", self.sums[block], dtype, draft.now, block.kind)
-            draft.zeros.append(self.held[block])
+            draft.zeros.append(self._zeroed(self.held[block]))
         return self._use(self.held[block], draft.now)
+
+    def _zeroed(self, buffer: int) -> Zero:
+        # All rows: `with_visits` takes out what the first work on them sets.
+        return Zero(buffer, rows_of(self.buffers[buffer]))
 
     def _attend_ops(self, item: Attend | AttendGrad, tiles: HeadTiles, kv: int, dkv: int) -> Iterable[AttendOp]:
         """An attention update for each distance between a key's rows in `kv` and `dkv`: one, if contents are alike."""

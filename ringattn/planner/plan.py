@@ -7,6 +7,7 @@ buffer it touches; each buffer has its offset in the arena.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ class AttendOp(NamedTuple):
     `owner` None: of several owners and heads, in a fused buffer where every row has a head of its own.
 
     Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). Backward: gradients of key row r are
-    added to row dkv_row + r * dkv_step of `dkv`.
+    added to row dkv_row + r * dkv_step of `dkv`. `first`: nothing of the pass has set these rows, of any tile, before;
+    `last`: nothing adds to them afterwards, so the sum is final.
     """
 
     owner: int | None
@@ -85,12 +87,15 @@ class AttendOp(NamedTuple):
     dkv_row: int = 0
     kv_step: int = 1
     dkv_step: int = 1
+    first: bool = False
+    last: bool = False
 
 
 class AttendReceivedOp(NamedTuple):
     """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
 
-    Forward fills `result` with out and lse; backward reads `seed`, fills `result` with dQ and adds to `dkv`.
+    Forward fills `result` with out and lse; backward reads `seed`, fills `result` with dQ and adds to `dkv`, or where
+    it is the `first` sets the rows of its tiles.
     """
 
     tiles: TileTable
@@ -99,13 +104,35 @@ class AttendReceivedOp(NamedTuple):
     result: int
     seed: int = LOCAL
     dkv: int = LOCAL
+    first: bool = False
 
 
 class Add(NamedTuple):
-    """Add a whole buffer into the same rows of another (or LOCAL); partial outputs are merged."""
+    """Add a whole buffer into the same rows of another (or LOCAL); partial outputs are merged.
+
+    `first`: nothing of the pass has set these rows before, so they are copied.
+    """
 
     part: int
     into: int
+    first: bool = False
+
+
+class Zero(NamedTuple):
+    """Rows of a dK/dV buffer that begin at zero. `rows`: of the buffer, for each of its head parts."""
+
+    buffer: int
+    rows: Content
+
+
+class OwnSums(StrEnum):
+    """How the accumulators of the rank's own dK and dV begin."""
+
+    ZEROED = "zeroed"
+    UNSET = "unset"
+    """The first work on each row sets it."""
+    NONE = "none"
+    """There are none: the first work on each row is the last, and writes the result."""
 
 
 class PlanStep(NamedTuple):
@@ -118,7 +145,7 @@ class PlanStep(NamedTuple):
     packs: tuple[Pack, ...] = ()
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
-    zeros: tuple[int, ...] = ()
+    zeros: tuple[Zero, ...] = ()
     restores: tuple[Pack, ...] = ()
     work: tuple[AttendOp | AttendReceivedOp | Add, ...] = ()
 
@@ -128,6 +155,7 @@ class Plan:
     """What one rank does in one pass. `backward` tells what an `AttendOp` means.
 
     `kept`: buffers that a forward pass hands on to its backward, and that a backward pass begins with; in equal order.
+    `own_sums`: of the rank's own keys and values, backward.
     """
 
     problem: Problem
@@ -138,6 +166,7 @@ class Plan:
     buffers: tuple[Buffer, ...]
     arena_bytes: int
     kept: tuple[int, ...] = ()
+    own_sums: OwnSums = OwnSums.ZEROED
     messages: int = field(init=False)
     bytes_sent: int = field(init=False)
 

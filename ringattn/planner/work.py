@@ -94,7 +94,8 @@ def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
 def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
     """Seconds of a step's work, which its messages may hide behind."""
     problem, buffers = plan.problem, plan.buffers
-    moved: float = sum(buffer_bytes(problem, buffers[zeroed]) for zeroed in step.zeros)
+    zeroed = sum(size(zero.rows) for zero in step.zeros)
+    moved: float = zeroed * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
     moved += sum(_packed(plan, pack) for pack in step.restores)
     seconds = 0.0
     for item in step.work:

@@ -30,7 +30,7 @@ class ForwardArithmetic:
         if self.state.out.carried is not None:
             self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
 
-    def attend(self, kv: KV, _: KV | None, work: Any) -> None:
+    def attend(self, kv: KV, _: KV | None, work: Any, final: bool = False) -> None:
         """Into the state."""
         self.engine.attend(self.q, kv, self.state, work)
 
@@ -59,7 +59,7 @@ class BackwardArithmetic:
         seed: BackwardInputs,
         grads: LocalTensors,
     ) -> None:
-        """`local`: the own K and V; `grads`: the accumulators of their gradients."""
+        """`local`: the own K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
         self.engine, self.q, self.seed = engine, q, seed
         self.value_dim = seed.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
@@ -71,10 +71,10 @@ class BackwardArithmetic:
         if self.dq.carried is not None:
             self.local[Kind.DQ] = LocalTensors(self.dq.carried)
 
-    def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
+    def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
         """Into dq and dkv."""
-        assert dkv is not None
-        self.engine.attend_grad(self.q, kv, self.seed, self.dq, dkv, work)
+        sums, result = (None, dkv) if final else (dkv, None)
+        self.engine.attend_grad(self.q, kv, self.seed, self.dq, sums, work, result)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
         """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""

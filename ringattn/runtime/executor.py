@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import StridedRange
-from ringattn.engine.base import KV, Engine, Sizes, Softmax
+from ringattn.engine.base import KV, Engine, Sizes, Softmax, Visit
 from ringattn.observe.shortage import is_shortage, told
 from ringattn.planner.plan import (
     LOCAL,
@@ -53,8 +53,11 @@ class Arithmetic(Protocol):
         """By kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others add to them."""
         ...
 
-    def attend(self, kv: KV, dkv: KV | None, work: Any) -> None:
-        """Attend with the local queries to some keys and values; backward adds to their gradients `dkv`."""
+    def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
+        """Attend with the local queries to some keys and values; backward adds to their gradients `dkv`.
+
+        `final`: these are the result at once, in the inputs' dtype.
+        """
         ...
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
@@ -82,14 +85,17 @@ class Executor:
         # Outputs of other ranks are merged after the last update here, so no update is the last that adds to a row.
         merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
         steps = [tuple(attend.tiles) for attend in updates]
-        self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged)
+        visits = [Visit(attend.first, attend.last) for attend in updates]
+        self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged, visits=visits)
         # By identity: the plan holds its operations for as long as this dict lives.
         self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
         for item in items:
             if isinstance(item, AttendReceivedOp):
                 # In a fused buffer each (row, head) is a row of its own, so one query head and one K/V head.
                 rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
-                (self._work_of[id(item)],) = engine.prepare([tuple(item.tiles)], alone, rows, 1, more=True)
+                (self._work_of[id(item)],) = engine.prepare(
+                    [tuple(item.tiles)], alone, rows, 1, more=True, visits=[Visit(item.first)]
+                )
         self._bound: _Bound | None = None
         # Whether `begin` has started a pass that `run` has not yet continued.
         self._begun = False
@@ -201,14 +207,14 @@ class Executor:
                 if number or not begun:
                     self._launch(number, local)
                 # Buffers that live in one step do not overlap, so this is safe beside the messages in flight.
-                for buffer in step.zeros:
-                    buffers[buffer].flat.zero_()
+                for zero in step.zeros:
+                    buffers[zero.buffer].zero(zero.rows)
                 # After the launch, so eight-bit K/V is restored while this step's messages travel.
                 for restore in step.restores:
                     pack(buffers[restore.source], buffers[restore.into])
                 for item in step.work:
                     if isinstance(item, Add):
-                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind))
+                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind), item.first)
                     elif isinstance(item, AttendReceivedOp):
                         # The kind of a buffer says its role; a role that the pass lacks is LOCAL.
                         roles = (item.q, item.kv, item.result, item.seed, item.dkv)
@@ -218,7 +224,7 @@ class Executor:
                         kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
                         if self.plan.backward:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
-                        arithmetic.attend(kv, dkv, self._work_of[id(item)])
+                        arithmetic.attend(kv, dkv, self._work_of[id(item)], item.last)
             # The last step's messages still use the arena, which the next pass overwrites.
             self._wait()
             # A copy: the arena belongs to the next pass.

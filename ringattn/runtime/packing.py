@@ -46,12 +46,12 @@ def gather(local: LocalTensors, records: PackedBuffer) -> None:
         move_rows_call(own, packed, gather=rows).run()
 
 
-def scatter_add(records: PackedBuffer, local: LocalTensors) -> None:
-    """Add the records to the rank's own tensors."""
+def scatter_add(records: PackedBuffer, local: LocalTensors, first: bool = False) -> None:
+    """Add the records to the rank's own tensors; where they are the `first`, write them."""
     from ringattn.kernels.rows import move_rows_call
 
     for own, packed, rows in _sides(local, records):
-        move_rows_call(packed, own, scatter=rows, add=True).run()
+        move_rows_call(packed, own, scatter=rows, add=not first).run()
 
 
 def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:

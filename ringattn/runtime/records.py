@@ -61,6 +61,7 @@ class PackedBuffer:
         self.lists: dict[Any, Tensor] = {}
         """Kept by `ringattn.runtime.packing`."""
         self.parts: dict[StridedRange, tuple[Rows, ...]] = {}
+        self._records: dict[StridedRange, Tensor] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
         # A record is one row, batch and head: its width in elements follows from the flat size.
         width = flat.numel() // records if records else 0
@@ -70,6 +71,7 @@ class PackedBuffer:
             # One head part after the other; rows outermost, so a range of rows is one contiguous slice:
             #    flat  | part 0: row 0 (batch, head, K|V) . row 1 . ... | part 1: row 0 . row 1 . ... |
             block = flat[at : at + count].view(part.row_count, batch, part.heads.count, width)
+            self._records[part.heads] = block
             self.parts[part.heads] = _values(block, form, dtype)
             at += count
 
@@ -89,6 +91,12 @@ class PackedBuffer:
         """Where the rows of a part lie here, range by range."""
         # A content has one part for each range of heads.
         return next(mine for mine in self.content if mine.heads == part.heads).locate(part.rows)
+
+    def zero(self, rows: Content) -> None:
+        """Set some packed rows of its head parts to zero."""
+        for heads, runs in rows:
+            for run in runs:
+                self._records[heads][run.start : run.stop : run.stride].zero_()
 
     def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
         """The values of some packed rows of one head part."""
@@ -153,16 +161,21 @@ def pack(source: BufferRef, into: PackedBuffer) -> None:
                 theirs.copy_(mine)
 
 
-def add(part: PackedBuffer, into: BufferRef) -> None:
-    """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse."""
+def add(part: PackedBuffer, into: BufferRef, first: bool = False) -> None:
+    """Add a content into the same rows of `into`; merge it where its values are outputs beside their lse.
+
+    `first`: these rows are unset, and get it.
+    """
     if isinstance(into, LocalTensors) and not part.form.scalars and packing.is_faster(part, part.flat.device):
-        packing.scatter_add(part, into)
+        packing.scatter_add(part, into, first)
         return
     for have, want in _pairs(part, into, part.content):
         if have.scalars:
             # A packed lse is (rows, batch, heads); the merge wants (batch, heads, rows).
             lse, part_lse = (one.scalars[0].permute(1, 2, 0) for one in (want, have))
             merge_(want.x, lse, have.x, part_lse)
+        elif first:
+            want.x.copy_(have.x)
         else:
             want.x.add_(have.x)
 

@@ -131,6 +131,19 @@ def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
     return tuple(sorted(merged))
 
 
+def without(outer: Content, inner: Content) -> Content:
+    """What is in `outer` and not in `inner`, for head parts of equal start."""
+    inner_rows = {part.heads: part.rows for part in inner}
+    found = []
+    for heads, rows in outer:
+        left = list(rows)
+        for other in inner_rows.get(heads, ()):
+            left = [piece for run in left for piece in _without(run, other)]
+        if left:
+            found.append(HeadRows(heads, tuple(sorted(left))))
+    return tuple(found)
+
+
 def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The union of intervals (start, count) as ascending ones that do not touch."""
     #    |---|  |-----|

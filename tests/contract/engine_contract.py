@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn.core.geometry import CAUSAL, Tile
-from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState
+from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxState, Visit
 from ringattn.errors import UnsupportedError
 from tests.contract.engine_not_finite import NotFinite
 from tests.contract.engine_scenarios import DENSE, SCENARIOS, Scenario, StridedRange, random_scenario, simple, strip
@@ -38,6 +38,30 @@ class EngineContract(NotFinite):
                 self.engine().prepare([()], Softmax(SCALE, 1, SCENARIOS[name].softcap), 1, 1)
             return
         self.tried(SCENARIOS[name], dtype, with_dlse)
+
+    @pytest.mark.parametrize(
+        ("name", "first", "last"),
+        [
+            ("zigzag", True, False), ("blind", True, False), ("dilated", True, False), ("blind", True, True),
+            ("part-of-the-heads", True, True), ("window", False, True),
+        ],
+    )  # fmt: skip
+    def test_the_first_and_the_last_on_keys(self, name: str, first: bool, last: bool) -> None:
+        """A first step finds NaN and sets every key row of its tiles; a last one writes its sums to the result."""
+        visit = Visit(first, last)
+        trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device)
+        trial.check(trial.run(self.engine(), visit), TOLERANCE[torch.float32])
+        trial.check_margins()
+
+    @pytest.mark.parametrize("name", ["mqa", "whole-call"])
+    def test_final_sums_of_half_inputs_are_rounded_once(self, name: str) -> None:
+        scenario = SCENARIOS[name]._replace(softcap=None)
+        wide, final = (
+            Trial(scenario, torch.bfloat16, False, 0, self.device).run(self.engine(), Visit(True, last))
+            for last in (False, True)
+        )
+        for part in (part for part in wide if part[:2] in ("dk", "dv")):
+            assert torch.equal(final[part], wide[part].bfloat16().float())
 
     @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
     @pytest.mark.parametrize("name", ["causal", "window", "zigzag"])

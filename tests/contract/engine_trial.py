@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import Tile
-from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax, Visit
 from ringattn.engine.softmax_state import accumulator_dtype
 from tests.contract.engine_scenarios import Scenario
 from tests.oracle import attention
+from tests.poison import unset_is_nan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SCALE = 0.3
 NAN = float("nan")
+NEITHER, ONLY = Visit(), Visit(first=True, last=True)
 
 
 def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
@@ -102,26 +104,42 @@ class Trial:
             None if x is None else self._output(x.masked_fill(~touched, NAN)) for x in (carried, result)
         ))  # fmt: skip
 
-    def run(self, engine: Engine) -> dict[str, Tensor]:
-        """out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers."""
+    def run(self, engine: Engine, visit: Visit = NEITHER) -> dict[str, Tensor]:
+        """out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers.
+
+        `visit`: what every step is to its dK and dV. They hold NaN before a first one, and ones before others.
+        """
         s = self.scenario
-        works = engine.prepare([step.tiles for step in s.steps], self.softmax, s.q_rows, s.heads)
-        begun = engine.begin(works, self.q, s.d_v, self.sinks)
+        works = engine.prepare(
+            [step.tiles for step in s.steps], self.softmax, s.q_rows, s.heads, visits=[visit] * len(s.steps)
+        )
+        with unset_is_nan():
+            begun = engine.begin(works, self.q, s.d_v, self.sinks)
         state = begun._replace(out=self._relaid(begun.out, self.q_touched))
         state.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
         for kv, work in zip(self.kvs, works, strict=True):
             engine.attend(self.q, kv, state, work)
-        final, dq = (
-            state.out.finalized(self.dtype),
-            self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched)),
-        )
+        final = state.out.finalized(self.dtype)
+        with unset_is_nan():
+            dq = self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched))
         results = {"out": final, "lse": state.lse}
         seed = BackwardInputs(self.dout, final, state.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
         for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
-            dkv = KV(*(self._output(torch.ones(x.shape, dtype=self.accumulator)) for x in kv[:2]), kv.first_head)
-            engine.attend_grad(self.q, kv, seed, dq, dkv, work)
-            results |= {f"dk{i}": dkv.k - 1, f"dv{i}": dkv.v - 1}
+            dkv = self._filled(kv, self.accumulator, NAN if visit.first else 1.0)
+            result = self._filled(kv, self.dtype, NAN) if visit.last else None
+            engine.attend_grad(self.q, kv, seed, dq, None if visit == ONLY else dkv, work, result)
+            held = touched(s.steps[i].tiles, "k", s.group, kv.first_head, kv.k)
+            for name, x in zip(("dk", "dv"), (result or dkv)[:2], strict=True):
+                if visit != NEITHER:  # elsewhere nothing is written
+                    assert x[~held.expand(x.shape)].isnan().all()
+                    x = x.masked_fill(~held, 0.0 if visit.first else 1.0)
+                results[f"{name}{i}"] = x.to(self.accumulator) - (0 if visit.first else 1)
         return results | {"dq": dq.finalized(self.dtype)}
+
+    def _filled(self, kv: KV, dtype: torch.dtype, value: float) -> KV:
+        """Like K and V, full of one value, in memory of ours."""
+        k, v = (self._output(torch.full(x.shape, value, dtype=dtype)) for x in kv[:2])
+        return KV(k, v, kv.first_head)
 
     def reference(self) -> dict[str, Tensor]:
         """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringattn.engine import aten
 from ringattn.engine.aten import CPU, CUDNN, FLASH, AtenEngine, BlockOp, choose
-from ringattn.engine.base import KV, Softmax
+from ringattn.engine.base import KV, Softmax, Visit
 from ringattn.errors import UnsupportedError
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS
@@ -61,6 +61,30 @@ def test_an_op_with_the_needs_of_cuda(
     odd_dims = SCENARIOS["causal-more-queries"]._replace(d_k=13, d_v=13)
     trial = Trial(SCENARIOS.get(name, odd_dims), torch.float64, with_dlse, scale=scale)
     trial.check(trial.run(AtenEngine(HOST)), 1e-10)
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["missing", "too late"])
+def test_a_wrong_first_flag_shows(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unset holds NaN, and what a second first one overwrites is missed."""
+    trial = Trial(SCENARIOS["whole-zigzag-pass"], torch.float64, False)
+    trial.check(trial.run(AtenEngine(HOST), Visit(first=True)), 1e-10)
+    monkeypatch.setattr(aten, "first_pieces", lambda steps, _: [(flag,) * len(step) for step in steps])
+    for visit in (Visit(), Visit(first=True)):
+        with pytest.raises(AssertionError):
+            trial.check(trial.run(AtenEngine(HOST), visit), 1e-10)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_falls_back_to_plain_in_a_pass_that_begins_unset(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that nothing has set are set there, with their sinks."""
+    trial, runs = Trial(SCENARIOS["whole-pass"], torch.float64, True), []
+    trial.sinks = torch.linspace(-1.0, 2.0, trial.scenario.heads) if sinks else None
+    for op in (CPU, None):
+        monkeypatch.setattr(aten, "choose", lambda device, dtype, dim, op=op: op)
+        runs.append(trial.run(AtenEngine(HOST)))
+    for name, x in runs[0].items():
+        torch.testing.assert_close(runs[1][name], x, rtol=0, atol=1e-10, equal_nan=True)
+        assert x.nan_to_num(0.0).abs().sum() > 0
 
 
 def test_falls_back_to_plain_where_no_op_fits(monkeypatch: pytest.MonkeyPatch) -> None:

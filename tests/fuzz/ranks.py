@@ -21,6 +21,7 @@ from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S
+from tests.poison import unset_is_nan
 
 TIMEOUT_S = 20.0
 OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
@@ -48,10 +49,11 @@ def on_threads(body: Body, case: Case) -> Outcomes:
         outcomes[rank] = _life(world.transport(rank), body, case)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case["ranks"])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * TIMEOUT_S)
+    with unset_is_nan():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * TIMEOUT_S)
     return outcomes
 
 
@@ -122,7 +124,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
         try:
             one = dist.PrefixStore(f"case {number}", store)
             transport = GlooTransport.open(one, rank, case["ranks"], TIMEOUT_S)
-            outcome = _life(transport, body, case)
+            with unset_is_nan():
+                outcome = _life(transport, body, case)
         except Exception as error:
             outcome = error
         try:

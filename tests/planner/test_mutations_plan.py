@@ -13,7 +13,7 @@ import pytest
 from ringattn.errors import PlanError
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
-from ringattn.planner.plan import Add, AttendOp, Plan, buffer_bytes
+from ringattn.planner.plan import LOCAL, Add, AttendOp, Plan, buffer_bytes
 from ringattn.schedule.routes import ROUTES
 from tests.strategies import simple
 
@@ -106,15 +106,24 @@ def test_a_slot_outside_the_arena(route: str, backward: bool) -> None:
 
 @each_route
 @each_pass
-@pytest.mark.parametrize("what", ["packs", "recvs", "zeros"])
+@pytest.mark.parametrize("what", ["packs", "recvs"])
 def test_a_buffer_that_nobody_fills(route: str, backward: bool, what: str) -> None:
     whole = plan(route, backward)
-    if what == "zeros" and not backward:
-        assert not any(step.zeros for step in whole.steps)
-        return
     at = next(at for at, step in enumerate(whole.steps) if getattr(step, what))
     with pytest.raises(PlanError, match=r"is read too early"):
         verify_placement(with_plan_step(whole, at, **{what: ()}))
+
+
+@each_route
+def test_a_sum_that_nobody_begins(route: str) -> None:
+    whole = plan(route, True)
+    assert not any(step.zeros or item.first for step in plan(route, False).steps for item in step.work)
+    begun = [any(not isinstance(item, Add) and item.first and item.dkv != LOCAL for item in step.work)
+             for step in whole.steps]  # fmt: skip
+    at = begun.index(True)
+    work = tuple(item._replace(first=False) for item in whole.steps[at].work)
+    with pytest.raises(PlanError, match=r"is read too early"):
+        verify_placement(with_plan_step(whole, at, work=work, zeros=()))
 
 
 @each_route

@@ -17,6 +17,7 @@ from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendR
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, schedule_of
+from tests.planner.visit_check import check_visits
 from tests.strategies import Case, covering, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -62,7 +63,7 @@ def touched(plan: Plan) -> dict[int, set[int]]:
     """The steps in which each buffer is named by some operation."""
     steps: dict[int, set[int]] = defaultdict(set)
     for now, step in enumerate(plan.steps):
-        named = [*step.zeros]
+        named = [zero.buffer for zero in step.zeros]
         for pack in (*step.packs, *step.restores):
             named += [pack.source, pack.into]
         named += [message.buffer for message in (*step.sends, *step.recvs)]
@@ -92,6 +93,8 @@ def test_plans(route: str, wire: str | None, case: Case) -> None:
     check_packs_only_what_does_not_lie_in_one_piece(passes)
     check_bytes_and_messages_are_the_schedules(passes, case, route, wire)
     check_folds_read_the_rows_they_mean(passes, case)
+    for plan in passes[True]:
+        check_visits(plan)
 
 
 def check_they_are_projections_and_verified(passes: Passes, case: Case, route: str) -> None:

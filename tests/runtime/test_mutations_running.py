@@ -17,6 +17,7 @@ from ringattn.schedule.content import size
 from ringattn.schedule.routes import RING
 from ringattn.testing import run_ranks
 from ringattn.transport.base import Message, Rebound
+from tests.poison import unset_is_nan
 from tests.strategies import simple
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
@@ -41,7 +42,8 @@ def outcome(
         return on_rank(ring, trial, layout, schedule, torch.float64)
 
     try:
-        parts = run_ranks(4, body, engine="plain", poison=True, timeout_s=5.0)
+        with unset_is_nan():
+            parts = run_ranks(4, body, engine="plain", poison=True, timeout_s=5.0)
     except TransportError as error:
         return str(error)
     return greatest_error(joined(parts), reference(trial, torch.float64))
@@ -161,7 +163,20 @@ def elements(whole: Plan, buffer: int) -> int:
 
 
 def unzeroed(whole: Plan) -> Plan:
+    """Rows of a relayed sum that the rank adds nothing to stay unset."""
     return with_first(whole, lambda step: {"zeros": ()} if step.zeros else None)
+
+
+def with_flag(what: type, first: bool) -> Callable[[Plan], Plan]:
+    """The flag of the first work of some kind that has the other."""
+
+    def change(step: PlanStep) -> dict[str, Any] | None:
+        at = next((n for n, item in enumerate(step.work) if isinstance(item, what) and item.first != first), None)
+        if at is None:
+            return None
+        return {"work": (*step.work[:at], step.work[at]._replace(first=first), *step.work[at + 1 :])}
+
+    return lambda whole: with_first(whole, change)
 
 
 def unpacked(whole: Plan) -> Plan:
@@ -175,15 +190,27 @@ def unpacked(whole: Plan) -> Plan:
         (True, without(AttendOp)),
         (True, without(Add)),
         (True, unzeroed),
+        (True, with_flag(AttendOp, first=False)),
+        (True, with_flag(Add, first=True)),
         (False, unpacked),
         (True, unpacked),
     ],
-    ids=["no attend", "no gradient", "no merge", "not zeroed", "not packed", "not packed, backward"],
+    ids=[
+        "no attend",
+        "no gradient",
+        "no merge",
+        "not zeroed",
+        "not the first",
+        "first too late",
+        "not packed",
+        "not packed, backward",
+    ],
 )
 def test_a_broken_plan_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan], Plan]
 ) -> None:
-    break_plan(monkeypatch, backward, change)
+    # Rank 3 of a zigzag has all: a sum that it relays, of which it sees a part.
+    break_plan(monkeypatch, backward, change, broken=3)
     found = outcome(lambda ring: None)
     assert isinstance(found, float) and found > 1e-3
 

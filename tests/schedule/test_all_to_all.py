@@ -106,10 +106,10 @@ class Asked(PlainEngine):
         super().__init__()
         self.heads: list[tuple[int, bool]] = []
 
-    def prepare(self, *args: Any, more: bool = False) -> Any:
+    def prepare(self, *args: Any, more: bool = False, **others: Any) -> Any:
         """(query heads, whether others add to the output) is kept."""
         self.heads.append((args[3], more))
-        return super().prepare(*args, more=more)
+        return super().prepare(*args, more=more, **others)
 
 
 def test_engines_hear_what_others_add_to() -> None:

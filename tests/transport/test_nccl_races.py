@@ -69,10 +69,10 @@ class Touching:
         self._gpu.touch(reads=[*extent(kv.k), *extent(kv.v)], label="attend")
         self._inner.attend(q, kv, *rest)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Any, dq: Any, dkv: KV, work: Any) -> None:
-        sums = [*extent(dkv.k), *extent(dkv.v)]
+    def attend_grad(self, q: Tensor, kv: KV, seed: Any, dq: Any, dkv: Any, work: Any, result: Any = None) -> None:
+        sums = [*extent((dkv or result).k), *extent((dkv or result).v)]
         self._gpu.touch(reads=[*extent(kv.k), *extent(kv.v), *sums], writes=sums, label="attend_grad")
-        self._inner.attend_grad(q, kv, seed, dq, dkv, work)
+        self._inner.attend_grad(q, kv, seed, dq, dkv, work, result)
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def touching(monkeypatch: pytest.MonkeyPatch) -> None:
         here.gpu.touch(reads=flat(source), writes=flat(into), label="pack")
         pack(source, into)
 
-    def touched_add(part: PackedBuffer, into: PackedBuffer | LocalTensors) -> None:
+    def touched_add(part: PackedBuffer, into: PackedBuffer | LocalTensors, first: bool) -> None:
         here.gpu.touch(reads=flat(part) + flat(into), writes=flat(into), label="add")
-        add(part, into)
+        add(part, into, first)
 
     monkeypatch.setattr(ringattn.runtime.executor, "pack", touched_pack)
     monkeypatch.setattr(ringattn.runtime.executor, "add", touched_add)

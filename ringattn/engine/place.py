@@ -1,0 +1,98 @@
+"""Where a rectangle lies in row-first tensors: operands read as a fused kernel wants them, results put back."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringattn.core.geometry import StridedRange
+from ringattn.engine.firsts import as_slice
+from ringattn.engine.rectangles import HeadGroup, Rectangle
+
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""The ops multiply the -inf of a masked score by the scale, and their row maximum too: it must not be less."""
+
+
+class Scaling(NamedTuple):
+    """A call's scale as what q is multiplied by, and the `scale`, of at least `LEAST_SCALE`, that an op is given."""
+
+    of_q: float
+    scale: float
+
+
+def scaling(scale: float) -> Scaling:
+    """The two factors of `scale`; q stays as it is wherever it can, and keeps its bits where the scale is negative."""
+    if abs(scale) >= LEAST_SCALE:
+        return Scaling(math.copysign(1.0, scale), abs(scale))
+    return Scaling(scale, 1.0)
+
+
+class Place(NamedTuple):
+    """Where a rectangle lies in row-first tensors: reads its operands and maps results back."""
+
+    rectangle: Rectangle
+    heads: HeadGroup
+    first_kv_head: int
+    dtype: torch.dtype
+
+    def view(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (rows, batch, query heads, dim) tensor."""
+        # Ranges become slices, so a strided operand is a view.
+        return x[as_slice(self.rectangle.q_rows), :, as_slice(self.heads.q_heads)]
+
+    def view_keys(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
+        # Received K/V may start at a later head than 0.
+        held = StridedRange(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
+        return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
+
+    def view_rows(self, x: Tensor) -> Tensor:
+        """The rectangle's part of a (batch, query heads, rows) tensor."""
+        # lse and delta have their rows last, unlike q and dout.
+        return x[:, as_slice(self.heads.q_heads), as_slice(self.rectangle.q_rows)]
+
+    def queries(self, x: Tensor) -> Tensor:
+        """`view` as the op wants it: its dtype and its order of rows."""
+        return self._ordered(self.view(x).to(self.dtype), 0)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """`view_keys` as the op wants it."""
+        return self._ordered(self.view_keys(x).to(self.dtype), 0)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`view_rows` in the op's order of rows."""
+        return self._ordered(self.view_rows(x), -1)
+
+    def restored(self, x: Tensor, dim: int) -> Tensor:
+        """A result (batch, heads, rows, padded dim) as row-first, in the buffer's order, without the padding."""
+        # Cut before the flip, so that padding is not copied.
+        return self._ordered(x.permute(2, 0, 1, 3)[..., :dim], 0)
+
+    def _ordered(self, x: Tensor, axis: int) -> Tensor:
+        # A reversed rectangle is anti-causal: with both sides flipped it is causal from the top left corner.
+        return x.flip(axis) if self.rectangle.reversed else x
+
+
+def put(x: Tensor, part: Tensor, first: bool, factor: float = 1.0) -> None:
+    """`part` times `factor` added to `x`, or put there."""
+    if not first:
+        x.add_(part, alpha=factor)
+    elif factor == 1:
+        x.copy_(part)
+    else:
+        torch.mul(part, factor, out=x)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """`x` itself where the factor is 1."""
+    return x if factor == 1 else x * factor
+
+
+def operand(x: Tensor, width: int) -> Tensor:
+    """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of it."""
+    # Zero columns add nothing to q . k and give output columns of 0, which `restored` cuts off.
+    return (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).permute(1, 2, 0, 3)

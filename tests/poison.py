@@ -1,0 +1,20 @@
+"""Memory that torch hands out unset holds NaN, as a ring's pool does with `poison`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def unset_is_nan() -> Iterator[None]:
+    """In all threads of the process, by what of the deterministic mode of torch alone changes anything on a CPU."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
