@@ -11,13 +11,14 @@ from tests.kernels.interpreted import outcomes_of
 
 pytestmark = pytest.mark.alone
 
-CASES = "tests/kernels/interpreter/kernel_cases.py"
+FORWARD, BACKWARD = (f"tests/kernels/interpreter/{name}_cases.py" for name in ("kernel", "backward"))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Each case of the interpreted suite: why it failed, with the seed that repeats it, or nothing."""
-    return outcomes_of(CASES, tmp_path_factory.mktemp("kernels"), ("carried", "not carried"))
+    forward = outcomes_of(FORWARD, tmp_path_factory.mktemp("forward"), ("carried", "not carried"))
+    return forward | outcomes_of(BACKWARD, tmp_path_factory.mktemp("backward"), ("gradients", "not gradients"))
 
 
 @pytest.mark.unchanged("attention kernels in the interpreter")

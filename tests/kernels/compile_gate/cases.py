@@ -119,9 +119,10 @@ def call_of(name: str) -> LaunchCall:
     if kernel == "grad_q":
         result = _rows(d_k, dtype)
         return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result)
+    grads, results = (_rows(d_k), _rows(d_v)), (_rows(d_k, dtype), _rows(d_v, dtype))
     if kernel == "grad_kv":
-        return grad_kv(*seed, _rows(d_k), _rows(d_v), table, config, scale=scale, softcap=softcap)
-    return grad_fused(*seed, _rows(d_k), _rows(d_k), _rows(d_v), table, config, scale=scale, softcap=softcap)
+        return grad_kv(*seed, *grads, table, config, scale=scale, softcap=softcap, results=results)
+    return grad_fused(*seed, _rows(d_k), *grads, table, config, scale=scale, softcap=softcap, results=results)
 
 
 def _rows(dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

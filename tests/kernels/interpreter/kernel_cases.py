@@ -1,4 +1,4 @@
-"""The attention kernels in the interpreter, each launch by itself, against dense attention in float64.
+"""The forward kernels in the interpreter, each launch by itself, against dense attention in float64.
 
 Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_attention_kernels.py). Inputs differ from
 run to run; RINGATTN_SEED repeats one.
@@ -17,24 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import attention_tiles
-from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_tiles import describable, grid_of, section_for
+from ringattn.kernels.attention_tiles import describable, grid_of
 from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized
 from ringattn.kernels.launch_call import FIRST, LAST, Config
 from tests.kernels.interpreter.bf16_shim import bf16
 from tests.kernels.interpreter.kernel_inputs import (
     GROUP,
     HEADS,
-    K_ROWS,
-    NAN,
     Q_ROWS,
     SCALE,
     Inputs,
     Keys,
     Pairs,
-    by_key,
     by_query,
     close,
 )
@@ -224,140 +219,10 @@ def test_neither_state_nor_result_is_refused() -> None:
         attended(inputs, state_of(inputs, raw=False), "pointers", FIRST | LAST, out=None, result=None)
 
 
-# --- backward --------------------------------------------------------------------------------------------------------
-
-
-Seeds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-class Grads(NamedTuple):
-    """Gradients with memory of their own."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    result: Tensor
-
-
-def grads_of(inputs: Inputs, fill: float = 0.0) -> Grads:
-    memory, (d_k, d_v) = inputs.memory, (inputs.q.shape[3], inputs.v.shape[3])
-    kv_heads = HEADS // GROUP
-    return Grads(
-        memory.rows(Q_ROWS, HEADS, d_k, fill=fill), memory.rows(K_ROWS, kv_heads, d_k, fill=fill),
-        memory.rows(K_ROWS, kv_heads, d_v, fill=fill), memory.rows(Q_ROWS, HEADS, d_k, inputs.dtype),
-    )  # fmt: skip
-
-
-def seeds(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
-    """q, k, v, dout, lse, delta as the backward launches take them."""
-    lse, delta = (inputs.memory.per_row(Q_ROWS, HEADS) for _ in range(2))
-    lse.copy_(reference["lse"]), delta.copy_(reference["delta"])
-    return inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta
-
-
-@pytest.mark.parametrize("form", ["pointers", "descriptors"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
-def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """In two launches, adding to what is there, with softcap and odd head dimensions."""
-    inputs = Inputs(pairs, dtype, 24, 40)
-    reference, grads, config = inputs.reference(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
-    at = seeds(inputs, reference)
-    grad_q(*at, grads.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
-    grad_kv(*at, grads.dk, grads.dv, by_key(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
-    for name in ("dq", "dk", "dv"):
-        # Adding to ones rounds to steps of 2^-23 of them.
-        close(getattr(grads, name).double() - 1.0, reference[name], max(TOLERANCE[dtype], 3e-6))
-    inputs.memory.check()
-
-
-def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of results that add to what is there: an item met twice or left out would show. Ten heads are idle or not."""
-    inputs, config, found = Inputs(ONE, torch.float32, batches=2), config_of("pointers", 32, 32), []
-    queries, keys, at = by_query(ONE, config), by_key(ONE, config), seeds(inputs, inputs.reference())
-    # Programs; bytes of L2, and the sections that they lead to, of ten heads and of six K/V heads.
-    for programs, l2, sections in ((None, 1 << 30, (10, 6)), (1, 1, (2, 1)), (5, 46_080, (6, 3))):
-        monkeypatch.setattr(attention_tiles, "gpu_of", lambda device, l2=l2: attention_tiles.Gpu(l2, 1))
-        by_head = section_for(queries, inputs.k, inputs.v, sharing=GROUP)
-        assert (by_head, section_for(keys, inputs.q, inputs.dout, reads=GROUP)) == sections
-        state, grads = state_of(inputs, raw=False), grads_of(inputs, fill=1.0)
-        state.out.fill_(1.0), state.lse.fill_(0.5)
-        attended(inputs, state, "pointers", 0, result=None, programs=programs, table=queries, config=config)
-        grad_q(*at, grads.dq, queries, config, scale=SCALE, group=GROUP, programs=programs).run()
-        grad_kv(*at, grads.dk, grads.dv, keys, config, scale=SCALE, group=GROUP, programs=programs).run()
-        found.append((state.out, state.lse, *grads[:3]))
-    assert all(torch.equal(one, other) for run in found[1:] for one, other in zip(found[0], run, strict=True))
-    assert not any(torch.equal(x, torch.ones_like(x)) for x in found[0])
-    inputs.memory.check()
-
-
-@pytest.mark.parametrize("form", ["pointers", "descriptors"])
-def test_dq_begins_and_ends_as_its_blocks_say(form: str) -> None:
-    """Two launches, each with half of the runs, bitwise: state on NaN first, result last."""
-    inputs, config = Inputs(MANY, torch.float16), config_of(form)
-    plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
-    at = seeds(inputs, inputs.reference())
-    halves = [MANY._replace(keys=keys) for keys in (MANY.keys[:2], MANY.keys[2:])]
-    for pairs, flags in zip(halves, (FIRST, LAST), strict=True):
-        grad_q(*at, plain.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
-        table = by_query(pairs, config, flags)
-        grad_q(*at, flagged.dq, table, config, scale=SCALE, group=GROUP, result=flagged.result).run()
-        if flags == FIRST:
-            assert torch.equal(flagged.dq, plain.dq) and flagged.result.isnan().all()
-            before = plain.dq.clone()
-    assert torch.equal(flagged.dq, before) and torch.equal(flagged.result, plain.dq.half())
-    table = by_query(MANY, config, FIRST | LAST)
-    grad_q(*at, None, table, config, scale=SCALE, group=GROUP, result=once.result).run()
-    close(once.result, inputs.reference()["dq"], TOLERANCE[torch.float16])
-    inputs.memory.check()
-
-
-@pytest.mark.parametrize("form", ["pointers", "descriptors"])
-@pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
-def test_one_fused_launch_is_two(pairs: Pairs, form: str) -> None:
-    """dK and dV bit for bit, dQ within the rounding of float32 sums in another order."""
-    inputs, config = Inputs(pairs, torch.bfloat16), config_of(form)
-    split, fused = grads_of(inputs), grads_of(inputs)
-    at = seeds(inputs, inputs.reference())
-    table = by_key(pairs, config)
-    grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
-    grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
-    grad_fused(*at, fused.dq, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP).run()
-    assert torch.equal(split.dk, fused.dk) and torch.equal(split.dv, fused.dv)
-    close(fused.dq, split.dq.double(), 5e-7)
-    inputs.memory.check()
-
-
-def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
-    """All logits far below zero: the weight of a key that is not there is infinite, and must not reach dQ."""
-    inputs, config = Inputs(ONE._replace(keys=(Keys(5, 1, 3, 0),)), torch.float32), config_of("pointers")
-    inputs.q.copy_(inputs.q.abs() * 40), inputs.k[5:8].copy_(-inputs.k[5:8].abs() * 40)
-    reference, grads = inputs.reference(), grads_of(inputs)
-    at = seeds(inputs, reference)
-    assert (reference["lse"] < -200).all()
-    grad_fused(*at, *grads[:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP).run()
-    assert grads.dq.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
-    """Rows of every run, forward and backward."""
-    inputs, found = Inputs(MANY, dtype, 24, 40), []
-    at = seeds(inputs, inputs.reference())
-    for form in ("pointers", "descriptors"):
-        state, grads, config = state_of(inputs, raw=False), grads_of(inputs), config_of(form, 32, 16)
-        attended(inputs, state, form, FIRST | LAST, config=config)
-        grad_q(*at, grads.dq, by_query(MANY, config), config, scale=SCALE, group=GROUP).run()
-        grad_kv(*at, grads.dk, grads.dv, by_key(MANY, config), config, scale=SCALE, group=GROUP).run()
-        found.append((state.result, state.lse, *grads[:3]))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_what_descriptors_can_read() -> None:
     half = torch.zeros(8, 2, 4, 24, dtype=torch.bfloat16)
     assert describable(half, half[1:, :, 1:3], half[::3], half.half())
     assert not describable(half, half.float())
     assert not describable(half[:, :, :1].expand(-1, -1, 2, -1))  # rows that several heads see
-    assert not describable(half[:1].expand(8, -1, -1, -1))  # one row at the place of all
     assert not describable(half[..., 4:])  # begins 8 bytes into 16
     assert not describable(torch.zeros(8, 2, 4, 20, dtype=torch.bfloat16))  # heads are 40 bytes apart

@@ -75,7 +75,7 @@ def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
     return table_of(blocks, entries, HEADS + 1)
 
 
-def by_key(pairs: Pairs, config: Config) -> Table:
+def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
     """Key blocks, each of one run of keys, with all K/V heads; every one of them serves its whole group."""
     blocks, entries = [], []
     for keys in pairs.keys:
@@ -86,7 +86,7 @@ def by_key(pairs: Pairs, config: Config) -> Table:
             band = (keys.apart, pairs.apart, max(-FAR, near - pairs.most), near)
             blocks.append((keys.first + first * keys.stride, keys.stride, rows, 0, HEADS // GROUP, len(entries)))
             entries.append((0, 1, Q_ROWS, *band, *visits, 0, GROUP))
-            blocks[-1] += (len(entries), 0)
+            blocks[-1] += (len(entries), flags)
     return table_of(blocks, entries, HEADS // GROUP + 1)
 
 
