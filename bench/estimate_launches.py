@@ -32,13 +32,14 @@ class Launch(NamedTuple):
 
 
 def launches(arch: int, dims: tuple[int, ...]) -> Iterator[Launch]:
-    """Those that there are for a GPU."""
+    """Those that there are for a GPU; beside sm_90, in the form that it runs by."""
+    forms = ("descriptors", "pointers") if arch == 90 else ("descriptors",) if arch > 90 else ("pointers",)
     for dim in dims:
-        if arch >= 90:
+        if arch == 90:
             yield Launch("plain", "forward", dim, lambda dim=dim: plain_call(dim, PLAIN))  # type: ignore[misc]
         if arch == 90 and dim in DIMS:
             yield Launch("gluon", "forward", dim, lambda dim=dim: _call("gluon", "forward", dim, CONFIG))  # type: ignore[misc]
-        for form in ("descriptors", "pointers"):
+        for form in forms:
             try:
                 configs = configs_for(arch, torch.bfloat16, dim, form)
             except LookupError:

@@ -47,6 +47,7 @@ class KernelCode(NamedTuple):
 def code_of(call: LaunchCall, arch: int) -> KernelCode:
     """The launch compiled for sm_`arch`, by the driver that is set here and stays set."""
     driver.set_active(StubDriver(arch))
+    call.kernel.device_caches.clear()  # by device number, which is 0 for every GPU that is stood in for
     return read(call.kernel.warmup(*call.args, grid=call.grid, **call.meta))
 
 

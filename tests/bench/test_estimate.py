@@ -171,3 +171,22 @@ def test_the_published_table_can_be_read() -> None:
     kept = json.loads((ROOT / "bench" / "estimate_published.json").read_text(encoding="utf-8"))
     assert {one["use"] for one in kept["kernels"]} == {"fit", "check"}
     assert all(one["instructions"]["mma"] and 0 < one["load"] < 1.01 and one["source"] for one in kept["kernels"])
+
+
+def test_a_kernel_is_compiled_anew_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton keeps what it compiled by device, and the device that stands in has the same number for every GPU."""
+    triton_driver = pytest.importorskip("triton.runtime.driver").driver
+    from ringattn.bench import kernel_code
+    from ringattn.kernels.launch_call import LaunchCall
+
+    class Kernel:
+        def __init__(self) -> None:
+            self.device_caches: dict[int, int] = {}
+
+        def warmup(self, grid: tuple[int]) -> int:
+            return self.device_caches.setdefault(0, triton_driver.active.get_current_target().arch)
+
+    monkeypatch.setattr(triton_driver, "_active", None)
+    monkeypatch.setattr(kernel_code, "read", lambda kernel: kernel)
+    call = LaunchCall(Kernel(), (1,), (), {})
+    assert [kernel_code.code_of(call, arch) for arch in (90, 100)] == [90, 100]
