@@ -33,9 +33,9 @@ def visited(nth, start, full, full_end):
 
 
 @gluon.jit
-def work_of(blocks, item, block_count, slots):
+def work_of(blocks, item, block_count, slots, batches=1, section=1):
     """(block, batch, head, live rows, first entry, one past the last); an idle item has no row and no entry."""
-    block, batch, head, idle = item_of(blocks, item, block_count, slots)
+    block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
     first, last = entries_of(block)
     return block, batch, head, gl.where(idle, 0, run_of(block)[2]), gl.where(idle, last, first), last
 

@@ -29,6 +29,7 @@ GROUPS = {
     "compile gate": ("tests/kernels/test_compile_gate.py",),
     "compile gate of rows": ("tests/kernels/test_compile_gate_rows.py",),
     "compile gate of Gluon": ("tests/kernels/test_attention_gluon.py",),
+    "Gluon backward": ("tests/kernels/test_attention_gluon_backward.py",),
     "engine in the interpreter": ("tests/engine/test_triton.py", "tests/kernels/interpreter/engine_cases.py"),
     "attention kernels in the interpreter": (
         "tests/kernels/test_attention_kernels.py",

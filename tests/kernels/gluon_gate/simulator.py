@@ -12,9 +12,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,7 +27,10 @@ from ringattn.kernels.launch_call import LaunchCall
 from tests.kernels.gluon_gate.values import Pointer, Value, counted, language, pointer, value
 
 KERNELS = Path(launch_call.__file__).parent
-MODULES = ("attention_tiles", "attention_gluon_parts", "attention_gluon_update", "attention_gluon_kernel")
+MODULES = (
+    "attention_tiles", "attention_gluon_parts", "attention_gluon_update", "attention_gluon_kernel",
+    "attention_gluon_grad_parts", "attention_gluon_grad_kv", "attention_gluon_grad_q",
+)  # fmt: skip
 """What a kernel may consist of, each after those that it imports."""
 
 
@@ -67,21 +71,30 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory, or a part of it. `home`: what is loaded as one."""
+    """Shared memory, or a part of it. `home`: what is loaded as one. `step`: lets other roles run."""
 
     layout = None
 
-    def __init__(self, data: np.ndarray, home: tuple[int, int]) -> None:
+    def __init__(self, data: np.ndarray, home: tuple[int, int], step: Callable[[], None]) -> None:
         self.data, self.home, self.dtype, self.shape = data, home, data.dtype, list(data.shape)
+        self.step = step
 
     def index(self, at: Any) -> Shared:
-        return Shared(self.data[int(at)], (self.home[0], int(at)))
+        return Shared(self.data[int(at)], (self.home[0], int(at)), self.step)
 
     def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.data[start : start + length], self.home)
+        return Shared(self.data[start : start + length], self.home, self.step)
 
     def permute(self, order: tuple[int, int]) -> Shared:
-        return Shared(self.data.transpose(order), self.home)
+        return Shared(self.data.transpose(order), self.home, self.step)
+
+    def load(self, layout: Any) -> Value:
+        self.step()
+        return value(self.data.copy())
+
+    def store(self, values: Value) -> None:
+        self.step()
+        self.data[...] = values
 
 
 class Product:
@@ -152,7 +165,7 @@ class Program:
             self.barriers += made.members
             return made if len(shape) > 1 else made.members[0]
         self.memories += 1
-        return Shared(np.full(shape, np.nan, dtype), (self.memories, 0))
+        return Shared(np.full(shape, np.nan, dtype), (self.memories, 0), self.step)
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
         """Run all parts to their ends."""
@@ -293,7 +306,7 @@ def loaded(
     modules = {name: ModuleType(name) for name in MODULES}
     with patch.dict(sys.modules, stubs | {f"ringattn.kernels.{name}": one for name, one in modules.items()}):
         for name, module in modules.items():
-            exec(compile(source_of(name).replace(*edit), name, "exec"), vars(module))
+            exec(_code(name, edit), vars(module))
             vars(module)["range"] = counted
     return modules
 
@@ -309,6 +322,11 @@ def simulate(call: LaunchCall, seed: int, edit: tuple[str, str] = ("", "")) -> N
     for at in range(call.grid[0]):
         now.update(program=Program(seed * 1000 + at), place=(at, call.grid[0]))
         kernel(*args, **constants)
+
+
+@cache
+def _code(name: str, edit: tuple[str, str]) -> CodeType:
+    return compile(source_of(name).replace(*edit), name, "exec")
 
 
 def source_of(name: str) -> str:

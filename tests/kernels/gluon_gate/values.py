@@ -115,7 +115,7 @@ def language() -> SimpleNamespace:
 
     shared_layout = SimpleNamespace(get_default_for=_layout)
     return SimpleNamespace(
-        constexpr=lambda x: x, int32=np.int32, int64=np.int64, float16=np.float16, float32=np.float32,
+        constexpr=lambda x: x, int32=np.int32, uint32=np.uint32, int64=np.int64, float16=np.float16, float32=np.float32,
         load=load, store=store, expand_dims=expand_dims, where=where, to_tensor=value, static_range=builtins.range,
         arange=lambda start, end, layout=None: value(np.arange(start, end, dtype=np.int32)),
         full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
@@ -123,5 +123,5 @@ def language() -> SimpleNamespace:
         max=_over(lambda x, axis: np.max(x, axis)), sum=_over(lambda x, axis: np.sum(x, axis)),
         exp2=_over(np.exp2), log2=_over(np.log2), NVMMASharedLayout=shared_layout, NVMMADistributedLayout=_layout,
         DotOperandLayout=_layout, SliceLayout=_layout,
-        BlockedLayout=_layout, inline_asm_elementwise=to_l2,
+        BlockedLayout=_layout, SwizzledSharedLayout=_layout, inline_asm_elementwise=to_l2,
     )  # fmt: skip

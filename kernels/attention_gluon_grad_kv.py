@@ -1,0 +1,288 @@
+"""The Gluon kernel of dK and dV on Hopper: a program owns 128 keys, 64 for each of two consumer warpgroups.
+
+The products are transposed, S^T = K.Q^T and dP^T = V.dO^T, as in FlashAttention-3's backward (arXiv 2407.08608, its
+`mainloop_bwd_sm90`): a warpgroup's weights and score gradients then have its keys as rows, and stay in its registers as
+left operands of dV += P^T.dO and dK += dS^T.Q. One warp brings K and V of a block once, and blocks of queries with
+their gradients by TMA, each with the base-2 lse and delta of its rows beside it.
+Guarantees: what `attention_gluon_kernel` does for its buffers; no atomics, the same bits for the same table.
+`attention_gluon_backward.gluon_backward_takes` says which calls it may be given.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ringattn.kernels.attention_gluon_grad_parts import CONSUMERS, deliver, masked, products
+from ringattn.kernels.attention_gluon_parts import bring, described, landed, seen, slot_of, visited, work_of
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, rows_and_band, run_of, visits
+from ringattn.kernels.launch_call import VARYING
+
+
+@gluon.jit
+def _bring_rows(
+    q_rows, dout_rows, lse, delta, rows, at, turn, lse_row, delta_row, buffers, barriers,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Bring the queries from `at` on, block `turn` of this program: q and dout by TMA, lse and delta by threads."""
+    _, _, q_buffers, dout_buffers, peak_buffers, delta_buffers = buffers
+    _, _, q_full, dout_full, empty = barriers
+    slot, parity = slot_of(turn, SLOTS)
+    # Asked for before the waits below, which their way from memory then overlaps.
+    cols = at + gl.arange(0, BLOCK_M, layout=layout)
+    near = cols < rows[2]
+    at_rows = (rows[0] + cols * rows[1]).to(gl.int64)
+    peaks = gl.load(lse + at_rows * lse_row, mask=near, other=0.0) * LOG2_E
+    deltas = gl.load(delta + at_rows * delta_row, mask=near, other=0.0)
+    # One barrier says that all four of a slot have been left. dout has one of its own to say that it is there: the
+    # products with q begin before.
+    bring(q_rows, at, slot, parity, q_full, empty, q_buffers)
+    mbarrier.expect(dout_full.index(slot), dout_rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(dout_rows, [at, 0], dout_full.index(slot), dout_buffers.index(slot))
+    # Rows that saw no key weigh 0: exp2 of anything less infinity.
+    peak_buffers.index(slot).store(gl.where(peaks == float("-inf"), float("inf"), peaks))
+    delta_buffers.index(slot).store(deltas)
+    # The second arrival of each phase; the first one was the copy's.
+    mbarrier.arrive(q_full.index(slot))
+    mbarrier.arrive(dout_full.index(slot))
+
+
+@gluon.jit
+def _produce(
+    inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Bring what the consumers ask for, in their order."""
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    q, k, v, dout = inputs
+    lse, delta = per_row
+    blocks, entries = tables
+    block_count, slots, batches, section, group, first_kv_head = sizes
+    q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head = strides
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row = row_strides
+    k_buffer, v_buffer, q_buffers, dout_buffers, _, _ = buffers
+    kv_full, kv_empty, q_full, dout_full, _ = barriers
+    items = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+        block, batch, kv_head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
+        # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
+        if first < last:
+            held = kv_head - first_kv_head
+            run = run_of(block)
+            # The loads of the block before have landed: its descriptors, which these replace, are not read any more.
+            mbarrier.wait(kv_full, items & 1 ^ 1)
+            k_rows = described(k + batch * k_batch + held * k_head, run[0], run[1], k_row, live, k_buffer)
+            v_rows = described(v + batch * v_batch + held * v_head, run[0], run[1], v_row, live, v_buffer)
+            mbarrier.wait(kv_empty, items & 1 ^ 1)
+            mbarrier.expect(kv_full, k_rows.block_type.nbytes + v_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_rows, [0, 0], kv_full, k_buffer)
+            tma.async_copy_global_to_shared(v_rows, [0, 0], kv_full, v_buffer)
+            items += 1
+            for index in range(first, last):
+                entry = entries + index * ENTRY_COLUMNS
+                # The entry holds queries here, and columns 11 and 12 the query heads that read this K/V head.
+                rows = rows_and_band(entry)[0]
+                start, full, full_end, end = visits(entry)
+                first_head = kv_head * group + gl.load(entry + 11)
+                for served in range(gl.load(entry + 12)):
+                    head = first_head + served
+                    # A descriptor is made where the one before it lay, which loads under way may still read.
+                    landed(turn, q_full, SLOTS)
+                    landed(turn, dout_full, SLOTS)
+                    q_rows = described(
+                        q + batch * q_batch + head * q_head, rows[0], rows[1], q_row, rows[2], q_buffers.index(0)
+                    )
+                    dout_rows = described(
+                        dout + batch * dout_batch + head * dout_head, rows[0], rows[1], dout_row, rows[2],
+                        dout_buffers.index(0),
+                    )  # fmt: skip
+                    for nth in range(end - start):
+                        _bring_rows(
+                            q_rows, dout_rows, lse + batch * lse_batch + head * lse_head,
+                            delta + batch * delta_batch + head * delta_head, rows,
+                            visited(nth, start, full, full_end) * BLOCK_M, turn, lse_row, delta_row, buffers, barriers,
+                            BLOCK_M, SLOTS, layout,
+                        )  # fmt: skip
+                        turn += 1
+
+
+@gluon.jit
+def _update(
+    dk, dv, turn, at, limits, scale, k_rows, v_rows, buffers, barriers,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
+):  # fmt: skip
+    """(dk before scaling, dv) after query block `turn` of this program, which is block `at` of its entry.
+
+    `limits`: the first and the last query of the entry that each key is seen by.
+    """
+    _, _, q_buffers, dout_buffers, peak_buffers, delta_buffers = buffers
+    _, _, q_full, dout_full, empty = barriers
+    slot, parity = slot_of(turn, SLOTS)
+    q_rows, dout_rows = q_buffers.index(slot), dout_buffers.index(slot)
+    of_queries: gl.constexpr = gl.SliceLayout(0, s_layout)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    mbarrier.wait(q_full.index(slot), parity)
+    s = products(k_rows, q_rows, BLOCK_M, s_layout)
+    peaks = peak_buffers.index(slot).load(of_queries)
+    mbarrier.wait(dout_full.index(slot), parity)
+    dp = products(v_rows, dout_rows, BLOCK_M, s_layout)
+    # S^T has ended; dP^T runs beside the exponentials.
+    s = hopper.warpgroup_mma_wait(1, deps=(s,))
+    s = s * scale - gl.expand_dims(peaks, 0)
+    if MASKED:
+        s = masked(s, limits, at, BLOCK_M)
+    # The final weights, since lse is over all keys of the row.
+    p = gl.exp2(s)
+    dv = hopper.warpgroup_mma(gl.convert_layout(p.to(q_rows.dtype), operand), dout_rows, dv, is_async=True)
+    deltas = delta_buffers.index(slot).load(of_queries)
+    # dP^T has ended; P^T.dO runs beside the differences.
+    dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
+    # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
+    ds = p * (dp - gl.expand_dims(deltas, 0))
+    dk = hopper.warpgroup_mma(gl.convert_layout(ds.to(q_rows.dtype), operand), q_rows, dk, is_async=True)
+    dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
+    dk = hopper.warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(empty.index(slot))
+    return dk, dv
+
+
+@gluon.jit
+def _attend(
+    dk, dv, turn, first, last, entries, own, scale, k_rows, v_rows, buffers, barriers,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
+):  # fmt: skip
+    """(dk before scaling, dv) after the entries, and the turn of the next query block."""
+    for index in range(first, last):
+        entry = entries + index * ENTRY_COLUMNS
+        start, full, full_end, end = visits(entry)
+        # All query heads of the K/V head that read it, one after another in one program: no atomics.
+        for _ in range(gl.load(entry + 12)):
+            # Full blocks need no block number: it is only read for the mask.
+            for _ in range(full_end - full):
+                dk, dv = _update(
+                    dk, dv, turn, 0, (0, 0), scale, k_rows, v_rows, buffers, barriers, BLOCK_M, SLOTS, False, s_layout
+                )
+                turn += 1
+            limits = seen(own, entry)
+            # Those before the full ones, then those after them.
+            for edge in range(start, end - (full_end - full)):
+                at = gl.where(edge < full, edge, edge + (full_end - full))
+                dk, dv = _update(
+                    dk, dv, turn, at, limits, scale, k_rows, v_rows, buffers, barriers, BLOCK_M, SLOTS, True, s_layout
+                )
+                turn += 1
+    return dk, dv, turn
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, grads, tables, sizes, strides, scales, buffers, barriers,
+    DIM: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The gradients of the first half of every block's keys, or of the second."""
+    # The four warps of a consumer lie along the keys, 16 each.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dk_carried, dv_carried, dk_result, dv_result = grads
+    dk_strides, dv_strides, dk_result_strides, dv_result_strides = strides
+    scale, in_scale = scales
+    blocks, entries = tables
+    block_count, slots, batches, section, _, first_kv_head = sizes
+    KEYS: gl.constexpr = buffers[0].shape[0] // CONSUMERS
+    # Two consumers share the block's K and V: each reads its own half.
+    k_rows, v_rows = buffers[0].slice(WHICH * KEYS, KEYS), buffers[1].slice(WHICH * KEYS, KEYS)
+    own = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    # The same keys in the layout of the gradients.
+    own_d = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, d_layout))
+    items = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+        first, last = work_of(blocks, item, block_count, slots, batches, section)[4:]
+        dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+        dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+        if first < last:
+            mbarrier.wait(barriers[0], items & 1)
+            items += 1
+            dk, dv, turn = _attend(
+                dk, dv, turn, first, last, entries, own, in_scale, k_rows, v_rows, buffers, barriers,
+                BLOCK_M, SLOTS, s_layout,
+            )  # fmt: skip
+            # K and V are not read again: the producer may load the next item's.
+            mbarrier.arrive(barriers[1])
+        # Asked for again: kept through the loops it would take registers of every thread.
+        block, batch, kv_head, live, _, _ = work_of(blocks, item, block_count, slots, batches, section)
+        # K/V may be held from a later head than 0; gradients have the same heads.
+        held = kv_head - first_kv_head
+        deliver(
+            dv, dv_carried, dv_result, dv_strides, dv_result_strides, block, batch, held, own_d, live, DIM, d_layout
+        )
+        deliver(
+            dk * scale, dk_carried, dk_result, dk_strides, dk_result_strides, block, batch, held, own_d, live,
+            DIM, d_layout,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def grad_kv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, dk_result, dv_result, blocks, entries, block_count, slots, batches, section,
+    group, first_kv_head, scale, in_scale,
+    q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
+    dk_row, dk_batch, dk_head, dv_row, dv_batch, dv_head,
+    dk_result_row, dk_result_batch, dk_result_head, dv_result_row, dv_result_batch, dv_result_head,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
+    DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """What `attention_gluon_backward.grad_kv_gluon` launches, with the warps of one consumer; others are added here.
+
+    Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DIM], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_buffer = gl.allocate_shared_memory(dtype, [BLOCK_N, DIM], kv_layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [BLOCK_N, DIM], kv_layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_M, DIM], q_layout)
+    dout_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_M, DIM], q_layout)
+    peak_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], row_layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], row_layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    # Full: the arrival of the copy and, for query rows, of their lse and delta. Empty: one of each consumer.
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=CONSUMERS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(slot), count=2)
+        mbarrier.init(dout_full.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    # The barriers are visible to TMA before any role begins.
+    hopper.fence_async_shared()
+
+    inputs, per_row, tables = (q, k, v, dout), (lse, delta), (blocks, entries)
+    grads = dk, dv, dk_result, dv_result
+    buffers = k_buffer, v_buffer, q_buffers, dout_buffers, peak_buffers, delta_buffers
+    barriers = kv_full, kv_empty, q_full, dout_full, empty
+    sizes, scales = (block_count, slots, batches, section, group, first_kv_head), (scale, in_scale)
+    strides = q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head
+    row_strides = lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row
+    dk_strides, dv_strides = (dk_row, dk_batch, dk_head), (dv_row, dv_batch, dv_head)
+    dk_result_strides = dk_result_row, dk_result_batch, dk_result_head
+    dv_result_strides = dv_result_row, dv_result_batch, dv_result_head
+    grad_strides = dk_strides, dv_strides, dk_result_strides, dv_result_strides
+    upper: gl.constexpr = 0
+    lower: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_consume, (upper, grads, tables, sizes, grad_strides, scales, buffers, barriers, DIM, BLOCK_M, SLOTS)),
+            (_consume, (lower, grads, tables, sizes, grad_strides, scales, buffers, barriers, DIM, BLOCK_M, SLOTS)),
+            (_produce, (inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers, BLOCK_M, SLOTS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

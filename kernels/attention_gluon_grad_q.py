@@ -1,0 +1,234 @@
+"""The Gluon kernel of dQ on Hopper: a program owns 128 queries, 64 for each of two consumer warpgroups.
+
+One warp brings a block's rows of q and dout once, and blocks of K and V, by TMA. A warpgroup computes S = Q.K^T and
+dP = dO.V^T of its queries, and keeps the score gradients in its registers as the left operand of dQ += dS.K.
+Guarantees: what `attention_gluon_kernel` does for its buffers; no atomics, the same bits for the same table.
+`attention_gluon_backward.gluon_backward_takes` says which calls it may be given.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ringattn.kernels.attention_gluon_grad_parts import CONSUMERS, deliver, masked, products
+from ringattn.kernels.attention_gluon_parts import bring, described, landed, places, seen, slot_of, visited, work_of
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, rows_and_band, run_of, visits
+from ringattn.kernels.launch_call import VARYING
+
+
+@gluon.jit
+def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
+    """Bring what the consumers ask for, in their order."""
+    q, k, v, dout = inputs
+    blocks, entries = tables
+    block_count, slots, batches, section, group, first_kv_head = sizes
+    q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head = strides
+    q_buffer, dout_buffer, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, v_full, empty = barriers
+    items = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
+        # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
+        if first < last:
+            run = run_of(block)
+            q_base = q + batch * q_batch + head * q_head
+            dout_base = dout + batch * dout_batch + head * dout_head
+            # The loads of the block before have landed: its descriptors, which these replace, are not read any more.
+            mbarrier.wait(q_full, items & 1 ^ 1)
+            q_rows = described(q_base, run[0], run[1], q_row, live, q_buffer)
+            dout_rows = described(dout_base, run[0], run[1], dout_row, live, dout_buffer)
+            mbarrier.wait(q_empty, items & 1 ^ 1)
+            mbarrier.expect(q_full, q_rows.block_type.nbytes + dout_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_rows, [0, 0], q_full, q_buffer)
+            tma.async_copy_global_to_shared(dout_rows, [0, 0], q_full, dout_buffer)
+            items += 1
+
+            kv_head = head // group - first_kv_head
+            k_base = k + batch * k_batch + kv_head * k_head
+            v_base = v + batch * v_batch + kv_head * v_head
+            for index in range(first, last):
+                rows = rows_and_band(entries + index * ENTRY_COLUMNS)[0]
+                start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
+                # A descriptor is made where the one before it lay, which loads under way may still read.
+                landed(turn, k_full, SLOTS)
+                landed(turn, v_full, SLOTS)
+                k_rows = described(k_base, rows[0], rows[1], k_row, rows[2], k_buffers.index(0))
+                v_rows = described(v_base, rows[0], rows[1], v_row, rows[2], v_buffers.index(0))
+                for nth in range(end - start):
+                    at = visited(nth, start, full, full_end) * BLOCK_N
+                    slot, parity = slot_of(turn, SLOTS)
+                    # One barrier says that both of a slot have been left. V has one of its own to say that it is
+                    # there: the products with K begin before.
+                    bring(k_rows, at, slot, parity, k_full, empty, k_buffers)
+                    mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
+                    tma.async_copy_global_to_shared(v_rows, [at, 0], v_full.index(slot), v_buffers.index(slot))
+                    turn += 1
+
+
+@gluon.jit
+def _update(
+    dq, turn, at, limits, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
+):  # fmt: skip
+    """dQ before scaling after key block `turn` of this program, which is block `at` of its entry.
+
+    `limits`: the first and the last key of the entry that each query sees.
+    """
+    _, _, k_full, v_full, empty = barriers
+    slot, parity = slot_of(turn, SLOTS)
+    k_rows = k_buffers.index(slot)
+    mbarrier.wait(k_full.index(slot), parity)
+    s = products(q_rows, k_rows, BLOCK_N, s_layout)
+    mbarrier.wait(v_full.index(slot), parity)
+    dp = products(dout_rows, v_buffers.index(slot), BLOCK_N, s_layout)
+    # S has ended; dP runs beside the exponentials.
+    s = hopper.warpgroup_mma_wait(1, deps=(s,))
+    s = s * scale - gl.expand_dims(peaks, 1)
+    if MASKED:
+        s = masked(s, limits, at, BLOCK_N)
+    # The final weights, since lse is over all keys of the row.
+    p = gl.exp2(s)
+    # Passes at once, but ends a basic block: the assembler would else put the exponentials behind the wait below.
+    mbarrier.wait(v_full.index(slot), parity)
+    dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
+    # dS = P * (dP - delta), delta = sum(dout * out) - dlse; the scale follows once, at the end.
+    ds = p * (dp - gl.expand_dims(deltas, 1))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    dq = hopper.warpgroup_mma(gl.convert_layout(ds.to(q_rows.dtype), operand), k_rows, dq, is_async=True)
+    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    mbarrier.arrive(empty.index(slot))
+    return dq
+
+
+@gluon.jit
+def _attend(
+    dq, turn, first, last, entries, own, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
+):  # fmt: skip
+    """dQ before scaling after the entries, and the turn of the next key block."""
+    for index in range(first, last):
+        entry = entries + index * ENTRY_COLUMNS
+        start, full, full_end, end = visits(entry)
+        # Full blocks need no block number: it is only read for the mask.
+        for _ in range(full_end - full):
+            dq = _update(
+                dq, turn, 0, (0, 0), peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+                BLOCK_N, SLOTS, False, s_layout,
+            )  # fmt: skip
+            turn += 1
+        limits = seen(own, entry)
+        # Those before the full ones, then those after them.
+        for edge in range(start, end - (full_end - full)):
+            dq = _update(
+                dq, turn, gl.where(edge < full, edge, edge + (full_end - full)), limits, peaks, deltas, scale, q_rows,
+                dout_rows, k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, True, s_layout,
+            )  # fmt: skip
+            turn += 1
+    return dq, turn
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, buffers, barriers,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The gradients of the first half of every block's queries, or of the second."""
+    # The four warps of a consumer lie along the queries, 16 each.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    lse, delta = per_row
+    dq_carried, dq_result = grads
+    dq_strides, result_strides, lse_strides, delta_strides = strides
+    scale, in_scale = scales
+    blocks, entries = tables
+    block_count, slots, batches, section, _, _ = sizes
+    q_buffer, dout_buffer, k_buffers, v_buffers = buffers
+    ROWS: gl.constexpr = q_buffer.shape[0] // CONSUMERS
+    # Two consumers share the block's rows of q and dout: each reads its own half.
+    q_rows, dout_rows = q_buffer.slice(WHICH * ROWS, ROWS), dout_buffer.slice(WHICH * ROWS, ROWS)
+    own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    # The same rows in the layout of the gradient.
+    own_d = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, d_layout))
+    items = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
+        dq = gl.zeros([ROWS, DIM], gl.float32, d_layout)
+        if first < last:
+            lse_at = places(lse, lse_strides, block, batch, head, own)
+            peaks = gl.load(lse_at, mask=own < live, other=float("-inf")) * LOG2_E
+            # Rows that saw no key weigh 0: exp2 of anything less infinity.
+            peaks = gl.where(peaks == float("-inf"), float("inf"), peaks)
+            deltas = gl.load(places(delta, delta_strides, block, batch, head, own), mask=own < live, other=0.0)
+            mbarrier.wait(barriers[0], items & 1)
+            items += 1
+            dq, turn = _attend(
+                dq, turn, first, last, entries, own, peaks, deltas, in_scale, q_rows, dout_rows, k_buffers, v_buffers,
+                barriers, BLOCK_N, SLOTS, s_layout,
+            )  # fmt: skip
+            # The rows of q and dout are not read again: the producer may load the next item's.
+            mbarrier.arrive(barriers[1])
+        deliver(
+            dq * scale, dq_carried, dq_result, dq_strides, result_strides, block, batch, head, own_d, live,
+            DIM, d_layout,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def grad_q_kernel(
+    q, k, v, dout, lse, delta, dq, dq_result, blocks, entries, block_count, slots, batches, section, group,
+    first_kv_head, scale, in_scale,
+    q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
+    dq_row, dq_batch, dq_head, result_row, result_batch, result_head,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
+    DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """What `attention_gluon_backward.grad_q_gluon` launches, with the warps of one consumer; the others are added here.
+
+    Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DIM], dtype)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], dtype)
+    q_buffer = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], q_layout)
+    dout_buffer = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], q_layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    # Full: one arrival, the producer's. Empty: one of each consumer.
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=CONSUMERS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    # The barriers are visible to TMA before any role begins.
+    hopper.fence_async_shared()
+
+    inputs, rows, tables, grads = (q, k, v, dout), (lse, delta), (blocks, entries), (dq, dq_result)
+    buffers = q_buffer, dout_buffer, k_buffers, v_buffers
+    barriers = q_full, q_empty, k_full, v_full, empty
+    sizes, scales = (block_count, slots, batches, section, group, first_kv_head), (scale, in_scale)
+    strides = q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head
+    dq_strides, result_strides = (dq_row, dq_batch, dq_head), (result_row, result_batch, result_head)
+    lse_strides, delta_strides = (lse_row, lse_batch, lse_head), (delta_row, delta_batch, delta_head)
+    by_row = dq_strides, result_strides, lse_strides, delta_strides
+    upper: gl.constexpr = 0
+    lower: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_consume, (upper, rows, grads, tables, sizes, by_row, scales, buffers, barriers, DIM, BLOCK_N, SLOTS)),
+            (_consume, (lower, rows, grads, tables, sizes, by_row, scales, buffers, barriers, DIM, BLOCK_N, SLOTS)),
+            (_produce, (inputs, tables, sizes, strides, buffers, barriers, BLOCK_N, SLOTS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
