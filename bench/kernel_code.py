@@ -20,11 +20,11 @@ from ringattn.kernels.launch_call import LaunchCall
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 65_536
-SHARED_BYTES = {80: 167_936, 90: 233_472, 100: 233_472}
+SHARED_BYTES = {80: 167_936, 86: 102_400, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
 """Of a multiprocessor, with what it reserves; CUDA C Programming Guide, "Technical Specifications"."""
 RESERVED_BYTES = 1024
 """Of shared memory, for each thread block."""
-THREADS = 2048
+THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 
 
 class KernelCode(NamedTuple):
@@ -41,7 +41,7 @@ class KernelCode(NamedTuple):
         """Thread blocks that a multiprocessor holds at once."""
         registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
         shared = SHARED_BYTES[arch] // (self.shared_bytes + RESERVED_BYTES)
-        return max(1, min(registers, shared, THREADS // self.threads))
+        return max(1, min(registers, shared, THREADS[arch] // self.threads))
 
 
 def code_of(call: LaunchCall, arch: int) -> KernelCode:

@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 import triton
 
+from ringattn.bench.kernel_code import KernelCode
+from ringattn.kernels.configs import ARCHITECTURES
 from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
 from tests.kernels.compile_gate.loops import table, worse
@@ -168,3 +170,12 @@ def test_the_gate_reads_numbers() -> None:
     single = spilling._replace(matrix="FFMA", bulk_loads=0)
     assert not faults("sm_100/single/128/pointers/forward", single._asdict())
     assert drift(spilling, good) and not drift(good, spilling)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
+    """Whatever a table has an entry for can be renewed. Two blocks of 128 threads by their shared memory."""
+    small = KernelCode("", 16, 0, 128, 0, "")
+    assert small.resident(arch) == (12 if arch in (86, 89, 120) else 16)
+    half = (SHARED_BYTES[arch] + 1024) // 2 - 1024
+    assert [small._replace(shared_bytes=half + more).resident(arch) for more in (0, 1)] == [2, 1]
