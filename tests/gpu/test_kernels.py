@@ -99,7 +99,7 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
         assert mine <= 1.25 * theirs + 1e-12, f"{part}: {mine:.2e}, by plain loads {theirs:.2e}"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "gluon"])
 def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
     """Forward and backward. The tensor descriptors of a launch are its graph's own, and go with it."""
     from ringattn.engine.base import Softmax
