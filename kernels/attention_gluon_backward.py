@@ -2,7 +2,7 @@
 
 Guarantees, for calls that `gluon_backward_takes`, the meaning of `attention_backward.grad_q` and `grad_kv`, tables and
 flags alike, without atomics: the same bits for the same tables. Importing this needs no Gluon.
-Proven by a simulator and by reading the machine code; no GPU has run it yet.
+Tested by a simulator and by reading the machine code; no GPU has run it yet.
 Not covered: softcap, dQ by atomic additions.
 """
 

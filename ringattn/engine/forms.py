@@ -1,4 +1,4 @@
-"""Which form of the forward kernel the Triton engine runs: the best that can do a call.
+"""Which form of the forward and the gradient kernels the Triton engine runs: the best that can do a call.
 
 Guarantees: a form that was asked for by name runs, or the call is refused by name; one that was not gives way, for the
 calls that it cannot take, to the next of gluon, descriptors and pointers. What decides about block sizes is known
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_gluon import CONFIG, gluon_lacks, gluon_takes
+from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, gluon_backward_takes
 from ringattn.kernels.attention_tiles import describable
-from ringattn.kernels.configs import configs_for
+from ringattn.kernels.configs import Configs, configs_for
 from ringattn.kernels.launch_call import Config
 
 
@@ -38,6 +39,31 @@ def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, softcap
             raise _refused(why)
         config = config._replace(num_warps=8, form="descriptors")
     return loadable(config, k, v)
+
+
+def gradient_configs(
+    table: Configs, q: Tensor, value_dim: int, arch: int, softcap: float | None, named: bool
+) -> Configs:
+    """The forms and the blocks of dQ and of dK with dV, by what is known before a pass. `table`, `named`: as above."""
+    if named or gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), softcap):
+        return table
+    return table._replace(grad_q=GRAD_Q[value_dim], grad_kv=GRAD_KV[value_dim])
+
+
+def gradients_readable(
+    configs: Configs, table: Configs, rows: tuple[Tensor, Tensor, Tensor, Tensor], arch: int, softcap: float | None,
+    named: bool,
+) -> Configs:  # fmt: skip
+    """The same in forms that can read q, k, v and dout: Gluon or, for all of them, those of the table.
+
+    The table's blocks of dQ have as many queries as Gluon's, so flags hold. Raises UnsupportedError as the above.
+    """
+    q, k, v, dout = rows
+    if configs.grad_q.form == "gluon" and (why := gluon_backward_takes(q, k, v, dout, arch, softcap)):
+        if named:
+            raise _refused(why)
+        configs = table
+    return configs._replace(grad_q=loadable(configs.grad_q, k, v), grad_kv=loadable(configs.grad_kv, q, dout))
 
 
 def loadable(config: Config, *read: Tensor) -> Config:

@@ -22,12 +22,13 @@ from torch import Tensor
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
 from ringattn.engine.firsts import accumulators, finish, key_pieces, own_sums_bytes
-from ringattn.engine.forms import forward_config, loadable, readable
+from ringattn.engine.forms import forward_config, gradient_configs, gradients_readable, loadable, readable
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
+from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
 from ringattn.kernels.delta import delta_call
@@ -133,7 +134,7 @@ class TritonEngine(Accumulating):
     def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         # The same blocks as `attend_grad` takes for dQ: their flags say what is read.
-        config = self._configs_for(q, value_dim).grad_q
+        config = self._gradient_configs(q, value_dim, works[0].whole.softmax.softcap if works else None).grad_q
         # The fused backward adds to dQ atomically, so dQ must begin at zero.
         if works and self._deterministic and (tables := works[0].whole.by_query(config, q.device)).flagged:
             return _uninitialized(q, q.shape[3], tables.alone)
@@ -158,20 +159,30 @@ class TritonEngine(Accumulating):
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
             dq: Tensor | None, result: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
-            configs, rows = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta)
-            # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
-            by_key = loadable(configs.grad_kv if self._deterministic else configs.grad_fused, q, dout)
-            keys = work.whole.by_key(by_key, q.device).steps[work.step]
+            table, rows, facts = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta), _facts(kv, work)
             if not self._deterministic:
                 assert dq is not None
-                return [grad_fused(*rows, dq, dk, dv, keys, by_key, **_facts(kv, work))]
+                # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
+                by_key = loadable(table.grad_fused, q, dout)
+                keys = work.whole.by_key(by_key, q.device).steps[work.step]
+                return [grad_fused(*rows, dq, dk, dv, keys, by_key, **facts)]
+            softcap = work.whole.softmax.softcap
+            configs = self._gradient_configs(q, v.shape[3], softcap)
+            configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), softcap, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
-            # Query blocks read k and v.
-            by_query = loadable(configs.grad_q, k, v)
+            keys = work.whole.by_key(configs.grad_kv, q.device).steps[work.step]
+            # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
+            if configs.grad_q.form == "gluon":
+                scale, group, held = facts["scale"], facts["group"], facts["first_kv_head"]
+                return [
+                    grad_q_gluon(
+                        *rows, dq, queries, configs.grad_q, scale=scale, group=group, first_kv_head=held, result=result
+                    ),
+                    grad_kv_gluon(*rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=held),
+                ]
             return [
-                # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
-                grad_q(*rows, dq, queries, by_query, result=result, **_facts(kv, work)),
-                grad_kv(*rows, dk, dv, keys, by_key, **_facts(kv, work)),
+                grad_q(*rows, dq, queries, configs.grad_q, result=result, **facts),
+                grad_kv(*rows, dk, dv, keys, configs.grad_kv, **facts),
             ]
 
         sums = accumulators(dkv, result, work.keys, work.visit)
@@ -214,6 +225,10 @@ class TritonEngine(Accumulating):
         table = self._configs_for(q, value_dim).forward
         return forward_config(table, q, value_dim, architecture(q.device), softcap, self._named)
 
+    def _gradient_configs(self, q: Tensor, value_dim: int, softcap: float | None) -> Configs:
+        table = self._configs_for(q, value_dim)
+        return gradient_configs(table, q, value_dim, architecture(q.device), softcap, self._named)
+
     def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
         # One table of block sizes: the wider of keys and values decides.
         dim = max(q.shape[3], value_dim)
@@ -227,7 +242,9 @@ class TritonEngine(Accumulating):
             return self._configs
         arch = architecture(q.device)
         if self._form == "gluon":
-            return configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
+            # What Gluon has no blocks for `begin` refuses.
+            configs = configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
+            return configs._replace(grad_q=GRAD_Q[dim], grad_kv=GRAD_KV[dim]) if dim in GRAD_Q else configs
         try:
             if self._form == "specialized":
                 return specialized_configs(arch, q.dtype, dim)

@@ -1,4 +1,4 @@
-"""Which form of the forward kernel a call gets on a Hopper GPU, as far as that can be told without one."""
+"""Which form of the kernels a call gets on a Hopper GPU, as far as that can be told without one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 import ringattn.engine.triton as engine_module
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile
 from ringattn.engine import forms
-from ringattn.engine.base import KV, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_gluon
 from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
+from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch_call import Config, LaunchCall
 from tests.contract.engine_scenarios import strip
@@ -137,3 +138,59 @@ def test_other_architectures_keep_their_table(arch: int, launched: Recorded, mon
     attended(TritonEngine(), rows(), rows(), rows())
     table = configs_for(arch, HALF, 128).forward
     assert form_of(launched.calls[0]) == table.form and launched.calls[0].meta["BLOCK_M"] == table.block_m
+
+
+def differentiated(
+    engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, softcap: float | None = None
+) -> None:
+    """The backward pass of one step."""
+    works, per_row = engine.prepare([TILES], Softmax(0.1, 1, softcap), 256, 2), torch.zeros(1, 2, 256)
+    dq = engine.begin_grad(works, q, v.shape[3])
+    dkv = KV(torch.zeros(k.shape), torch.zeros(v.shape))
+    engine.attend_grad(q, KV(k, v), BackwardInputs(dout, dout, per_row, None, per_row), dq, dkv, works[0])
+
+
+def gradient_form(call: LaunchCall) -> str:
+    if "gluon" in call.kernel.fn.__module__:
+        return "gluon"
+    return "descriptors" if call.meta["DESCRIBED"] else "pointers"
+
+
+GRADIENTS = {
+    "": ({}, ["gluon", "gluon"]),
+    "64": ({name: rows(64) for name in ("q", "k", "v", "dout")}, ["gluon", "gluon"]),
+    "softcap": ({"softcap": 30.0}, ["descriptors", "descriptors"]),
+    "80": ({name: rows(80) for name in ("q", "k", "v", "dout")}, ["descriptors", "descriptors"]),
+    "unequal": ({"v": rows(64), "dout": rows(64)}, ["descriptors", "descriptors"]),
+    "dout": ({"dout": rows(pad=1)}, ["descriptors", "pointers"]),
+    "k": ({"k": rows(pad=1)}, ["pointers", "descriptors"]),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_get_the_best_form_that_takes_them(name: str, launched: Recorded) -> None:
+    case, expected = GRADIENTS[name]
+    differentiated(TritonEngine(), **({name: rows() for name in ("q", "k", "v", "dout")} | case))
+    assert [gradient_form(call) for call in launched.calls] == expected
+
+
+def test_gradients_by_name_are_refused_what_gluon_cannot_take(launched: Recorded) -> None:
+    q = rows()
+    with pytest.raises(UnsupportedError, match=r"form=.gluon.: the Gluon backward .* multiples of 16 bytes"):
+        differentiated(TritonEngine(form="gluon"), q, q, q, rows(pad=1))
+    assert not launched.calls
+    for engine in (TritonEngine(form="descriptors"), TritonEngine(configs_for(90, HALF, 128))):
+        differentiated(engine, q, q, q, q)
+    assert [gradient_form(call) for call in launched.calls] == ["descriptors"] * 4
+
+
+def test_gradients_that_add_at_random_are_not_gluons(launched: Recorded) -> None:
+    differentiated(TritonEngine(deterministic=False), rows(), rows(), rows(), rows())
+    assert [gradient_form(call) for call in launched.calls] == ["descriptors"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_another_form_for_a_tensor_has_the_flags_of_the_pass(dim: int) -> None:
+    """Blocks of as many queries: what begins and ends a pass are then the same blocks."""
+    table = configs_for(90, HALF, dim)
+    assert table.grad_q.block_m == GRAD_Q[dim].block_m and GRAD_KV[dim].form == "gluon"
