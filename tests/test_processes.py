@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.gpu.test_processes import every_schedule_is_exact
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,6 +58,12 @@ def test_check_is_exact_on_processes(ranks: int, dtype: str, transport: str) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(MASKS)]
     assert len(rows) == 143 and "143 cases, all exact" in done.stdout
+
+
+@pytest.mark.slow
+def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
+    # Shared memory for the first two processes, gloo to the third, opened as a user does.
+    every_schedule_is_exact(tmp_path, 3, "fp64", "shm", nodes=[0, 0, 1])
 
 
 # Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.

@@ -28,7 +28,7 @@ from torch.distributed import Store
 
 from ringattn.errors import ClosedError, DeadlineError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Hop, Message, Operation, Transport, WorkHandle, operations
+from ringattn.transport.base import Hop, Message, Transport, WorkHandle
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.location import Location, node_of, sharing_obstacle
 from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
@@ -108,7 +108,6 @@ class NodesTransport:
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NodesHop:
         """See `Transport.bind`."""
         with self.joint():
-            operations(Operation, self.rank, self.world_size, self.device, sends, recvs)  # all, before a part is bound
 
             def part(transport: Transport, here: bool) -> Hop | None:
                 chosen = [[one for one in each if (one.peer in self.node) == here] for each in (sends, recvs)]

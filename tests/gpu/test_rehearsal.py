@@ -218,11 +218,6 @@ def test_bodies_of_processes_run(entry: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_on_two_nodes_are_exact(tmp_path: Path) -> None:
-    processes.every_schedule_is_exact(tmp_path, 3, "fp64", "shm", nodes=[0, 0, 1])
-
-
-@pytest.mark.slow
 def test_a_killed_process_on_two_nodes_is_named(tmp_path: Path) -> None:
     assert len(processes.a_lost_rank_is_named(tmp_path, "kill", 3, "shm", nodes=[0, 0, 1])) == 2
 

@@ -68,10 +68,11 @@ def test_a_capture_is_refused_before_either_has_started() -> None:
         memory = ring.allocate(64 * 8).view(8, 64)
         hop = ring.bind([Message(p, memory[p], "k") for p in peers], [Message(p, memory[4 + p], "k") for p in peers])
         hop.start().wait()
-        gpu = ring.inside.gpu
+        gpu, started = ring.inside.gpu, ring.between.record.count
         gpu.capturing = True  # type: ignore[attr-defined]
         with pytest.raises(RingError, match="transport='peer' cannot be captured") as caught:
             hop.start()
+        assert ring.between.record.count == started
         with pytest.raises(RingError, match="cannot be captured"):
             ring.replay(lambda: None)
         gpu.capturing = False  # type: ignore[attr-defined]
@@ -80,6 +81,29 @@ def test_a_capture_is_refused_before_either_has_started() -> None:
         return str(caught.value)
 
     results(on_nodes(EVEN, body)[0])
+
+
+def test_a_failure_is_poison_then_an_abort_of_nccl_then_paint() -> None:
+    # Otherwise one transport would let spoiled bytes into the other before their ranks can know.
+    steps: list[str] = []
+
+    def noted(holder: Any, name: str, step: str) -> None:
+        called = getattr(holder, name)
+        setattr(holder, name, lambda *arguments: (steps.append(step), called(*arguments))[1])
+
+    def body(ring: DeviceNodesTransport) -> None:
+        if ring.rank:
+            with pytest.raises(RingError, match="rank 0 failed first: ValueError: enough"):
+                ring.all_gather_bytes(b"")
+            return
+        noted(ring.inside.group, "fail", "poison")
+        noted(ring.between.communicator, "abort", "abort")
+        noted(ring.inside.lane, "_paint", "paint")
+        ring.abort(ValueError("enough"))
+        assert ring.inside.watch.ended.wait(5.0)
+
+    results(on_nodes(EVEN, body)[0])
+    assert steps[:3] == ["poison", "abort", "paint"], steps
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
