@@ -8,6 +8,7 @@ diagonals.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
+from ringattn.kernels import attention_tiles
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
 from ringattn.kernels.experimental.attention_specialized import forward_kernel, specialized
@@ -38,6 +40,13 @@ SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)
 def _bfloat16() -> Iterator[None]:
     with bf16():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test takes its work in sections of another size: a head or a group of heads, some, all."""
+    gpu = attention_tiles.Gpu(Random(request.node.name).choice((1, 9_000, 1 << 30)), 1)
+    monkeypatch.setattr(attention_tiles, "gpu_of", lambda device: gpu)
 
 
 class TestTriton(EngineContract):
