@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ringattn.kernels.attention_tiles import compiled_with, describable, grid_of, state_beside, strides_of
+from ringattn.kernels.attention_tiles import compiled_with, describable, grid_of, section_for, state_beside, strides_of
 from ringattn.kernels.launch_call import Config, LaunchCall, Table
 
 VERSIONS = (3, 6), (3, 8)
@@ -90,8 +90,8 @@ def forward_gluon(
 
     Arguments are those of `attention_forward.forward`, of which `gluon_takes` says whether they fit; `config` is like
     `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows, and its state into
-    L2, while the one before it is still summed. The launch needs Triton's allocator: 384 bytes a program, for
-    descriptors.
+    L2, while the one before it is still summed; a program that is done takes the next block that none has. The launch
+    needs Triton's allocator: 384 bytes a program, for descriptors.
     Raises ValueError without `out` and `result`.
     """
     from ringattn.kernels.attention_gluon_kernel import forward_kernel
@@ -99,8 +99,10 @@ def forward_gluon(
     _, strides = state_beside(out, result, lse)
     in_base_2 = scale * log2(e)
     blocks, batches = table.blocks.shape[0], q.shape[1]
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     args = (
-        q, k, v, out, lse, result, sinks, table.blocks, table.entries, blocks, table.slots, batches, group,
+        q, k, v, out, lse, result, sinks, table.blocks, table.entries, counter, blocks, table.slots, batches,
+        section_for(table, k, v, sharing=group), group,
         first_kv_head, in_base_2, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
     meta = {
@@ -108,4 +110,4 @@ def forward_gluon(
         # A scale that is 0 in float32 would make masked products NaN.
         "RAW_PEAK": in_base_2 >= SMALLEST, **compiled_with(config),
     }  # fmt: skip
-    return LaunchCall(forward_kernel, grid_of(table, batches, programs), args, meta, persistent=True)
+    return LaunchCall(forward_kernel, grid_of(table, batches, programs), args, meta, persistent=True, counter=counter)

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ringattn.kernels.attention_gluon_items import hand, hand_over, received, taken
 from ringattn.kernels.attention_gluon_parts import (
     bring,
     described,
@@ -59,20 +60,23 @@ def _expect_state(out, strides, block, batch, head, live, DIM: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    inputs, out, tables, sizes, strides, out_strides, buffers, barriers,
+    inputs, out, tables, counter, sizes, strides, out_strides, buffers, barriers, handed,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Bring what the consumers ask for, in their order."""
     q, k, v = inputs
     blocks, entries = tables
-    block_count, slots, batches, group, first_kv_head = sizes
+    block_count, slots, batches, section, group, first_kv_head = sizes
+    total = block_count * slots * batches
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head = strides
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
-        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots)
+    rounds = gl.to_tensor(0)
+    item = gl.program_id(0)
+    while item < total:
+        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
         if first < last:
             if out is not None:
@@ -108,11 +112,15 @@ def _produce(
                     bring(v_rows, at, slot, parity, v_full, v_empty, v_buffers)
                     turn += 1
             items += 1
+        # While the consumers still sum the last blocks of this one.
+        item = taken(counter, total)
+        hand_over(item, rounds, handed, 1)
+        rounds += 1
 
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, state, tables, sizes, strides, scale, buffers, barriers,
+    WHICH: gl.constexpr, state, tables, sizes, strides, scale, buffers, barriers, handed,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
 ):  # fmt: skip
     """The attention updates of the first half of every block's rows, or of the second."""
@@ -122,7 +130,8 @@ def _consume(
     out, lse, result, sinks = state
     out_strides, result_strides, lse_strides = strides
     blocks, entries = tables
-    block_count, slots, batches = sizes
+    block_count, slots, batches, section = sizes
+    total = block_count * slots * batches
     q_buffers, k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_buffers.shape[1] // CONSUMERS
     own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
@@ -130,8 +139,10 @@ def _consume(
     own_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
-        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots)
+    rounds = gl.to_tensor(0)
+    item = gl.program_id(0)
+    while item < total:
+        block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         begins, ends = ends_of(block)
         live_out = gl.expand_dims(own_out < live, 1)
         # A FIRST block has no earlier state: it begins at lse = -inf, or at the sink.
@@ -170,11 +181,14 @@ def _consume(
             out_at = over_dims(places(out, out_strides, block, batch, head, own_out), DIM, o_layout)
             gl.store(out_at, mean, mask=live_out & (ends == 0))
         gl.store(places(lse, lse_strides, block, batch, head, own), natural, mask=own < live)
+        item = received(rounds, handed, 4)
+        rounds += 1
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, out, lse, result, sinks, blocks, entries, block_count, slots, batches, group, first_kv_head, scale,
+    q, k, v, out, lse, result, sinks, blocks, entries, counter, block_count, slots, batches, section, group,
+    first_kv_head, scale,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
@@ -206,12 +220,14 @@ def forward_kernel(
         mbarrier.init(k_empty.index(slot), count=CONSUMERS)
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_empty.index(slot), count=CONSUMERS)
+    handed = hand(CONSUMERS)
     # The barriers are visible to TMA before any role begins.
     hopper.fence_async_shared()
 
     state, inputs, tables = (out, lse, result, sinks), (q, k, v), (blocks, entries)
     buffers, barriers = (q_buffers, k_buffers, v_buffers), (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes, all_sizes = (block_count, slots, batches), (block_count, slots, batches, group, first_kv_head)
+    sizes = block_count, slots, batches, section
+    all_sizes = block_count, slots, batches, section, group, first_kv_head
     strides = q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head
     out_strides, result_strides = (out_row, out_batch, out_head), (result_row, result_batch, result_head)
     state_strides = out_strides, result_strides, (lse_row, lse_batch, lse_head)
@@ -221,16 +237,22 @@ def forward_kernel(
         [
             (
                 _consume,
-                (upper, state, tables, sizes, state_strides, scale, buffers, barriers, DIM, BLOCK_N, SLOTS, RAW_PEAK),
+                (
+                    upper, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
+                    DIM, BLOCK_N, SLOTS, RAW_PEAK,
+                ),
             ),
             (
                 _consume,
-                (lower, state, tables, sizes, state_strides, scale, buffers, barriers, DIM, BLOCK_N, SLOTS, RAW_PEAK),
+                (
+                    lower, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
+                    DIM, BLOCK_N, SLOTS, RAW_PEAK,
+                ),
             ),
             (
                 _produce,
                 (
-                    inputs, out, tables, all_sizes, strides, out_strides, buffers, barriers,
+                    inputs, out, tables, counter, all_sizes, strides, out_strides, buffers, barriers, handed,
                     DIM, BLOCK_N, SLOTS,
                 ),
             ),

@@ -33,7 +33,7 @@ def visited(nth, start, full, full_end):
 
 
 @gluon.jit
-def work_of(blocks, item, block_count, slots, batches=1, section=1):
+def work_of(blocks, item, block_count, slots, batches, section):
     """(block, batch, head, live rows, first entry, one past the last); an idle item has no row and no entry."""
     block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
     first, last = entries_of(block)

@@ -85,7 +85,7 @@ def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def item_of(blocks, item, block_count, slots, batches=1, section=1):
+def item_of(blocks, item, block_count, slots, batches, section):
     """(block, batch, head, idle) of an item; a block with fewer heads than `slots` has idle items at its last head.
 
     The heads, those of all batches counted through, are worked on in sections of `section`, of which the first has what

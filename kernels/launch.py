@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.launch_call import LaunchCall
-from ringattn.kernels.scratch import Scratch
+from ringattn.kernels.scratch import Scratch, counter_for
 
 Operands = Sequence[Tensor | None]
 """The tensors that a caller brings anew each time, some left out."""
@@ -60,7 +60,8 @@ class Repeat:
         """What a launch takes from torch's allocator and gives back."""
         order = {id(x): at for at, x in enumerate(operands) if x is not None}
         self._places = [(at, order[id(x)]) for at, x in enumerate(call.args) if id(x) in order]
-        self._args = [None if id(x) in order else x for x in call.args]
+        self._args: list[Any] = [None if id(x) in order else x for x in call.args]
+        self._counter = next((at for at, x in enumerate(call.args) if x is call.counter is not None), None)
 
     def __call__(self, operands: Operands) -> None:
         """Launch on the current device, which is the one it was described on, and the current stream."""
@@ -72,6 +73,8 @@ class Repeat:
             self._call._replace(args=tuple(args), grid=(self._programs,)).run()
         elif self._programs:
             stream = driver.active.get_current_stream(self._device)
+            if self._counter is not None:
+                args[self._counter] = counter_for(args[self._counter], stream)
             launch = (self._programs, 1, 1, stream, handle.function, handle.packed, None, None, None)
             if handle.scratch:
                 with Scratch():

@@ -59,7 +59,8 @@ class Table(NamedTuple):
 class LaunchCall(NamedTuple):
     """`kernel[grid](*args, **meta)`, not yet done. `meta`: the compile-time constants, `num_warps`, `num_stages`.
 
-    `persistent`: a grid of as many programs as run at once is faster, and does the same work.
+    `persistent`: a grid of as many programs as run at once is faster, and does the same work. `counter`: of the
+    arguments, the one element that programs count the items on that they take; 0 before a launch and after it.
     """
 
     kernel: Any
@@ -67,6 +68,7 @@ class LaunchCall(NamedTuple):
     args: tuple[Any, ...]
     meta: dict[str, Any]
     persistent: bool = False
+    counter: Tensor | None = None
 
     def run(self) -> None:
         """Launch on the current device and stream."""

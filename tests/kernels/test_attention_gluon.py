@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from ringattn.engine.history import flagged
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from ringattn.kernels import attention_gluon
+from ringattn.kernels import attention_gluon, attention_tiles
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_missing, gluon_takes
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling import exponentials_under_products, hasty_arrivals
@@ -74,17 +75,20 @@ class Pass:
     def run(
         self, rng: Random, tables: Sequence[Blocks] | None = None, meta: dict[str, Any] | None = None, **how: Any
     ) -> None:
-        """All launches, with any number of programs and of buffers."""
+        """All launches, with any number of programs and of buffers, and in any order of work."""
         for at, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
             # One key block for each block of queries: with three buffers a fast producer is two of these ahead.
             alone = self.scenario == ROTATING
             config = Config(16, 8, 4, 3 if alone else rng.choice((1, 2, 2, 3)), "gluon")
             blocks, entries, slots = tables[at] if tables else query_blocks(step.tiles, 16, 8)
-            call = forward_gluon(
-                self.q, k, v, self.out, self.lse, Table(torch.tensor(blocks), torch.tensor(entries), slots), config,
-                scale=self.scale, group=self.scenario.group, first_kv_head=step.held.start, result=self.result,
-                sinks=self.sinks, programs=1 if alone else rng.choice((1, 2, 3, None)),
-            )  # fmt: skip
+            # A head of K/V at a time, or all.
+            gpu = attention_tiles.Gpu(rng.choice((1, 1 << 30)), 1)
+            with patch.object(attention_tiles, "gpu_of", return_value=gpu):
+                call = forward_gluon(
+                    self.q, k, v, self.out, self.lse, Table(torch.tensor(blocks), torch.tensor(entries), slots), config,
+                    scale=self.scale, group=self.scenario.group, first_kv_head=step.held.start, result=self.result,
+                    sinks=self.sinks, programs=1 if alone else rng.choice((1, 2, 3, None)),
+                )  # fmt: skip
             simulate(call._replace(meta=call.meta | (meta or {})), rng.randrange(1 << 20), **how)
 
     def reference(self) -> tuple[Tensor, Tensor]:
@@ -247,6 +251,13 @@ WRONG = {
     "the peak is not scaled": ("gl.max(s, 1) * scale if RAW_PEAK", "gl.max(s, 1) if RAW_PEAK"),
     "a state begins where there was none": ("known = begins == 0", "known = begins >= 0"),
     "rows past the end are brought ahead": ("gl.minimum(at + lanes // PIECES, live - 1)", "at + lanes // PIECES"),
+    "an item is put over another": ("mbarrier.wait(empty.index(slot), parity ^ 1)\n    places", "places"),
+    "an item is read before it is there": ("mbarrier.wait(full.index(slot), parity)\n    item", "item"),
+    "no item is given back": ("    mbarrier.arrive(empty.index(slot))\n    return item", "    return item"),
+    "the counter is not cleared": ("gl.store(counter, 0, mask=nth == total - 1)", "pass"),
+    "the counter is cleared too early": ("mask=nth == total - 1", "mask=nth == 0"),
+    "programs begin with each other's items": ("gl.num_programs(0) + nth", "nth"),
+    "items are met twice": ("gl.num_programs(0) + nth", "gl.num_programs(0) + nth // 2 * 2"),
 }  # fmt: skip
 
 
@@ -272,6 +283,7 @@ SEEING = (
     Scenario((Step(DOCUMENTS, 120, StridedRange(0, 1)),), 16, 1),
     Scenario((Step(UNEQUAL, 80, StridedRange(0, 3)),), 20, 3),
     simple(((strip(0, 20), strip(1, 20, 3), CAUSAL),), StridedRange(0, 1), 1),
+    ROTATING,
     ROTATING,
     simple(((strip(0, 70), strip(0, 70), Band(0, 44)),), StridedRange(0, 1), 1),
     *(PLAIN[name] for name in ("dilated", "blind", "both-sides", "zigzag")),

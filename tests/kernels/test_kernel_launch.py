@@ -113,6 +113,20 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
     assert Kept().compile(call_with()).resident == resident
 
 
+def test_programs_count_on_a_counter_of_their_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 at each launch; launches that may overlap have their own: of other streams, and of graphs that are captured."""
+    stub.launched, found, call = [], [], call_with()
+    monkeypatch.setattr("ringattn.kernels.scratch._counters", {})
+    repeat = Kept().repeat(call._replace(counter=call.args[2]), call.args[:2])
+    for stream, captured in ((7, False), (7, False), (8, False), (7, True), (7, True)):
+        stub.stream = stream
+        monkeypatch.setattr("ringattn.kernels.scratch.capturing", lambda captured=captured: captured)
+        repeat(call.args[:2])
+        found.append(stub.launched[-1][9 + 2])
+    assert found[0] is found[1] and len({id(x) for x in (*found, call.args[2])}) == 5
+    assert not any(x.any() for x in found)
+
+
 def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
     stub.launched, call = [], call_with()._replace(grid=(0,))
     repeated(call)(call.args[:3])

@@ -68,9 +68,9 @@ def exponentials_under_products(code: str) -> list[int]:
 def hasty_arrivals(code: str) -> int:
     """How often one thread says that its warpgroup has left a buffer before all its threads have met."""
     hasty, met = 0, False
-    for step in re.findall(r"wgmma\.wait_group|\bbar\.sync|mbarrier\.arrive\.shared", code):
+    for step in re.findall(r"wgmma\.wait_group|\bbar\.(?:warp\.)?sync|mbarrier\.arrive\.shared", code):
         hasty += step == "mbarrier.arrive.shared" and not met
-        met = step == "bar.sync"
+        met = step.startswith("bar")
     return hasty
 
 

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType, SimpleNamespace
@@ -28,8 +29,8 @@ from tests.kernels.gluon_gate.values import Pointer, Value, counted, language, p
 
 KERNELS = Path(launch_call.__file__).parent
 MODULES = (
-    "attention_tiles", "attention_gluon_parts", "attention_gluon_update", "attention_gluon_kernel",
-    "attention_gluon_grad_parts", "attention_gluon_grad_kv", "attention_gluon_grad_q",
+    "attention_tiles", "attention_gluon_parts", "attention_gluon_items", "attention_gluon_update",
+    "attention_gluon_kernel", "attention_gluon_grad_parts", "attention_gluon_grad_kv", "attention_gluon_grad_q",
 )  # fmt: skip
 """What a kernel may consist of, each after those that it imports."""
 
@@ -165,7 +166,9 @@ class Program:
             self.barriers += made.members
             return made if len(shape) > 1 else made.members[0]
         self.memories += 1
-        return Shared(np.full(shape, np.nan, dtype), (self.memories, 0), self.step)
+        # As an item, what was never filled lies before every table.
+        fill = -(1 << 30) if dtype == np.int32 else np.nan
+        return Shared(np.full(shape, fill, dtype), (self.memories, 0), self.step)
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
         """Run all parts to their ends."""
@@ -274,12 +277,48 @@ class Program:
         return product.value
 
 
+class Taking:
+    """The counter that programs take items from. Programs run one after another here, as if they had run beside each
+    other: each leaves gaps, which later ones fill. `total`: how often they take together."""
+
+    def __init__(self, counter: Tensor, total: int, programs: int, seed: int) -> None:
+        self.counter, self.left, self.programs, self.random = counter, list(range(total)), programs, Random(seed)
+        self.place, self.last, self.total = -1, -1, total
+        if counter.item():
+            raise Fault("the counter is not 0 before a launch")
+        # What the last one to take must clear.
+        counter.fill_(total > 0)
+
+    def take(self, place: int) -> Value:
+        if place != self.place:
+            self.place, self.last = place, -1
+        if not self.counter.item() and self.total - 1 in self.left:
+            raise Fault("the counter is cleared while programs still count")
+        later = [one for one in self.left if one > self.last]
+        if not later:
+            raise Fault("items are taken more often than there are some")
+        share = 1 if place == self.programs - 1 else self.random.choice((1, 1, 3, len(later)))
+        self.last = self.random.choice(later[:share])
+        self.left.remove(self.last)
+        return value(self.last)
+
+    def finish(self) -> None:
+        if self.left:
+            raise Fault(f"no program took {self.left}")
+        if self.counter.item():
+            raise Fault("the counter is not 0 after a launch")
+
+
 def loaded(
-    edit: tuple[str, str], program: Callable[[], Program], place: Callable[[], tuple[int, int]]
+    edit: tuple[str, str],
+    program: Callable[[], Program],
+    place: Callable[[], tuple[int, int]],
+    taking: Callable[[], Taking],
 ) -> dict[str, ModuleType]:
     """The kernel modules for the simulation, with `edit` (old, new) wherever the old text stands."""
     gl = language()
     gl.program_id, gl.num_programs = lambda axis: value(place()[0]), lambda axis: value(place()[1])
+    gl.atomic_add = lambda where, by, sem: taking().take(place()[0])
     gl.allocate_shared_memory = lambda *args: program().allocate(*args)
     gl.warp_specialize = lambda *args: program().specialize(*args)
     mbarrier = SimpleNamespace(
@@ -314,14 +353,20 @@ def loaded(
 def simulate(call: LaunchCall, seed: int, edit: tuple[str, str] = ("", "")) -> None:
     """Run a launch of one of the Gluon kernels; `edit`: (old, new) text of their sources."""
     now: dict[str, Any] = {}
-    modules = loaded(edit, lambda: now["program"], lambda: now["place"])
+    modules = loaded(edit, lambda: now["program"], lambda: now["place"], lambda: now["taking"])
     name = call.kernel.fn.__name__
     kernel = next(vars(module)[name] for module in modules.values() if name in vars(module))
     args = [pointer(x) if isinstance(x, Tensor) else x if x is None else value(x) for x in call.args]
     constants = {name: given for name, given in call.meta.items() if name.isupper()}
+    given = dict(zip(signature(kernel).parameters, call.args, strict=False))
+    if "counter" in given:
+        total = given["block_count"] * given["slots"] * given["batches"]
+        now["taking"] = Taking(given["counter"], total, call.grid[0], seed)
     for at in range(call.grid[0]):
         now.update(program=Program(seed * 1000 + at), place=(at, call.grid[0]))
         kernel(*args, **constants)
+    if "taking" in now:
+        now["taking"].finish()
 
 
 @cache
