@@ -28,8 +28,8 @@ from ringattn.kernels.attention_gluon_parts import (
     visited,
     work_of,
 )
-from ringattn.kernels.attention_gluon_update import attend
-from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LN_2, LOG2_E, ends_of, rows_and_band, run_of, visits
+from ringattn.kernels.attention_gluon_update import attend, earlier
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LN_2, ends_of, rows_and_band, run_of, visits
 from ringattn.kernels.launch_call import VARYING
 
 CONSUMERS = gl.constexpr(2)
@@ -143,31 +143,21 @@ def _consume(
     item = gl.program_id(0)
     while item < total:
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
-        begins, ends = ends_of(block)
+        _, ends = ends_of(block)
         live_out = gl.expand_dims(own_out < live, 1)
-        # A FIRST block has no earlier state: it begins at lse = -inf, or at the sink.
-        known = begins == 0
-        acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
-        if out is not None:
-            out_at = over_dims(places(out, out_strides, block, batch, head, own_out), DIM, o_layout)
-            acc = gl.load(out_at, mask=live_out & known, other=0.0)
-        lse_at = places(lse, lse_strides, block, batch, head, own)
-        # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
-        peak = gl.load(lse_at, mask=(own < live) & known, other=float("-inf")) * LOG2_E
-        weight = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, s_layout))
-        if sinks is not None:
-            peak = gl.where(begins, gl.load(sinks + head).to(gl.float32) * LOG2_E, peak)
-
+        old = out, lse, sinks, out_strides, lse_strides, block, batch, head, live
         if first < last:
             q_slot, q_parity = slot_of(items, Q_SLOTS)
             # Two consumers share a buffer of Q: each reads its own half.
             q_rows = q_buffers.index(q_slot).slice(WHICH * ROWS, ROWS)
             mbarrier.wait(barriers[0].index(q_slot), q_parity)
             acc, peak, weight, turn = attend(
-                acc, peak, weight, turn, first, last, entries, own, scale, q_rows, q_slot, k_buffers, v_buffers,
-                barriers, BLOCK_N, SLOTS, RAW_PEAK, s_layout,
+                old, turn, first, last, entries, own, own_out, scale, q_rows, q_slot, k_buffers, v_buffers, barriers,
+                DIM, BLOCK_N, SLOTS, RAW_PEAK, s_layout, o_layout,
             )  # fmt: skip
             items += 1
+        else:
+            acc, peak, weight = earlier(old, own, own_out, DIM, o_layout)
 
         # A row that has seen no key: lse -inf and output 0, without a division by 0.
         blind = weight == 0.0

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ringattn.kernels.attention_gluon_parts import scaled, seen, slot_of, visited
-from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, visits
+from ringattn.kernels.attention_gluon_parts import over_dims, places, scaled, seen, slot_of, visited
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, ends_of, visits
 
 
 @gluon.jit
@@ -54,20 +54,43 @@ def _products(q_rows, k_rows, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def earlier(state, own, own_out, DIM: gl.constexpr, o_layout: gl.constexpr):
+    """(acc, peak, weight) of a block's rows: what an earlier launch left or, where the pass begins, nothing seen."""
+    out, lse, sinks, out_strides, lse_strides, block, batch, head, live = state
+    begins, _ = ends_of(block)
+    # A FIRST block has no earlier state: it begins at lse = -inf, or at the sink.
+    known = begins == 0
+    acc = gl.zeros([own_out.shape[0], DIM], gl.float32, o_layout)
+    if out is not None:
+        out_at = over_dims(places(out, out_strides, block, batch, head, own_out), DIM, o_layout)
+        acc = gl.load(out_at, mask=gl.expand_dims(own_out < live, 1) & known, other=0.0)
+    lse_at = places(lse, lse_strides, block, batch, head, own)
+    # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
+    peak = gl.load(lse_at, mask=(own < live) & known, other=float("-inf")) * LOG2_E
+    if sinks is not None:
+        peak = gl.where(begins, gl.load(sinks + head).to(gl.float32) * LOG2_E, peak)
+    return acc, peak, gl.full([own.shape[0]], 1.0, gl.float32, own.type.layout)
+
+
+@gluon.jit
 def _open(
-    acc, peak, weight, turn, at, entry, own, scale, q_rows, k_buffers, barriers,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr, s_layout: gl.constexpr,
+    state, turn, at, entry, own, own_out, scale, q_rows, k_buffers, barriers,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """The attention update by the first key block, but for its values, which the next update adds."""
     _, _, k_full, k_empty, _, _ = barriers
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(k_full.index(slot), parity)
-    s = hopper.warpgroup_mma_wait(0, deps=(_products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout),))
+    s = _products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout)
+    # Not before the product begins: the assembler waits for all loads there. So these run beside it.
+    acc, peak, weight = earlier(state, own, own_out, DIM, o_layout)
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
     # The product has ended, so K's slot is free while the softmax runs.
     mbarrier.arrive(k_empty.index(slot))
     p, peak, weight, keep = _weighed(s, peak, weight, at, entry, own, scale, BLOCK_N, True, RAW_PEAK)
     # P stays in registers, as the left operand of P.V.
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     return scaled(acc, keep), gl.convert_layout(p.to(q_rows.dtype), p_layout), peak, weight
 
 
@@ -100,15 +123,16 @@ def _update(
 
 @gluon.jit
 def attend(
-    acc, peak, weight, turn, first, last, entries, own, scale, q_rows, q_slot, k_buffers, v_buffers, barriers,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr, s_layout: gl.constexpr,
+    state, turn, first, last, entries, own, own_out, scale, q_rows, q_slot, k_buffers, v_buffers, barriers,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """The state after the entries, of which there is at least one, and the turn of the next key block."""
     _, q_empty, _, _, v_full, v_empty = barriers
     start, full, full_end, _ = visits(entries + first * ENTRY_COLUMNS)
     acc, p, peak, weight = _open(
-        acc, peak, weight, turn, visited(0, start, full, full_end), entries + first * ENTRY_COLUMNS, own, scale, q_rows,
-        k_buffers, barriers, BLOCK_N, SLOTS, RAW_PEAK, s_layout,
+        state, turn, visited(0, start, full, full_end), entries + first * ENTRY_COLUMNS, own, own_out, scale, q_rows,
+        k_buffers, barriers, DIM, BLOCK_N, SLOTS, RAW_PEAK, s_layout, o_layout,
     )  # fmt: skip
     turn += 1
     for index in range(first, last):
