@@ -54,7 +54,9 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     stays (0, -inf).
     """
     merged = torch.logaddexp(lse, part_lse)
-    keep, add = weights(lse, merged), weights(part_lse, merged)
+    # Finite where neither has seen a key, so that both shares are exp(-inf) = 0 there.
+    whole = merged.clamp_min(torch.finfo(merged.dtype).min)
+    keep, add = (lse - whole).exp_(), (part_lse - whole).exp_()
     out.mul_(by_row(keep)).addcmul_(part_out, by_row(add))
     lse.copy_(merged)
 

@@ -66,8 +66,8 @@ class Strips(NamedTuple):
         inside = kernel_bytes(self.rectangle.q_rows.count, self.rectangle.k_rows.count, self.width, item, False)
         # A flip along the rows is a copy without the padding.
         restored = self._q(sizes.value_dim) if self.rectangle.reversed else 0
-        # Of `partial.merge_`: the merged lse, a weight, and of the other one its mask and its exponential twice.
-        merging = (0 if begins else 4 * rows + rows // item) + (rows if self.rectangle.reversed else 0)
+        # Of `softmax_state.merge_`: the merged lse twice and two weights; a first one is only put in order.
+        merging = 4 * rows if not begins else rows if self.rectangle.reversed else 0
         # While merging, a reversed result has been replaced by its copy in order, but its lse is still held.
         kept = restored + rows if restored else result
         operands = (self._q(sizes.head_dim), self._k(sizes.head_dim), self._k(sizes.value_dim))
