@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
-from ringattn.engine.firsts import accumulators, finish, key_pieces, own_sums_bytes
 from ringattn.engine.forms import forward_config, gradient_configs, gradients_readable, loadable, readable
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
@@ -46,8 +45,7 @@ class TritonWork:
     """One step of a pass, and its launches described so far."""
 
     def __init__(self, whole: PassTables, step: int) -> None:
-        self.whole, self.step, self.visit = whole, step, whole.visits[step]
-        self.keys = key_pieces(whole.steps[step], whole.softmax.group)
+        self.whole, self.step = whole, step
         self.launches: dict[Hashable, tuple[Repeat, ...]] = {}
 
 
@@ -156,20 +154,23 @@ class TritonEngine(Accumulating):
         """
 
         def describe(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-            dq: Tensor | None, result: Tensor | None,
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor | None,
+            dv: Tensor | None, k_result: Tensor | None, v_result: Tensor | None, dq: Tensor | None,
+            result: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
+            results = None if k_result is None or v_result is None else (k_result, v_result)
             table, rows, facts = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta), _facts(kv, work)
             if not self._deterministic:
                 assert dq is not None
                 # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
                 by_key = loadable(table.grad_fused, q, dout)
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
-                return [grad_fused(*rows, dq, dk, dv, keys, by_key, **facts)]
+                return [grad_fused(*rows, dq, dk, dv, keys, by_key, results=results, **facts)]
             softcap = work.whole.softmax.softcap
             configs = self._gradient_configs(q, v.shape[3], softcap)
             configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), softcap, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
+            # Its flags are those of the step: the first on these keys, or the last, or both.
             keys = work.whole.by_key(configs.grad_kv, q.device).steps[work.step]
             # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
             if configs.grad_q.form == "gluon":
@@ -178,25 +179,23 @@ class TritonEngine(Accumulating):
                     grad_q_gluon(
                         *rows, dq, queries, configs.grad_q, scale=scale, group=group, first_kv_head=held, result=result
                     ),
-                    grad_kv_gluon(*rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=held),
-                ]
+                    grad_kv_gluon(
+                        *rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=held,
+                        results=results,
+                    ),
+                ]  # fmt: skip
             return [
                 grad_q(*rows, dq, queries, configs.grad_q, result=result, **facts),
-                grad_kv(*rows, dk, dv, keys, configs.grad_kv, **facts),
+                grad_kv(*rows, dk, dv, keys, configs.grad_kv, results=results, **facts),
             ]
 
-        sums = accumulators(dkv, result, work.keys, work.visit)
-        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, *sums[:2], *dq)
+        sums, results = ((None, None) if one is None else (one.k, one.v) for one in (dkv, result))
+        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, *sums, *results, *dq)
         self._launch(work, kv, operands, describe)
-        finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """What its launches make in global memory, known once they are described, and sums that are final at once.
-
-        Descriptors are the former. Block tables stay.
-        """
-        made = max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
-        return made + (own_sums_bytes(work.keys, work.visit, sizes) if backward else 0)
+        """The descriptors that its launches make in global memory, known once they are described; block tables stay."""
+        return max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
 
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]
