@@ -100,7 +100,7 @@ def speed_table(gpu: Gpu, kernels: Sequence[Kernel], error: float) -> Table:
         ),
         notes=[
             f"TFLOP/s count 4 FLOPs a pair of rows and element forward and {BACKWARD} backward. The model was at most "
-            f"{100 * error:.0f} % off on the published kernels of d 128 that it was not fitted to; see above for d 64.",
+            f"{100 * error:.0f} % off on the published kernels of d 128 that it was not fitted to; see below for d 64.",
             "cuDNN: 702 and 673 forward, 612 and 579 backward on H200, d 128. Work that is uneven between "
             "multiprocessors is not in these figures.",
         ],
