@@ -6,6 +6,7 @@ Guarantees: ordinary calls, with small tensors on the CPU, as an engine makes th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ringattn.bench.plain_attention import plain_call
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, DIMS, forward_gluon
+from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch_call import Config, LaunchCall, Table
 
@@ -36,9 +38,10 @@ def launches(arch: int, dims: tuple[int, ...]) -> Iterator[Launch]:
     forms = ("descriptors", "pointers") if arch == 90 else ("descriptors",) if arch > 90 else ("pointers",)
     for dim in dims:
         if arch == 90:
-            yield Launch("plain", "forward", dim, lambda dim=dim: plain_call(dim, PLAIN))  # type: ignore[misc]
+            yield Launch("plain", "forward", dim, partial(plain_call, dim, PLAIN))
         if arch == 90 and dim in DIMS:
-            yield Launch("gluon", "forward", dim, lambda dim=dim: _call("gluon", "forward", dim, CONFIG))  # type: ignore[misc]
+            for kernel, config in (("forward", CONFIG), ("grad_q", GRAD_Q[dim]), ("grad_kv", GRAD_KV[dim])):
+                yield Launch("gluon", kernel, dim, partial(_call, "gluon", kernel, dim, config))
         for form in forms:
             try:
                 configs = configs_for(arch, torch.bfloat16, dim, form)
@@ -47,7 +50,7 @@ def launches(arch: int, dims: tuple[int, ...]) -> Iterator[Launch]:
             for kernel in PRODUCTS:
                 config = getattr(configs, kernel)
                 if config.form == form:
-                    yield Launch(form, kernel, dim, lambda f=form, k=kernel, d=dim, c=config: _call(f, k, d, c))  # type: ignore[misc]
+                    yield Launch(form, kernel, dim, partial(_call, form, kernel, dim, config))
 
 
 def _call(form: str, kernel: str, dim: int, config: Config) -> LaunchCall:
@@ -59,7 +62,9 @@ def _call(form: str, kernel: str, dim: int, config: Config) -> LaunchCall:
         made = forward_gluon if form == "gluon" else forward
         return made(q, k, v, sum_q, lse, table, config, scale=0.1, result=half)
     if kernel == "grad_q":
-        return grad_q(q, k, v, dout, lse, delta, sum_q, table, config, scale=0.1, result=half)
+        of_q = grad_q_gluon if form == "gluon" else grad_q
+        return of_q(q, k, v, dout, lse, delta, sum_q, table, config, scale=0.1, result=half)
     if kernel == "grad_kv":
-        return grad_kv(q, k, v, dout, lse, delta, sum_k, sum_v, table, config, scale=0.1)
-    return grad_fused(q, k, v, dout, lse, delta, sum_q, sum_k, sum_v, table, config, scale=0.1)
+        of_kv = grad_kv_gluon if form == "gluon" else grad_kv
+        return of_kv(q, k, v, dout, lse, delta, sum_k, sum_v, table, config, scale=0.1, results=(half, half))
+    return grad_fused(q, k, v, dout, lse, delta, sum_q, sum_k, sum_v, table, config, scale=0.1, results=(half, half))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels import attention_gluon
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
+from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
+from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
 from ringattn.kernels.experimental.attention_specialized import BLOCKS, specialized, specialized_configs
 from ringattn.kernels.launch_call import FORMS, LaunchCall, Table
@@ -60,7 +62,9 @@ def _variants() -> list[str]:
 ATTENTION = (*_entries(), *_variants())
 EXPERIMENTAL = tuple(f"sm_90/half/{width}/specialized/forward" for width in BLOCKS)
 
-GLUON = tuple(f"sm_90/half/{width}/gluon/forward" for width in attention_gluon.DIMS)
+GLUON = tuple(
+    f"sm_90/half/{width}/gluon/{kernel}" for width in GLUON_DIMS for kernel in ("forward", "grad_q", "grad_kv")
+)
 
 ENTRIES = (*ATTENTION, *EXPERIMENTAL, *GLUON)
 
@@ -94,7 +98,7 @@ def call_of(name: str) -> LaunchCall:
     d_k = WIDE_KEYS.get(variant, int(width))
     d_v = 128 if variant in WIDE_KEYS else d_k
     if name in GLUON:
-        config = attention_gluon.CONFIG
+        config = {"forward": CONFIG, "grad_q": GRAD_Q[d_k], "grad_kv": GRAD_KV[d_k]}[kernel]
     elif name in EXPERIMENTAL:
         config = specialized_configs(arch_of(name), dtype, d_k).forward
     else:
@@ -103,10 +107,8 @@ def call_of(name: str) -> LaunchCall:
     lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 16)
     scale, softcap = 0.1, 5.0 if variant == "softcap" else None
-    if name in GLUON:
-        return attention_gluon.forward_gluon(
-            *rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype)
-        )
+    if kernel == "forward" and name in GLUON:
+        return forward_gluon(*rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype))
     if kernel == "forward":
         weights = torch.zeros(1, 16, 64) if variant == "raw" else None
         sinks = torch.zeros(16) if variant == "sinks" else None
@@ -118,8 +120,12 @@ def call_of(name: str) -> LaunchCall:
     seed = *rows, _rows(d_v, dtype), lse, delta
     if kernel == "grad_q":
         result = _rows(d_k, dtype)
+        if name in GLUON:
+            return grad_q_gluon(*seed, _rows(d_k), table, config, scale=scale, result=result)
         return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result)
     grads, results = (_rows(d_k), _rows(d_v)), (_rows(d_k, dtype), _rows(d_v, dtype))
+    if kernel == "grad_kv" and name in GLUON:
+        return grad_kv_gluon(*seed, *grads, table, config, scale=scale, results=results)
     if kernel == "grad_kv":
         return grad_kv(*seed, *grads, table, config, scale=scale, softcap=softcap, results=results)
     return grad_fused(*seed, _rows(d_k), *grads, table, config, scale=scale, softcap=softcap, results=results)
