@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.bench.cycles import paced
-from ringattn.bench.estimate import PUBLISHED, RATES, warps_of, ways
+from ringattn.bench.estimate_kernels import PUBLISHED, RATES, warps_of, ways
 from ringattn.bench.sass import Loop, counted, product_loops
 
 FA3 = "FlashAttention-3, binary of xformers 0.0.34"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ringattn.bench.cycles import Gpu
-from ringattn.bench.estimate import BACKWARD, CUDNN, TOKENS, Kernel, tflops
+from ringattn.bench.estimate_kernels import BACKWARD, CUDNN, TOKENS, Kernel, tflops
 from ringattn.bench.report import Table
 
 CLASSES = ("mma", "mufu", "fp32", "integer", "memory", "barrier", "convert", "other")

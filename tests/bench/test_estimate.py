@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.bench import cycles, sass
 from ringattn.bench.cycles import Paced, paced
-from ringattn.bench.estimate import CUDNN, RATES, Kernel, fitted, read_published, tflops, warps_of, ways
+from ringattn.bench.estimate_kernels import CUDNN, RATES, Kernel, fitted, read_published, tflops, warps_of, ways
 from ringattn.bench.estimate_tables import modelled_tflops, tables
 
 HOPPER = RATES[90]
