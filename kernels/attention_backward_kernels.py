@@ -34,12 +34,11 @@ _BEYOND = tl.constexpr((1 << 31) - 1)
 @triton.jit
 def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
     """The gradient of the products before scaling, of weights `p`; `delta` broadcasts over the keys."""
-    # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
-    ds = p * (dp - delta)
     if SOFTCAP:
-        # The derivative of tanh.
-        ds = ds * (1.0 - capped * capped)
-    return ds
+        # The derivative of tanh; first, so that the tanh need not be kept beside dP.
+        p = p * (1.0 - capped * capped)
+    # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
+    return p * (dp - delta)
 
 
 @triton.jit
@@ -269,13 +268,14 @@ def grad_kv_kernel(
                 dq_source = None if dq is None else _numbers_of(dq + batch * dq_batch + head * dq_head, dq_row, entry)
                 # Blocks at the band's edges first, the masked ones; then the others, in a loop without a mask:
                 #    start | masked | full | unmasked | full_end | masked | end
-                for edge in tl.range(start, end - (full_end - full)):
+                # At wide heads or a softcap nothing is kept through a loop that it can compute again: registers are short.
+                for edge in tl.range(start, end - (full_end - full), disable_licm=SOFTCAP or PAD_K > 128):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
                         live, entry[2], band, tl.where(edge < full, edge, edge + (full_end - full)), scale, in_scale,
                         softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, COPIES, True,
                     )  # fmt: skip
-                for at in tl.range(full, full_end):
+                for at in tl.range(full, full_end, disable_licm=SOFTCAP or PAD_K > 128):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
                         live, entry[2], band, at, scale, in_scale, softcap,

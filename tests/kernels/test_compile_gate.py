@@ -47,8 +47,8 @@ def units(name: str) -> tuple[str, ...]:
     """The matrix units that a case may run on."""
     if "/single/" in name:
         return ("FFMA",)
-    # The warp group's unit wants 64 rows of keys, which a block of dK and dV at dimension 256 does not have.
-    if name.startswith("sm_90") and "/pointers/" not in name and not ("/256/" in name and "/grad_kv" in name):
+    # The warp group's unit wants 64 rows of keys, which a block of the fused backward at dimension 256 does not have.
+    if name.startswith("sm_90") and "/pointers/" not in name:
         return ("HGMMA",) if "/256/descriptors/grad_fused" not in name else ("HMMA",)
     return MATRIX[arch_of(name)]
 
