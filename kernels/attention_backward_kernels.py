@@ -268,7 +268,7 @@ def grad_kv_kernel(
                 dq_source = None if dq is None else _numbers_of(dq + batch * dq_batch + head * dq_head, dq_row, entry)
                 # Blocks at the band's edges first, the masked ones; then the others, in a loop without a mask:
                 #    start | masked | full | unmasked | full_end | masked | end
-                # At wide heads or a softcap nothing is kept through a loop that it can compute again: registers are short.
+                # With wide heads or a softcap, registers are short: a loop computes again what it could keep.
                 for edge in tl.range(start, end - (full_end - full), disable_licm=SOFTCAP or PAD_K > 128):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
