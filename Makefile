@@ -119,7 +119,7 @@ gpu-check-nccl-alone: gpu-here ## of them: the transport over real NCCL in one p
 	@$(call gpu-tests,lifetimes:120 peer_driver:120 loopback:190)
 
 gpu-check-nccl-processes: gpu-here ## of them: between processes, which may share a GPU: real NCCL, then transport=peer
-	@$(call gpu-tests,processes:290 peer:190)
+	@$(call gpu-tests,processes:280 peer:180)
 
 gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and one page of what they found
 	@failed=0; for part in hops overlap ring life faults report; do \
