@@ -282,7 +282,9 @@ class HeartbeatMonitor:
         return [*self._next, *[*wanted, *wanted][first : first + min(READ_AT_ONCE, len(wanted))]]
 
     def _take(self, rank: int, heartbeat: LastHeartbeat, now_s: float) -> None:
-        first_s = self._unchanged[rank][0] if self.heartbeats.get(rank) == heartbeat else now_s
+        # A rank that was not wanted for a while has a heartbeat and no times.
+        same = rank in self._unchanged and self.heartbeats[rank] == heartbeat
+        first_s = self._unchanged[rank][0] if same else now_s
         self.heartbeats[rank] = heartbeat
         self._unchanged[rank] = first_s, now_s
 

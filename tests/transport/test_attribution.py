@@ -135,7 +135,7 @@ def job() -> Iterator[Job]:
 
 
 @pytest.mark.alone
-def test_one_accuser_names_the_silent_one_of_six_hundred(job: Job) -> None:
+def test_one_investigator_names_the_silent_one_of_six_hundred(job: Job) -> None:
     told: dict[int, str] = {}
 
     def at_the_deadline(rank: int) -> None:
@@ -239,3 +239,14 @@ def test_a_caller_is_told_while_the_abort_goes_on() -> None:
     for rank in (0, 2):
         assert "rank 1 is behind" in str(outcomes[rank].error) and named_at_fault(str(outcomes[rank].error)) == {1}
         assert took[rank] < 0.6 + 2.0
+
+
+def test_a_rank_that_is_wanted_again_is_counted_from_then_on() -> None:
+    """Its heartbeat stands still meanwhile, and what was seen of it before says nothing."""
+    store = HashStore()
+    Heartbeat(store, 2).send(STATUS)
+    monitor = HeartbeatMonitor(ControlStore(store, 0, 4), lambda: STATUS)
+    for wanted in ({2}, set[int](), {2}):
+        monitor.wanted = wanted
+        monitor.read()
+    assert monitor.rounds == 3 and monitor.heartbeats[2].status == STATUS and not monitor.silent()
