@@ -32,7 +32,11 @@ class _TimedTicket:
 
 @contextmanager
 def stages(ring: Ring) -> Iterator[dict[str, float]]:
-    """Seconds by stage of what this rank runs inside the block, on torch's CPU flash engine."""
+    """Seconds by stage of what this rank runs inside the block, on torch's CPU flash engine.
+
+    A process has one such block at a time: what it wraps is the process's, so ranks that are threads cannot each have
+    one.
+    """
     seconds = dict.fromkeys(STAGES, 0.0)
 
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
