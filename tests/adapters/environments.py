@@ -1,0 +1,35 @@
+"""Folders of packages of other versions, to be put before those of the tests: made once, kept in build/environments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+KEPT = Path(__file__).resolve().parents[2] / "build" / "environments"
+_UNREACHABLE = "connection", "temporary failure", "timed out", "name or service not known", "proxy"
+
+
+def environment(*requirements: str) -> Path:
+    """The folder of these packages, none of what they require; skips the test where no package index is reached."""
+    folder = KEPT / "-".join([requirements[0].replace("==", "-"), sha256(repr(requirements).encode()).hexdigest()[:8]])
+    if folder.exists():
+        return folder
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=KEPT) as fresh:
+        target = Path(fresh) / "packages"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1",
+                   "--no-deps", "--target", str(target), *requirements]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = done.stderr.strip()
+        if done.returncode and any(word in said.lower() for word in _UNREACHABLE):
+            pytest.skip(f"no package index can be reached for {', '.join(requirements)}: {said[-300:]}")
+        if done.returncode:
+            raise RuntimeError(f"pip cannot install {', '.join(requirements)}: {said}")
+        if not folder.exists():  # another process may have made it meanwhile
+            target.rename(folder)
+    return folder
