@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringattn.errors import InputError
 from ringattn.launch.options import CONF, check_limits, coded_presets, groups, leaves, presets_of
 from ringattn.launch.spelling import no_such_key, spelled
+
+if TYPE_CHECKING:  # Hydra takes half a second to import, which `--help` need not wait for
+    from hydra.core.override_parser.types import Override
 
 T = TypeVar("T")
 
@@ -30,9 +26,14 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     That file lists `<name of the schema>` among its defaults. Raises `InputError` for an unknown key, a value of the
     wrong type or out of range, and a sweep (`key=1,2`).
     """
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     overrides = spelled(overrides, schema)
     for override in parse(overrides):
-        _check_key(override, schema)
+        check_key(override, schema)
     try:
         with registered(schema), initialize_config_module(CONF, version_base="1.3"):
             config = OmegaConf.to_object(compose(name or schema.__name__, list(overrides)))
@@ -52,6 +53,8 @@ def registered(schema: Any) -> Iterator[None]:
 
     Hydra has one store, in which the group `schedule` of one command would hide the plain key of another.
     """
+    from hydra.core.config_store import ConfigStore
+
     store = ConfigStore.instance()
     before, store.repo = store.repo, dict(store.repo)
     try:
@@ -65,10 +68,13 @@ def registered(schema: Any) -> Iterator[None]:
 
 
 def parse(overrides: Iterable[str]) -> list[Override]:
-    """The words `key=value` as Hydra reads them. Raises `InputError` for a word that is none."""
+    """The words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for a word that is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     parser, parsed = OverridesParser.create(), []
     for word in overrides:
-        if "=" not in word or word.startswith("-"):
+        if ("=" not in word and not word.startswith("~")) or word.startswith("-"):
             raise InputError(f"{word}: write options as key=value; --help lists the keys")
         try:
             parsed.append(parser.parse_override(word))
@@ -82,16 +88,40 @@ def swept(overrides: Iterable[str]) -> list[str]:
     return [one.key_or_group for one in parse(overrides) if one.is_sweep_override()]
 
 
-def _check_key(override: Override, schema: Any) -> None:
-    """Hydra's own message for a wrong key speaks of structs and defaults lists; this one names the nearest key."""
+def combinations(overrides: Iterable[str]) -> list[list[str]]:
+    """The words of every combination of the values that are given as `key=1,2`; the last key varies fastest.
+
+    Of a key that is given twice the last counts. Raises `InputError` for values that cannot be counted.
+    """
+    from hydra.errors import HydraException
+
+    values: dict[str, list[str]] = {}
+    for one in parse(overrides):
+        try:
+            found = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
+            values[one.get_key_element()] = [str(value) for value in found]
+        except HydraException as error:  # glob(*), interval(1,2)
+            raise InputError(f"{one.input_line}: list the values, as {one.key_or_group}=1,2") from error
+    return [
+        [f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in product(*values.values())
+    ]
+
+
+def check_key(override: Override, schema: Any, several: bool = False) -> None:
+    """Raise `InputError` for a key that `schema` does not have, and a preset that its group does not have.
+
+    Hydra's own message for a wrong key speaks of structs and defaults lists; this one names the nearest key.
+    `several`: the words are for Hydra's own application, where `++` and sweeps have a meaning.
+    """
     key, known = override.key_or_group, [leaf for leaf, _, _ in leaves(schema())]
-    if override.is_add() or override.is_delete() or override.is_force_add() or override.package is not None:
+    forced = override.is_force_add() and not several
+    if override.is_add() or override.is_delete() or forced or override.package is not None:
         raise InputError(f"{override.input_line}: keys can be set, not added, removed or moved")
-    if override.is_sweep_override():
+    if override.is_sweep_override() and not several:
         raise InputError(f"{key}: one value at a time; {override.get_value_string()} is a sweep")
     presets = presets_of(schema, key) if key in groups(schema) else []
     if presets:
-        if override.value() not in presets:
+        if not override.is_sweep_override() and override.value() not in presets:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
         raise no_such_key(key, [*(group for group in groups(schema) if presets_of(schema, group)), *known])

@@ -9,6 +9,7 @@ from io import TextIOWrapper
 
 import ringattn
 from ringattn.errors import RingError
+from ringattn.launch.extras import advice
 
 COMMANDS = {  # word: module of ringattn.launch, what it does
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
@@ -42,11 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
         return 2
-    run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
     try:
+        run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
         return run(words[1:])
     except RingError as error:
         print(f"ringattn {words[0]}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (told := advice(error)) is None:
+            raise
+        print(f"ringattn {words[0]}: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

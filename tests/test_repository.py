@@ -86,6 +86,7 @@ def test_import_contracts_are_kept(importable: Path) -> None:
         pytest.param("planner/cost.py", "from ringattn.kernels import rows", "no-torch", marks=pytest.mark.slow),
         ("runtime/records.py", "from ringattn.runtime.executor import Executor", "acyclic"),
         pytest.param("schedule/ops.py", "from ringattn.schedule import passes", "acyclic", marks=pytest.mark.slow),
+        pytest.param("adapters/sdpa.py", "def f():\n    import rich", "library", marks=pytest.mark.slow),
         ("utils.py", "x = 1", "layers"),
     ],
 )

@@ -14,13 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import ringattn
 from ringattn.errors import InputError, RingError
@@ -29,6 +25,10 @@ from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
+from ringattn.transport.nccl.wheels import mismatch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HELP = """usage: ringattn doctor [--json]
 
@@ -75,10 +75,10 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _progress(silent: bool) -> Iterator[Say]:
     """Lines on standard error, so that standard output is the document alone; one that changes on a terminal."""
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     if silent:
         yield lambda line: None
-    elif console.is_terminal:
+    elif console is not None and console.is_terminal:
         with console.status("doctor") as status:
             yield lambda line: status.update(f"doctor: {line}")
     else:
@@ -107,6 +107,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         "processors": lambda: probes.processors(*facts.cores(), os.environ.get("OMP_NUM_THREADS")),
         "NCCL": lambda: probes.nccl(facts.nccl_library(), facts.torch_nccl()),
         "NCCL wheels": lambda: probes.wheels(facts.nccl_wheels(), build),
+        "CUDA wheels": lambda: probes.fitting(mismatch(build)),
         "network": lambda: network.network(network_facts(), os.environ, facts.nccl_library().version),
         "environment": lambda: probes.variables(os.environ),
         "kernels": lambda: [probes.kernels_name(facts.installed("kernels"), facts.kernels_origin())],
@@ -166,9 +167,19 @@ def _show(findings: Sequence[Finding], system: dict[str, Any], answers: Sequence
         }
         print(json.dumps(document, indent=1, default=str))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = _console()
+    if console is None:
+        _print_lines(findings)
+    else:
+        _print_table(findings, console if console.is_terminal else _console(width=WIDTH))
+    print(", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level]))
+
+
+def _print_table(findings: Sequence[Finding], console: Any) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table("about", "", box=box.SIMPLE_HEAD)
     for name in ("found", "why it matters", "what to do"):
         table.add_column(name, overflow="fold")
@@ -176,4 +187,20 @@ def _show(findings: Sequence[Finding], system: dict[str, Any], answers: Sequence
         words = escape(one.text), escape(one.why), escape(one.advice)
         table.add_row(one.topic, f"[{STYLES[one.level]}]{one.level}[/]", *words)
     console.print(table)
-    print(", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level]))
+
+
+def _print_lines(findings: Sequence[Finding]) -> None:
+    """The same where rich is not installed."""
+    for one in findings:
+        print(f"{one.topic:<14} {one.level:<8} {one.text}")
+        for words in filter(None, (one.why, one.advice)):
+            print(f"{'':<24}{words}")
+
+
+def _console(**options: Any) -> Console | None:
+    """A console of rich; None where that is not installed, for the doctor is run where little is."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(**options)

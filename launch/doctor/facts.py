@@ -22,6 +22,7 @@ from torch.utils import collect_env
 from ringattn.errors import RingError
 from ringattn.launch.doctor.probes import Gpu, Link, Nccl, Wheel
 from ringattn.transport.nccl.library import load_library
+from ringattn.transport.nccl.wheels import installed
 
 PACKAGES = ("torch", "numpy", "triton", "hydra-core")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -34,14 +35,6 @@ def package_versions() -> dict[str, str | None]:
     """Versions by name, None for what is missing; cupy under whichever name it has."""
     cupy = next(((name, version) for name in CUPY if (version := installed(name))), ("cupy", None))
     return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}, cupy[0]: cupy[1]}
-
-
-def installed(name: str) -> str | None:
-    """The version of a distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def system() -> dict[str, Any]:

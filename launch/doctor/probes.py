@@ -157,6 +157,14 @@ def wheels(found: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
     return [Finding("NCCL wheels", OK, listed)]
 
 
+def fitting(unfit: str | None) -> list[Finding]:
+    """Whether the wheels of cupy and NCCL are for this torch; `unfit`: see `transport.nccl.wheels.mismatch`."""
+    if unfit is None:
+        return []
+    text, _, advice = unfit.partition(": pip ")
+    return [Finding("CUDA wheels", WARNING, text, f"pip {advice}")]
+
+
 def _extra(cuda_build: str | None) -> str:
     return f"pip install 'ringattn[cu{(cuda_build or '13').split('.')[0]}]'"
 

@@ -1,7 +1,7 @@
-"""Points of a sweep as Hydra jobs: one after another here, or through submitit, here or by Slurm.
+"""Points of a sweep as jobs: one after another here, or by Hydra's launchers of submitit, here or by Slurm.
 
-A job leaves its record as a file among the sweep's, whoever waits for it; so a sweep that was killed while Slurm worked
-finds what was measured meanwhile.
+A job of submitit finds its point, and leaves its record, as a file among the sweep's, whoever waits for it; so a sweep
+that was killed while Slurm worked finds what was measured meanwhile.
 Guarantees: a point that fails is a record, and the jobs after it run.
 """
 
@@ -12,42 +12,34 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from hydra import initialize_config_module
-from hydra._internal.callbacks import Callbacks
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import registered
+from ringattn.launch.application import composed_as, run_application
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.environment import code_version
-from ringattn.launch.measure.points import make_record
+from ringattn.launch.measure.points import hash_of, make_record
 from ringattn.launch.measure.run import run_here
-from ringattn.launch.measure.run_config import RunConfig, resolved, words_of
-from ringattn.launch.options import CONF, option
+from ringattn.launch.measure.run_config import RunConfig, from_spec, spec_of, words_of
+from ringattn.launch.measure.submitted import meeting
+from ringattn.launch.options import option
 
-LAUNCHERS = {"local": "basic", "submitit_local": "submitit_local", "slurm": "submitit_slurm"}
-"""Ours to Hydra's."""
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+LAUNCHERS = {"local": None, "submitit_local": "submitit_local", "slurm": "submitit_slurm"}
+"""Ours to Hydra's; local needs none."""
 ARRIVALS = "jobs"
-"""Folder of records that nobody has taken yet."""
+"""Folder of points that jobs are to measure, and of records that nobody has taken yet."""
 OOM_KINDS = ("OutOfMemoryError", "MemoryError")
 START_MIN = 5
 """Minutes a job gets beside the point's own timeout, for imports and for starting ranks."""
 SIGNAL_S = 60
 """Seconds between Slurm's warning and the end of a job."""
-FIRST_PORT, PORTS = 20_000, 12_000
-"""Below the ports that Linux hands out by itself (net.ipv4.ip_local_port_range starts at 32768)."""
 
 
 @dataclass
@@ -61,6 +53,14 @@ class SlurmConfig:
     mem_gb: int | None = option(None, "host memory of each node in GB", least=1)
     array_parallelism: int = option(1, "points that may run at the same time", least=1)
     setup: list[str] | None = option(None, "shell lines before a job, as setup=['module load cuda']")
+
+
+@dataclass
+class JobConfig:
+    """What a job of submitit is told."""
+
+    folder: str = option("", "of the sweep")
+    point: str = option("", "hash of the point, whose options are a file in the sweep's folder")
 
 
 def point_record(config: RunConfig) -> dict[str, Any] | None:
@@ -87,25 +87,19 @@ def _again(config: RunConfig) -> str:
 
 def run_job(composed: DictConfig) -> None:
     """Hydra's task: one point, whose record it leaves in the sweep's folder."""
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, RunConfig)
+    job = composed_as(JobConfig, composed)
+    folder = Path(job.folder)
+    config = from_spec(json.loads(_asked(folder, job.point).read_text(encoding="utf-8")))
     if config.nnodes > 1:
-        node_rank, endpoint = _meeting()
-        config = replace(config, node_rank=node_rank, rdzv_endpoint=endpoint)
-    config = resolved(config)
+        config = meeting(config)
     record = point_record(config)
     if record is not None:
-        leave(Path(HydraConfig.get().sweep.dir), record)
+        leave(folder, record)
 
 
-def _meeting() -> tuple[int, str]:
-    """Which of its job's nodes this is, and where they meet; submitit starts one task a node."""
-    from submitit import JobEnvironment
-
-    job = JobEnvironment()
-    host = "127.0.0.1" if job.name() == "local" else job.hostnames[0]
-    port = FIRST_PORT + int("".join(filter(str.isdecimal, job.job_id))) % PORTS
-    return job.global_rank, f"{host}:{port}"
+def _asked(folder: Path, point: str) -> Path:
+    """The options of a point, for its job."""
+    return folder / ARRIVALS / f"{point}.point"
 
 
 def leave(folder: Path, record: dict[str, Any]) -> None:
@@ -129,22 +123,27 @@ class Jobs:
     def __init__(self, folder: Path, launcher: str, slurm: SlurmConfig) -> None:
         self.folder, self.launcher, self.slurm = folder, launcher, slurm
 
-    def run(self, points: Sequence[tuple[RunConfig, Sequence[str]]]) -> None:
-        """Run all points, each with the words that make it; return when every job has ended.
+    def run(self, configs: Sequence[RunConfig]) -> None:
+        """Run all points; return when every job has ended.
 
         Raises `RingError` if a job itself failed, which leaves no record of its point.
         """
-        for number, batch in enumerate(self._batches(points)):
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            overrides = self._overrides([config for config, _ in batch])
-            composed = hydra.compose_config("run", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
-            launcher = Plugins.instance().instantiate_launcher(
-                hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks()),
-                task_function=run_job,
-                config=composed,
-            )
-            self._launch(launcher, batch, number)
+        for batch in self._batches(configs):
+            try:
+                self._run_batch(batch)
+            except (RingError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                if len(batch) > 1:
+                    raise RingError(
+                        f"a job of Slurm failed ({error}); others may still run, and what they leave is kept: give the "
+                        f"same command again to take it in and to repeat what is missing. Logs: {self.folder}/.submitit"
+                    ) from error
+                message = f"the job ended without an answer: {error}; logs: {self.folder}/.submitit"
+                record = make_record(
+                    batch[0], "error", message, {}, datetime.now(UTC), 0.0, code_version(), _again(batch[0])
+                )
+                leave(self.folder, record)
 
     def parameters(self, configs: Sequence[RunConfig]) -> dict[str, Any]:
         """What submitit is asked for, by its own names: enough for the largest of these points."""
@@ -168,42 +167,41 @@ class Jobs:
         command = "python -u -m submitit.core._submit JOB_FOLDER"
         return str(_make_sbatch_string(command, self.folder / ".submitit", map_count=len(configs), **asked))
 
-    def _batches(
-        self, points: Sequence[tuple[RunConfig, Sequence[str]]]
-    ) -> Iterator[list[tuple[RunConfig, Sequence[str]]]]:
+    def _batches(self, configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
         """What is started at once: here one point, so that none disturbs another; by Slurm one array a node count."""
         if self.launcher != "slurm":
-            yield from ([point] for point in points)
+            yield from ([config] for config in configs)
             return
-        for nodes in sorted({config.nnodes for config, _ in points}):
-            yield [point for point in points if point[0].nnodes == nodes]
+        for nodes in sorted({config.nnodes for config in configs}):
+            yield [config for config in configs if config.nnodes == nodes]
 
-    def _overrides(self, configs: Sequence[RunConfig]) -> list[str]:
-        """Hydra's own options for jobs in this folder."""
-        given: dict[str, Any] = {"sweep.dir": str(self.folder), "sweep.subdir": ARRIVALS, "output_subdir": None}
-        if self.launcher != "local":
-            given |= {f"launcher.{key}": value for key, value in self.parameters(configs).items()}
+    def _run_batch(self, batch: Sequence[RunConfig]) -> None:
+        if self.launcher == "local":
+            for config in batch:
+                if record := point_record(config):
+                    leave(self.folder, record)
+            return
+        (self.folder / ARRIVALS).mkdir(exist_ok=True)
+        asked = {hash_of(config): config for config in batch}
+        for name, config in asked.items():
+            _asked(self.folder, name).write_text(json.dumps(spec_of(config)), encoding="utf-8")
+        run_application(["--multirun", *self._overrides(batch, list(asked))], JobConfig, JobConfig.__name__, run_job)
+        for name in asked:
+            _asked(self.folder, name).unlink()
+
+    def _overrides(self, configs: Sequence[RunConfig], names: Sequence[str]) -> list[str]:
+        """What Hydra is told for jobs in this folder."""
+        given: dict[str, Any] = {
+            "sweep.dir": str(self.folder / ARRIVALS), "sweep.subdir": ".", "output_subdir": None,
+            "launcher.submitit_folder": f"{self.folder}/.submitit/%j",
+            **{f"launcher.{key}": value for key, value in self.parameters(configs).items()},
+        }  # fmt: skip
         return [
+            f"folder={_in_hydra(str(self.folder))}",
+            f"point={','.join(map(_in_hydra, names))}",
             *(f"hydra/launcher={LAUNCHERS[self.launcher]}", "hydra/hydra_logging=none", "hydra/job_logging=none"),
             *(f"hydra.{key}={_in_hydra(value)}" for key, value in given.items()),
         ]
-
-    def _launch(self, launcher: Launcher, batch: Sequence[tuple[RunConfig, Sequence[str]]], number: int) -> None:
-        try:
-            for done in launcher.launch([list(words) for _, words in batch], initial_job_idx=number):
-                _ = done.return_value  # raises what the job raised
-        except (RingError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            if len(batch) > 1:
-                raise RingError(
-                    f"a job of Slurm failed ({error}); others may still run, and what they leave is kept: give the "
-                    f"same command again to take it in and to repeat what is missing. Logs: {self.folder}/.submitit"
-                ) from error
-            message = f"the job ended without an answer: {error}; logs: {self.folder}/.submitit"
-            config = batch[0][0]
-            record = make_record(config, "error", message, {}, datetime.now(UTC), 0.0, code_version(), _again(config))
-            leave(self.folder, record)
 
 
 def _in_hydra(value: Any) -> str:
@@ -216,10 +214,8 @@ def _in_hydra(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-@contextmanager
-def opened_jobs(folder: Path, launcher: str, slurm: SlurmConfig) -> Iterator[Jobs]:
+def opened_jobs(folder: Path, launcher: str, slurm: SlurmConfig) -> Jobs:
     """Jobs in `folder`, an absolute path. Raises `InputError` if the launcher is not installed."""
     if launcher != "local" and find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         raise InputError(f"launcher={launcher}: needs submitit; pip install 'ringattn[slurm]'")
-    with registered(RunConfig), initialize_config_module(CONF, version_base="1.3"):
-        yield Jobs(folder, launcher, slurm)
+    return Jobs(folder, launcher, slurm)

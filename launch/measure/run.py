@@ -1,5 +1,7 @@
 """`ringattn run`: one attention call, measured on ranks that it starts, or on those that torchrun has started.
 
+Words that are key=value give one point, and nothing is written. A flag of Hydra's, `hydra.*`, `+`, `++` or `~` among
+them makes it Hydra's own application, see `application`.
 Guarantees: exit code 0 for a measured point, 1 for ranks that failed, 2 for bad options or a call that was refused.
 """
 
@@ -8,12 +10,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
+from ringattn.launch.application import composed_as, is_for_hydra, run_application
 from ringattn.launch.config import swept
 from ringattn.launch.failures import RanksError
-from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of, words_of
+from ringattn.launch.measure.run_config import RunConfig, load_run, resolved, spec_of, words_of
+from ringattn.launch.measure.submitted import in_job, meeting
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import (
     Nodes,
@@ -26,11 +31,15 @@ from ringattn.launch.ranks import (
 )
 from ringattn.launch.spelling import spelled
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 PURPOSE = """\
 Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
 Starts the ranks as processes of this machine; under torchrun it takes part in place. --dry-run prints the command.
 Example: ringattn run ranks=4 tokens=16384 schedule=ring mask=window mask.window_tokens=512
-Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)"""
+Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)
+Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/launcher=..., +, ++, ~ (--hydra-help)"""
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"
@@ -45,6 +54,11 @@ def main(argv: Sequence[str]) -> int:
     place = place_in_torchrun()
     leads = place is None or place.rank == 0
     try:
+        if is_for_hydra(words):
+            if len(words) < len(argv):
+                raise InputError(f"{DRY_RUN}: does not go with Hydra's own words; --cfg job shows what would be run")
+            run_application(words, RunConfig, "run", measured)
+            return 0
         config = load_here(words, place)
         if len(words) < len(argv):
             print(command_of(config))
@@ -64,16 +78,46 @@ def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
     """The run that `words` describe; under torchrun with the number of ranks that it started."""
     words = spelled(words, RunConfig)
     if keys := swept(words):
-        how = "run `ringattn sweep` instead" + (", without torchrun, for it starts its own ranks" if place else "")
+        how = (
+            "run `ringattn sweep` instead, or give -m"
+            if place is None
+            else ("run `ringattn sweep` instead, without torchrun, for it starts its own ranks")
+        )
         raise InputError(f"{keys[0]}: one value at a time; {how}")
     config = load_run(words)
     if place is None:
-        if config.nnodes > 1 and not config.rdzv_endpoint:
-            raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
+        _check_meeting(config)
         return config
     named = any(word.startswith(("ranks=", "nnodes=")) for word in words)
     ranks = agreed_ranks(config.world_size if named else None, "ranks")
     return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=0"])
+
+
+def measured(composed: DictConfig) -> float:
+    """Hydra's task: measure a point and print it; the milliseconds of its passes, for a sweeper to minimise."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    config, place = composed_as(RunConfig, composed), place_in_torchrun()
+    if place is not None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise InputError("--multirun: started by torchrun, so every rank would run all points; leave torchrun out")
+        named = config.ranks is not None or config.nnodes > 1
+        ranks = agreed_ranks((config.ranks or 1) * config.nnodes if named else None, "ranks")
+        config = replace(config, ranks=ranks, nnodes=1, node_rank=0)
+    elif config.nnodes > 1 and not config.rdzv_endpoint and in_job():
+        config = meeting(config)
+    config = resolved(config)
+    _check_meeting(config)
+    facts = run_here(config, place)
+    if (place is None or place.rank == 0) and config.node_rank == 0:
+        print(table(config, facts), flush=True)
+    return sum(float(facts[name]["median"]) for name in ("forward_ms", "backward_ms") if facts[name])
+
+
+def _check_meeting(config: RunConfig) -> None:
+    if config.nnodes > 1 and not config.rdzv_endpoint:
+        raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
 
 
 def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
@@ -97,7 +141,7 @@ def nodes_of(config: RunConfig) -> Nodes:
 def command_of(config: RunConfig) -> str:
     """The line that starts this run's ranks on this node by torchrun, for a shell."""
     assert config.ranks is not None
-    words = [*agent_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.measure.run", *words_of(config)]
+    words = [*agent_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.run", *words_of(config)]
     return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(words)}"
 
 
@@ -123,7 +167,3 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
 
 def _mib(sizes_bytes: Sequence[int]) -> str:
     return " ".join(f"{size / 2**20:.1f}" for size in sizes_bytes)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -14,11 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from omegaconf import OmegaConf
-
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import load, parse, swept
+from ringattn.launch.config import combinations, load, parse, swept
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
@@ -95,7 +92,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     theirs = [*_preset_words(options.preset, theirs), *theirs]
     varying = set(swept(theirs))
     found = []
-    for combination in BasicSweeper.split_arguments(parse(theirs), None)[0]:
+    for combination in combinations(theirs):
         label = " ".join(word for word in combination if word.partition("=")[0] in varying)
         try:
             found.append(Point(load_run(combination), combination, label))
@@ -129,6 +126,8 @@ def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
     """The words of a preset, but for tokens where the user says how many there are in the other way."""
     if preset is None:
         return []
+    from omegaconf import OmegaConf
+
     text = (resources.files(CONF) / SCALING / f"{preset}.yaml").read_text(encoding="utf-8")
     sizes = [word.partition("=")[0] for word in given if word.startswith(("tokens=", "tokens_per_rank="))]
     values = {str(key): value for key, value in OmegaConf.create(text).items()}
@@ -142,15 +141,16 @@ def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
             config = replace(config, rdzv_endpoint="NODE0:PORT")
         print(f"# {hash_of(config)}  {point.label}\n{command_of(config)}")
     if options.launcher == "slurm":
-        with opened_jobs(Path(options.out).resolve(), options.launcher, options.slurm) as jobs:
-            for nodes in sorted({point.config.nnodes for point in points}):
-                configs = [point.config for point in points if point.config.nnodes == nodes]
-                print(f"\n# sbatch, {len(configs)} points on {nodes} nodes\n{jobs.script(configs)}")
+        jobs = opened_jobs(Path(options.out).resolve(), options.launcher, options.slurm)
+        for nodes in sorted({point.config.nnodes for point in points}):
+            configs = [point.config for point in points if point.config.nnodes == nodes]
+            print(f"\n# sbatch, {len(configs)} points on {nodes} nodes\n{jobs.script(configs)}")
 
 
 def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) -> int:
     path, code = Path(options.out).resolve(), code_version()
-    with opened(path) as folder, opened_jobs(path, options.launcher, options.slurm) as jobs:
+    jobs = opened_jobs(path, options.launcher, options.slurm)
+    with opened(path) as folder:
         folder.claim(words, [hash_of(point.config) for point in points], code)
         for record in arrived(path):
             folder.append(record)
@@ -189,7 +189,7 @@ def _measure(jobs: Jobs, folder: Folder, todo: Sequence[Point]) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            jobs.run([(point.config, point.words) for point in todo])
+            jobs.run([point.config for point in todo])
         finally:
             over.set()
             watcher.join()

@@ -32,6 +32,7 @@ from ringattn.transport.nccl.options import (
 )
 from ringattn.transport.nccl.other_groups import LateGroups
 from ringattn.transport.nccl.transport import NcclTransport
+from ringattn.transport.nccl.wheels import mismatch
 from ringattn.transport.nodes import DeviceNodesTransport, open_shm_and_gloo
 from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
@@ -141,6 +142,8 @@ def _open_nccl(
     record: FlightRecord | None = None,
 ) -> NcclTransport:
     """NCCL on this process's GPU."""
+    if unfit := mismatch(torch.version.cuda):
+        warnings.warn(f"rank {rank}: {unfit}", stacklevel=4)
     binding = open_binding(options)
     check_environment(os.environ)
     for warning in [] if len(locations) == 1 else overlap_warnings(os.environ, options, binding.capabilities):

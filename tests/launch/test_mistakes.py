@@ -71,7 +71,7 @@ def test_mistakes_under_torchrun(
 
 @pytest.mark.slow
 def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
-    done = ringattn("ranks=8", "tokens=64", env=INSIDE, module=("ringattn.launch.measure.run",))
+    done = ringattn("ranks=8", "tokens=64", env=INSIDE, module=("ringattn.launch.run",))
     assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
 
 

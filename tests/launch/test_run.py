@@ -305,9 +305,7 @@ def test_the_printed_command_does_what_run_does() -> None:
     words = ["run", "ranks=2", *TINY, "schedule=ring"]
     done = ringattn(*words, "--dry-run")
     command = done.stdout.strip()
-    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn.launch.measure.run" in command, (
-        done.stderr
-    )
+    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn.launch.run" in command, done.stderr
     repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                               capture_output=True, text=True, timeout=280)  # fmt: skip
     assert repeated.returncode == 0, repeated.stderr

@@ -71,11 +71,11 @@ def test_a_submission_that_fails_says_what_to_do(
 def test_nodes_of_a_sweep_are_asked_for_together(tmp_path: Path) -> None:
     configs = [load_run(["ranks=8", f"nnodes={nodes}", "timeout_s=60"]) for nodes in (1, 2, 1)]
     asked = jobs.Jobs(tmp_path, "slurm", jobs.SlurmConfig())
-    batches = list(asked._batches([(config, []) for config in configs]))
-    assert [[config.nnodes for config, _ in batch] for batch in batches] == [[1, 1], [2]]
+    batches = list(asked._batches(configs))
+    assert [[config.nnodes for config in batch] for batch in batches] == [[1, 1], [2]]
     assert asked.parameters([configs[1]])["nodes"] == 2 and asked.parameters([configs[1]])["tasks_per_node"] == 1
     alone = jobs.Jobs(tmp_path, "submitit_local", jobs.SlurmConfig())
-    assert [len(batch) for batch in alone._batches([(config, []) for config in configs])] == [1, 1, 1]
+    assert [len(batch) for batch in alone._batches(configs)] == [1, 1, 1]
 
 
 def test_without_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

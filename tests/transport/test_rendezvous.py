@@ -53,6 +53,19 @@ def test_nccl_alone(gpus: list[int]) -> None:
     assert gpus == [0]
 
 
+def test_wheels_that_do_not_fit_are_named(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unfit(build: str | None) -> str:
+        asked.append(build)
+        return "installed: cupy-cuda12x 14.0; this torch has CUDA 13.0"
+
+    monkeypatch.setattr(opening, "mismatch", unfit)
+    with pytest.warns(UserWarning, match=r"^rank 0: installed: cupy-cuda12x 14\.0; this torch has CUDA 13\.0"):
+        Ring(transport="nccl").close()
+    assert asked == [torch.version.cuda]
+
+
 def test_the_gpu_of_a_rank(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     Ring(transport="nccl").close()

@@ -1,0 +1,219 @@
+"""`ringattn run` as a Hydra application: what users of Hydra type, and what they find afterwards.
+
+Points are measured by a stand-in, but for the slow tests, which start processes and install plugins of Hydra's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from ringattn.errors import RingError
+from ringattn.launch.measure import run
+from ringattn.launch.measure.run_config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class StandIn:
+    """Takes the place of the ranks: a pass takes a millisecond for each token, and two by schedule=ring."""
+
+    def __init__(self) -> None:
+        self.ran: list[RunConfig] = []
+        self.error: RingError | None = None
+
+    def __call__(self, config: RunConfig, place: object) -> dict[str, Any]:
+        self.ran.append(config)
+        if self.error is not None:
+            raise self.error
+        assert config.tokens is not None
+        milliseconds = config.tokens * (2 if config.schedule.name == "ring" else 1)
+        return {"forward_ms": {"median": milliseconds}, "backward_ms": None}
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
+    """No ranks are started, the working directory is empty, and Hydra's logging ends with the test."""
+    stand_in, root = StandIn(), logging.getLogger()
+    monkeypatch.setattr(run, "run_here", stand_in)
+    monkeypatch.setattr(run, "table", lambda config, facts: f"{config.tokens} {facts['forward_ms']['median']}")
+    monkeypatch.chdir(tmp_path)
+    handlers, level = list(root.handlers), root.level
+    yield stand_in
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+
+
+def test_plain_words_write_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, argv = logging.getLogger().level, list(sys.argv)
+    assert run.main(["tokens=64", "schedule=ring"]) == 0
+    assert capsys.readouterr().out == "64 128\n"
+    assert not files(tmp_path) and logging.getLogger().level == before and sys.argv == argv
+
+
+def test_cfg_job_shows_the_configuration(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--cfg", "job", "mask=window", "nproc=3", "shape=llama8b"]) == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert (shown.mask.kind, shown.ranks, shown.shape.heads, "hydra" in shown) == ("window", 3, 32, False)
+    assert not ranks.ran and not files(tmp_path)
+
+
+@pytest.mark.slow
+def test_info(ranks: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--info", "searchpath"]) == 0
+    assert "pkg://ringattn.launch.conf" in capsys.readouterr().out
+    assert run.main(["--info", "plugins"]) == 0
+    assert "SlurmLauncher" in capsys.readouterr().out and not ranks.ran
+
+
+def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["-m", "tokens=64,96", "schedule=ring,direct", "hydra.sweep.dir=sweep"]) == 0
+    found = [(one.tokens, one.schedule.name) for one in ranks.ran]
+    assert found == [(64, "ring"), (64, "direct"), (96, "ring"), (96, "direct")]
+    assert OmegaConf.load("sweep/3/.hydra/overrides.yaml") == ["tokens=96", "schedule=direct"]
+    assert "sweep/multirun.yaml" in files(tmp_path) and {file.split("/")[0] for file in files(tmp_path)} == {"sweep"}
+    told = capsys.readouterr().out
+    assert "#3 : tokens=96 schedule=direct" in told and "96 192" in told
+
+
+@pytest.mark.slow
+def test_a_multirun_goes_where_hydra_puts_it(ranks: StandIn, tmp_path: Path) -> None:
+    assert run.main(["--multirun", "tokens=64,96", "hydra/launcher=basic"]) == 0
+    assert len(list(tmp_path.glob("multirun/*/*/[01]/.hydra/config.yaml"))) == 2
+
+
+@pytest.mark.slow
+def test_a_run_directory_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
+    assert run.main(["hydra.run.dir=here", "tokens=64"]) == 0
+    assert OmegaConf.load("here/.hydra/config.yaml").tokens == 64
+    assert run.main(["hydra.run.dir=there", "hydra.job.chdir=true", "tokens=96"]) == 0
+    assert Path.cwd() == tmp_path and (tmp_path / "there" / ".hydra" / "config.yaml").exists()
+
+
+def test_configs_and_groups_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    (conf / "mask").mkdir(parents=True)
+    (conf / "mask" / "near.yaml").write_text("kind: window\nwindow_tokens: 7\n")
+    (conf / "nightly.yaml").write_text("defaults:\n  - run\n  - override mask: near\n  - _self_\ntokens: 96\n")
+    (conf / "bare.yaml").write_text("tokens: 80\nshape: {heads: 4, kv_heads: 4}\n")
+    assert run.main(["--config-dir", "conf", "mask=near", "tokens=64"]) == 0
+    assert run.main(["--config-dir=conf", "--config-name=nightly", "++repeats=3"]) == 0
+    assert run.main(["-cd", "conf", "-cn", "bare"]) == 0
+    assert run.main(["hydra.searchpath=[file://conf]", "mask=near", "tokens=48"]) == 0
+    found = [(one.tokens, one.mask.kind, one.mask.window_tokens, one.repeats) for one in ranks.ran]
+    assert found == [(64, "window", 7, 10), (96, "window", 7, 3), (80, "causal", 1024, 10), (48, "window", 7, 10)]
+    assert ranks.ran[2].shape.heads == 4 and ranks.ran[2].shape.head_dim == 64
+
+
+def test_the_signs(ranks: StandIn) -> None:
+    assert run.main(["++tokens=64", "+seed=5"]) == 2  # Hydra: there is one already
+    assert run.main(["++tokens=64", "+tokens_per_rank=null", "++nproc=2", "~mask"]) == 0
+    assert (ranks.ran[0].tokens, ranks.ran[0].ranks, ranks.ran[0].mask.kind) == (64, 2, "causal")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-m toknes=64,96", "toknes: no such key; did you mean tokens?"),
+        pytest.param("++toknes=64", "toknes: no such key; did you mean tokens?", marks=pytest.mark.slow),
+        ("+toknes=64", "toknes: no such key; did you mean tokens?"),
+        pytest.param(
+            "+mask.windowtokens=64",
+            "mask.windowtokens: no such key; did you mean mask.window_tokens?",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--cfg job schedule=rign", "schedule=rign: choose one of auto, ring", marks=pytest.mark.slow),
+        pytest.param("-m schedule=ring,rign", "Could not find 'schedule/rign'", marks=pytest.mark.slow),
+        pytest.param(
+            "++tokens=x",
+            "++tokens=x\nValue 'x' of type 'str' could not be converted to Integer",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("++repeats=0", "repeats=0: must be at least 1", marks=pytest.mark.slow),
+        pytest.param("++ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8", marks=pytest.mark.slow),
+        pytest.param("++nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port", marks=pytest.mark.slow),
+        pytest.param("--cfg job tokens=64,96", "add --multirun", marks=pytest.mark.slow),
+        ("--config-dirr=x", "--config-dirr=x: no such flag"),
+        pytest.param("--config-dir=nowhere tokens=64", "nowhere' not found", marks=pytest.mark.slow),
+        pytest.param("--config-name=nowhere tokens=64", "Cannot find primary config 'nowhere'", marks=pytest.mark.slow),
+        pytest.param("-m --cfg job", "--cfg: does not go with -m; give one of them", marks=pytest.mark.slow),
+        pytest.param(
+            "--dry-run ++tokens=64",
+            "--dry-run: does not go with Hydra's own words; --cfg job shows",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "-m hydra/launcher=joblib tokens=64,96", "pip install hydra-joblib-launcher", marks=pytest.mark.slow
+        ),
+        ("-m hydra/sweeper=optuna tokens=64,96", "pip install hydra-optuna-sweeper"),
+    ],
+)
+def test_mistakes(words: str, told: str, ranks: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert told in said and "ringattn run: " in said and "Traceback" not in said and not ranks.ran
+
+
+def test_a_yaml_with_a_wrong_key(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [run, _self_]\ntoknes: 64\n")
+    (tmp_path / "bare.yaml").write_text("mask: {windowtokens: 64}\n")
+    assert run.main(["--config-dir=.", "--config-name=mine"]) == 2
+    assert "Key 'toknes' not in 'RunConfig'" in capsys.readouterr().err
+    assert run.main(["--config-dir=.", "--config-name=bare"]) == 2
+    assert "mask.windowtokens: no such key; did you mean mask.window_tokens?" in capsys.readouterr().err
+    assert not ranks.ran
+
+
+@pytest.mark.slow
+def test_a_point_that_fails(
+    ranks: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.error = RingError("rank 1 is lost")
+    assert run.main(["-m", "tokens=64,96"]) == 1
+    assert "ringattn run: rank 1 is lost" in capsys.readouterr().err
+    assert len(ranks.ran) == 2  # the others run, and the multirun fails
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(Exception, match="Could not find 'schedule/rign'"):
+        run.main(["-m", "schedule=ring,rign"])
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+@pytest.mark.slow
+def test_a_multirun_under_torchrun(
+    ranks: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert run.main(["-m", "tokens=64,96"]) == 2
+    assert "every rank would run all points" in capsys.readouterr().err
+    assert run.main(["++tokens=64"]) == 0 and ranks.ran[0].ranks == 4
+    assert run.main(["++tokens=64", "ranks=2"]) == 2
+    assert "ranks=2: torchrun started 4" in capsys.readouterr().err
+
+
+def test_the_task_returns_what_a_sweeper_minimises(ranks: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = {"median": 1.5}
+    monkeypatch.setattr(run, "run_here", lambda config, place: {"forward_ms": spread, "backward_ms": {"median": 2.0}})
+    monkeypatch.setattr(run, "table", lambda config, facts: "")
+    returned = []
+    measured = run.measured
+    monkeypatch.setattr(run, "measured", lambda composed: returned.append(measured(composed)))
+    assert run.main(["++tokens=64"]) == 0 and returned == [3.5]
+
+
+def test_only_hydras_public_names_are_used() -> None:
+    for file in (ROOT / "launch").rglob("*.py"):
+        private = re.findall(r"^.*(?:from|import) (?:hydra|omegaconf)[\w.]*\._.*$", file.read_text(), re.MULTILINE)
+        assert not private, f"{file.name}: {private}"

@@ -1,0 +1,109 @@
+"""The library without what the extras bring, and what a command says of a package that is not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringattn import cli
+from ringattn.launch.doctor import doctor
+from ringattn.launch.doctor.probes import WARNING, Finding
+from ringattn.launch.extras import advice
+
+ROOT = Path(__file__).resolve().parents[1]
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('hydra', 'omegaconf', 'rich', 'matplotlib', 'jinja2', 'submitit'):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+LIBRARY = """
+import torch
+import ringattn
+from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.testing import run_ranks
+
+torch.manual_seed(0)
+x = torch.randn(1, 40, 4, 8, dtype=torch.float64)
+layer = ringattn.RingMultiheadAttention(32, 4, causal=True).double()
+dilated = ringattn.RingDilatedAttention([10, 40], [1, 2], causal=True)
+
+def on_rank(ring):
+    seq = ring.sequence(40, layout="zigzag")
+    q, tokens = seq.shard(x, dim=1), seq.shard(x.flatten(2), dim=1)
+    with ring.activate(seq):
+        heads_first = q.transpose(1, 2)
+        hosts = ring_sdpa(heads_first, heads_first, heads_first, is_causal=True).transpose(1, 2)
+    found = ring.attention(q, q, q, seq, causal=True), hosts, layer(tokens, seq), dilated(q, q, q, seq)
+    print(ring.explain(seq, q=q, causal=True)) if ring.rank == 0 else None
+    return [seq.gather(one.detach()) for one in found]
+
+one, two = run_ranks(1, on_rank)[0], run_ranks(2, on_rank)[0]
+print(max(float((a - b).abs().max()) for a, b in zip(one, two)))
+"""
+
+
+def without(code: str, *words: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    """`code` in a process that has none of the packages."""
+    return subprocess.run(
+        [sys.executable, "-c", ABSENT + code, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+@pytest.mark.slow
+def test_the_library_needs_none_of_them() -> None:
+    done = without(LIBRARY)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 1e-14
+
+
+@pytest.mark.slow
+def test_the_doctor_needs_none_of_them() -> None:
+    done = without("from ringattn.cli import main; sys.exit(main(['doctor', '--json']))")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["passed"] and len(found["ranks"]) == 2, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("run tokens=64", "hydra"),
+        ("run -m tokens=64,96", "hydra"),
+        ("sweep tokens=64,96", "hydra"),
+        ("plan preset=7b", "rich"),
+        ("report .", "rich"),
+    ],
+)
+def test_a_command_says_what_to_install(words: str, package: str) -> None:
+    done = without("from ringattn.cli import main; sys.exit(main(sys.argv[1:]))", *words.split())
+    needs = "needs {}, which is not installed: pip install 'ringattn[launch]'\n"
+    assert done.returncode == 2 and not done.stdout, done.stderr
+    assert done.stderr in [f"ringattn {words.split()[0]}: {needs.format(one)}" for one in ("hydra", package)]
+
+
+def test_hydra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    assert cli.main(["run", "tokens=64"]) == 2
+    told = "ringattn run: needs hydra, which is not installed: pip install 'ringattn[launch]'\n"
+    assert capsys.readouterr().err == told
+
+
+def test_other_packages_are_nobodys_extra() -> None:
+    assert advice(ModuleNotFoundError("x", name="submitit.core")) == (
+        "needs submitit, which is not installed: pip install 'ringattn[slurm]'"
+    )
+    assert advice(ModuleNotFoundError("x", name="torch")) is advice(ModuleNotFoundError("x")) is None
+
+
+def test_the_doctors_lines_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    doctor._show([Finding("NCCL", WARNING, "is old", "renew it", "it is slow")], {}, [], False)
+    told = "NCCL           warning  is old", "                        it is slow", "                        renew it"
+    assert capsys.readouterr().out == "\n".join([*told, "1 warning"]) + "\n"

@@ -1,0 +1,57 @@
+"""Wheels for another CUDA than torch's, or for two: named in one line, with what mends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringattn.transport.nccl.wheels import mismatch
+
+FITTING = {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"}
+
+
+@pytest.mark.parametrize(
+    ("build", "there"),
+    [
+        ("13.0", FITTING),
+        (None, FITTING),
+        ("13.0", {}),
+        ("12.8", {"cupy-cuda12x": "14.0", "nvidia-nccl-cu12": "2.27.3"}),
+        ("13.0", {"cupy": "14.0"}),
+    ],
+)
+def test_wheels_that_fit(build: str | None, there: dict[str, str]) -> None:
+    assert mismatch(build, there.get) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "there", "told"),
+    [
+        (
+            "13.0",
+            {"cupy-cuda12x": "14.0", "nvidia-nccl-cu13": "2.29.7"},
+            "installed: cupy-cuda12x 14.0, nvidia-nccl-cu13 2.29.7; this torch has CUDA 13.0: pip uninstall -y "
+            "cupy-cuda12x, then pip install --force-reinstall --no-deps cupy-cuda13x",
+        ),
+        (
+            "13.0",
+            {**FITTING, "nvidia-nccl-cu12": "2.27.3"},
+            "installed: cupy-cuda13x 14.2.0, nvidia-nccl-cu13 2.29.7, nvidia-nccl-cu12 2.27.3; this torch has CUDA "
+            "13.0: pip uninstall -y nvidia-nccl-cu12, then pip install --force-reinstall --no-deps "
+            "nvidia-nccl-cu13==2.29.7",
+        ),
+        (
+            None,
+            {"cupy-cuda13x": "14.2.0", "cupy": "14.0"},
+            "installed: cupy-cuda13x 14.2.0, cupy 14.0; wheels of a kind bring the same files: pip uninstall -y cupy, "
+            "then pip install --force-reinstall --no-deps cupy-cuda13x==14.2.0",
+        ),
+        (
+            "12.8",
+            FITTING,
+            "installed: cupy-cuda13x 14.2.0, nvidia-nccl-cu13 2.29.7; this torch has CUDA 12.8: pip uninstall -y "
+            "cupy-cuda13x nvidia-nccl-cu13, then pip install --force-reinstall --no-deps cupy-cuda12x nvidia-nccl-cu12",
+        ),
+    ],
+)
+def test_wheels_that_do_not_fit(build: str | None, there: dict[str, str], told: str) -> None:
+    assert mismatch(build, there.get) == told
