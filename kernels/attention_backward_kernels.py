@@ -13,6 +13,7 @@ import triton.language as tl
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LOG2_E,
+    LOWEST,
     banded,
     ends_of,
     entries_of,
@@ -27,8 +28,6 @@ from ringattn.kernels.attention_tiles import (
     visits,
 )
 from ringattn.kernels.launch_call import VARYING
-
-_BEYOND = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -51,14 +50,16 @@ def _add_q(
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Recomputed rather than kept: scores of a whole pass would take rows x keys of memory.
     s, capped = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
-    if edge:
-        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
-        s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     # dP = dO V^T
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
     # P = exp(S - lse): the final weights, since lse is over all keys of the row.
-    ds = _score_grads(tl.exp2(s - peaks[:, None]), capped, dp, deltas[:, None], SOFTCAP)
+    p = tl.exp2(s - peaks[:, None])
+    if edge:
+        # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
+        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        p = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), p, 0.0)
+    ds = _score_grads(p, capped, dp, deltas[:, None], SOFTCAP)
     # dQ += dS K; the scale follows once, at the end.
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
 
@@ -162,16 +163,6 @@ def _numbers(source, at, live, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: t
 
 
 @triton.jit
-def _seen(own, other, count, band):
-    """As `banded`, by one comparison a pair: of unsigned numbers, among which those below 0 are the greatest."""
-    # lo <= distance <= hi is 0 <= distance - lo <= hi - lo. The table keeps rows and banded distances below 2^30, so
-    # nothing here leaves 32 bits.
-    lowest = tl.where(other < count, other * band[1] + band[2], _BEYOND)
-    above = own[:, None] * band[0] - lowest[None, :]
-    return above.to(tl.uint32, bitcast=True) <= (band[3] - band[2]).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _add_kv(
     dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source, held, count, band, at,
     scale, in_scale, softcap,
@@ -195,10 +186,12 @@ def _add_kv(
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
     # Not before: the product above needs the registers.
     deltas = _numbers(delta_source, at, live, BLOCK_M, COPIES, EDGE)
-    p = tl.exp2(s - (lse * LOG2_E)[None, :])
+    # Finite where a row has no logit above -inf: its weights are 0, and not those of -inf less -inf. NaN stays.
+    peaks = tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.exp2(s - peaks[None, :])
     if EDGE:
         # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
-        p = tl.where(_seen(tl.arange(0, BLOCK_N), cols, count, band), p, 0.0)
+        p = tl.where(banded(tl.arange(0, BLOCK_N), cols, count, band), p, 0.0)
     ds = _score_grads(p, capped, dp, deltas[None, :], SOFTCAP)
     dv_rows = tl.dot(p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
     dk_rows = tl.dot(ds.to(q_rows.dtype), q_rows, dk_rows, input_precision="ieee")

@@ -1,11 +1,11 @@
 """The forward ring step: one launch does the attention updates of all tiles of a step, in place on the softmax state.
 
 Guarantees, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
-table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no
-key, and the same bits for the same table. State between steps is `out` (normalized, float32) and `lse` (natural log,
-float32), so that any other kernel can take the next step; or raw, whose bits after R steps are those of one launch
-over the same keys. A pass begins without reading a state and ends by writing the result in the dtype of q: the
-flags of each block say which.
+table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no key,
+or whose logits are all -inf, and the same bits for the same table. State between steps is `out` (normalized, float32)
+and `lse` (natural log, float32), so that any other kernel can take the next step; or raw, whose bits after R steps are
+those of one launch over the same keys. A pass begins without reading a state and ends by writing the result in the
+dtype of q: the flags of each block say which.
 The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
 Independent of positions, ranks, steps and of where the table comes from.
 """
@@ -20,12 +20,14 @@ from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LN_2,
     LOG2_E,
+    LOWEST,
     banded,
     compiled_with,
     ends_of,
     entries_of,
     grid_of,
     item_of,
+    keeps_order,
     load_rows,
     logit_scales,
     logits,
@@ -46,20 +48,27 @@ from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, pad
 def update(
     acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows."""
+    """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows.
+
+    RAW_PEAK finds the peak among products, or with SOFTCAP their tanh, before they are scaled: the scale `keeps_order`.
+    """
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Scores (BLOCK_M, BLOCK_N) in base 2, as exp2 needs a multiplication less than exp.
-    s, _ = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
+    s, raw = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
+    factor = softcap if SOFTCAP else scale
+    if RAW_PEAK:
+        s = raw
     if edge:
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     # Online softmax: the state is (acc, peak, weight) with  out = acc / weight  and  lse = peak + log2(weight).
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen no key so far keeps its peak of -inf, which no exponent may be taken from.
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = tl.exp2(s - shift[:, None])
+    new_peak = tl.maximum(peak, tl.max(s, 1) * factor if RAW_PEAK else tl.max(s, 1))
+    # A row without a logit above -inf so far keeps its peak of -inf, which no exponent may be taken from.
+    shift = tl.maximum(new_peak, LOWEST)
+    # A product and a difference become one instruction.
+    p = tl.exp2((s * factor if RAW_PEAK else s) - shift[:, None])
     # A greater peak scales down what was accumulated: exp2(-inf) = 0 for a row without any key so far.
     keep = tl.exp2(peak - shift)
     weight = weight * keep + tl.sum(p, 1)
@@ -73,7 +82,7 @@ def update(
 def _update_entry(
     acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
     """The state (acc, peak, weight) after the entry at `at_entry`."""
     entry, band = rows_and_band(at_entry)
@@ -86,7 +95,7 @@ def _update_entry(
         edge = (at < full) | (at >= full_end)
         acc, peak, weight = update(
             acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap,
-            D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
         )  # fmt: skip
     return acc, peak, weight
 
@@ -147,7 +156,7 @@ def _forward(
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -169,7 +178,7 @@ def _forward(
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             acc, peak, weight = _update_entry(
                 acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
+                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
             )  # fmt: skip
         closing(
             acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
@@ -221,6 +230,6 @@ def forward(
     meta = {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        **compiled_with(config),
+        "RAW_PEAK": keeps_order(in_scale if softcap is None else out_scale), **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(_forward, grid_of(table, batches, programs), args, meta)

@@ -16,7 +16,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ringattn.kernels.attention_tiles import compiled_with, describable, grid_of, section_for, state_beside, strides_of
+from ringattn.kernels.attention_tiles import (
+    compiled_with,
+    describable,
+    grid_of,
+    keeps_order,
+    section_for,
+    state_beside,
+    strides_of,
+)
 from ringattn.kernels.launch_call import Config, LaunchCall, Table
 
 VERSIONS = (3, 6), (3, 8)
@@ -25,7 +33,6 @@ VERSIONS = (3, 6), (3, 8)
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 DIMS = 64, 128
 
-SMALLEST = torch.finfo(torch.float32).tiny
 CONFIG = Config(128, 128, 4, 2, "gluon")
 """Two warpgroups (of `num_warps` each) with 64 query rows each, and buffers for two blocks of K and two of V."""
 
@@ -107,7 +114,6 @@ def forward_gluon(
     )  # fmt: skip
     meta = {
         "DIM": q.shape[3], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SLOTS": config.num_stages,
-        # A scale that is 0 in float32 would make masked products NaN.
-        "RAW_PEAK": in_base_2 >= SMALLEST, **compiled_with(config),
+        "RAW_PEAK": keeps_order(in_base_2), **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(forward_kernel, grid_of(table, batches, programs), args, meta, persistent=True, counter=counter)

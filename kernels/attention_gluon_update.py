@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringattn.kernels.attention_gluon_parts import over_dims, places, scaled, seen, slot_of, visited
-from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, ends_of, visits
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, LOWEST, ends_of, visits
 
 
 @gluon.jit
@@ -35,8 +35,8 @@ def _weighed(
         s = gl.where((fixed >= left) & (fixed <= right), s, float("-inf"))
     # The scale of a row's greatest product, not of all 128; the order of logits is that of products if it is positive.
     new_peak = gl.maximum(peak, gl.max(s, 1) * scale if RAW_PEAK else gl.max(s, 1))
-    # A row that has seen no key so far keeps its peak of -inf, which no exponent may be taken from.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    # A row without a logit above -inf so far keeps its peak of -inf, which no exponent may be taken from.
+    shift = gl.maximum(new_peak, LOWEST)
     # A product and a difference become one instruction (FFMA); a masked product stays -inf, as scale > 0.
     p = gl.exp2((s * scale if RAW_PEAK else s) - gl.expand_dims(shift, 1))
     # The share of the old accumulator; 0 for a row without any key so far.

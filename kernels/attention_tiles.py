@@ -23,7 +23,10 @@ BLOCK_COLUMNS = tl.constexpr(8)
 ENTRY_COLUMNS = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The least finite float32: as a shift of exponents it leaves -inf where it is, and every finite peak."""
 _FIRST, _LAST = tl.constexpr(FIRST), tl.constexpr(LAST)
+_BEYOND = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -161,9 +164,19 @@ def visits(entry):
 @triton.jit
 def banded(own, other, count, band):
     """The pairs, (own rows, other rows), that the band allows among the `count` rows of an entry."""
-    # int32: the table keeps rows and banded distances below 2^30.
-    distance = own[:, None] * band[0] - (other * band[1])[None, :]
-    return (distance >= band[2]) & (distance <= band[3]) & (other < count)[None, :]
+    # By one comparison a pair, of unsigned numbers, among which those below 0 are the greatest: lo <= distance <= hi is
+    # 0 <= distance - lo <= hi - lo. The table keeps rows and banded distances below 2^30, so nothing leaves 32 bits.
+    lowest = tl.where(other < count, other * band[1] + band[2], _BEYOND)
+    above = own[:, None] * band[0] - lowest[None, :]
+    return above.to(tl.uint32, bitcast=True) <= (band[3] - band[2]).to(tl.uint32, bitcast=True)
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def keeps_order(factor: float) -> bool:
+    """Whether what is multiplied by `factor` keeps its order, and -inf: a positive one, in float32 with tiny ones 0."""
+    return factor >= SMALLEST
 
 
 def logit_scales(scale: float, softcap: float | None) -> tuple[float, float]:

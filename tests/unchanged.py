@@ -33,7 +33,7 @@ GROUPS = {
     "engine in the interpreter": ("tests/engine/test_triton.py", "tests/kernels/interpreter/engine_cases.py"),
     "attention kernels in the interpreter": (
         "tests/kernels/test_attention_kernels.py",
-        "tests/kernels/interpreter/kernel_cases.py",
+        "tests/kernels/interpreter/mutation_cases.py",  # which imports the other two suites
     ),
     "row kernels in the interpreter": ("tests/kernels/test_kernels_rows.py", "tests/kernels/interpreter_rows"),
 }

@@ -40,7 +40,7 @@ def forward_kernel(
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -70,7 +70,7 @@ def forward_kernel(
             # Masked at every block, since the compiler does not split a loop that holds a branch either.
             acc, peak, weight = update(
                 acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap,
-                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
+                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
             )  # fmt: skip
         closing(
             acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,

@@ -27,7 +27,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Each case of the interpreted suite: why it failed, or nothing."""
-    return outcomes_of(CASES, tmp_path_factory.mktemp("engine"), ("test_scenario", "not test_scenario"))
+    return outcomes_of([CASES], tmp_path_factory.mktemp("engine"))
 
 
 @pytest.mark.unchanged("engine in the interpreter")

@@ -13,32 +13,18 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1140.0  # beside the other half of the tests these take their time
 
 
-def outcomes_of(cases: str, folder: Path, shares: Sequence[str]) -> dict[str, str]:
-    """Each case of the suite at `cases`: why it failed and what it said, or nothing.
+def outcomes_of(cases: Sequence[str], folder: Path) -> dict[str, str]:
+    """Each case of the suites at `cases`, files or folders: why it failed and what it said, or nothing.
 
-    `shares`: pytest's `-k` expressions, one for each child; they run side by side and must cover the suite.
+    Two processes share the cases, each taking from the other's when its own are done.
     """
-    children = []
-    for number, share in enumerate(shares):
-        report, log = folder / f"{number}.xml", folder / f"{number}.log"
-        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_logging=system-out", f"--junitxml={report}"]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder / f"cache-{number}")}
-        with log.open("w") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options, "-k", share, cases],
-                cwd=ROOT, env=environment, stdout=output, stderr=output,
-            )  # fmt: skip
-        children.append((child, report, log))
-    found: dict[str, str] = {}
-    try:
-        for child, report, log in children:
-            child.wait(timeout=LIMIT_S)
-            assert report.exists(), f"ended with {child.returncode}\n{log.read_text()}"
-            found |= _reported(report)
-    finally:
-        for child, _, _ in children:
-            child.kill()
-    return found
+    report = folder / "report.xml"
+    options = ["-q", "-p", "no:cacheprovider", "-o", "junit_logging=system-out", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *options, "-n", "2", "--dist", "worksteal", *cases]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder / "cache")}
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert report.exists(), f"ended with {child.returncode}\n{child.stdout}{child.stderr}"
+    return _reported(report)
 
 
 def _reported(report: Path) -> dict[str, str]:

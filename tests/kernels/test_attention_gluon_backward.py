@@ -33,6 +33,7 @@ from ringattn.kernels.attention_gluon_backward import gluon_backward_takes, grad
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
 from tests.kernels.gluon_gate.simulator import Fault, simulate, source_of
+from tests.kernels.once import once
 from tests.kernels.test_attention_gluon import PLAIN, SCALE, SEEING, Pass, _counts, rows_like
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +232,18 @@ def test_a_row_whose_lse_says_that_it_saw_no_key_adds_nothing() -> None:
     one.check()
 
 
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_rows_whose_logits_are_all_minus_infinity_add_nothing(name: str) -> None:
+    """To dK and dV; dQ is a sum of 0 times keys of -inf, which is NaN in dense attention as well."""
+    one = GradPass(PLAIN[name], 8)
+    one.q[..., 0] = 1.0
+    one.lse.fill_(float("-inf"))
+    for k, _ in one.kv:
+        k[..., 0] = float("-inf")
+    one.run(Random(8))
+    assert all(torch.equal(x.carried, x.before) for dkv in one.dkv for x in dkv)
+
+
 def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
     made = [GradPass(PLAIN["zigzag"], 5) for _ in range(4)]
     for seed, one in enumerate(made):
@@ -320,7 +333,10 @@ TELLING = (*SEEING, PLAIN["part-of-the-heads"])
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """In a child, since a compiler that fails an assertion ends its process."""
-    folder = tmp_path_factory.mktemp("compiled")
+    return dict(once(tmp_path_factory, "gluon-backward", _compiled))
+
+
+def _compiled(folder: Path) -> dict[str, dict[str, Any]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.gluon_gate.compiling_backward", str(folder / "found")]
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

@@ -11,14 +11,13 @@ from tests.kernels.interpreted import outcomes_of
 
 pytestmark = pytest.mark.alone
 
-FORWARD, BACKWARD = (f"tests/kernels/interpreter/{name}_cases.py" for name in ("kernel", "backward"))
+CASES = [f"tests/kernels/interpreter/{name}_cases.py" for name in ("kernel", "backward", "mutation")]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Each case of the interpreted suite: why it failed, with the seed that repeats it, or nothing."""
-    forward = outcomes_of(FORWARD, tmp_path_factory.mktemp("forward"), ("carried", "not carried"))
-    return forward | outcomes_of(BACKWARD, tmp_path_factory.mktemp("backward"), ("gradients", "not gradients"))
+    return outcomes_of(CASES, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.unchanged("attention kernels in the interpreter")
@@ -32,7 +31,12 @@ def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("prefix", "cases"),
-    [("test_one_launch_is_right", 12), ("test_carried_steps_equal_one_launch", 18), ("test_gradients_are_right", 12)],
+    [
+        ("test_one_launch_is_right", 12),
+        ("test_carried_steps_equal_one_launch", 18),
+        ("test_gradients_are_right", 12),
+        ("test_a_wrong_kernel_is_seen", 14),
+    ],
 )
 def test_every_form_and_dtype_was_tried(prefix: str, cases: int, outcomes: dict[str, str]) -> None:
     assert sum(f"::{prefix}_" in name or f"::{prefix}[" in name for name in outcomes) == cases

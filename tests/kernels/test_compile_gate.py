@@ -29,6 +29,7 @@ from ringattn.kernels.configs import ARCHITECTURES
 from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
 from tests.kernels.compile_gate.loops import table, worse
+from tests.kernels.once import once
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -101,12 +102,12 @@ def findings(names: tuple[str, ...], folder: Path) -> dict[str, Finding]:
 
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
-    return findings(TESTED, tmp_path_factory.mktemp("entries"))
+    return dict(once(tmp_path_factory, "entries", lambda folder: findings(TESTED, folder)))
 
 
 @pytest.fixture(scope="module")
 def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
-    return findings(tuple(PURPOSES), tmp_path_factory.mktemp("purposes"))
+    return dict(once(tmp_path_factory, "purposes", lambda folder: findings(tuple(PURPOSES), folder)))
 
 
 TABLES = golden_tables(GOLDEN)

@@ -22,6 +22,7 @@ import triton
 from tests.kernels.compile_gate.compiling import golden_tables
 from tests.kernels.compile_gate.loops import table, worse
 from tests.kernels.compile_gate.row_cases import CASES, GOLDEN, FoundRows, widths
+from tests.kernels.once import once
 from tests.kernels.test_compile_gate import SHARED_BYTES, SLACK_REGISTERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,12 +89,17 @@ def drift(found: FoundRows, golden: FoundRows) -> list[str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
     """Compiled in a process of its own, which may set a driver and fork."""
-    result = tmp_path_factory.mktemp("rows") / "found.json"
+    return {name: FoundRows(**one) for name, one in once(tmp_path_factory, "rows", _found).items()}
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    result = folder / "found.json"
     command = [sys.executable, "-m", "tests.kernels.compile_gate.row_cases", str(result), *TESTED]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert child.returncode == 0, child.stdout + child.stderr
-    return {name: FoundRows(**one) for name, one in json.loads(result.read_text(encoding="utf-8")).items()}
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
 
 
 TABLES = golden_tables(GOLDEN)

@@ -17,6 +17,7 @@ from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_tiles import section_for
 from ringattn.kernels.launch_call import FIRST, LAST
 from tests.kernels.interpreter.kernel_cases import (
+    ALL,
     DTYPES,
     MANY,
     ONE,
@@ -35,12 +36,14 @@ from tests.kernels.interpreter.kernel_inputs import (
     NAN,
     Q_ROWS,
     SCALE,
+    SILENT,
     Inputs,
     Keys,
     Pairs,
     by_key,
     by_query,
     close,
+    silenced,
 )
 
 __all__ = ["seed"]
@@ -251,6 +254,23 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
     assert (reference["lse"] < -200).all()
     grad_fused(*at, *grads[:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP).run()
     assert grads.dq.isfinite().all()
+
+
+@pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
+@pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
+def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
+    """Their lse is -inf though blocks without a mask hold them. Neither launch may make NaN of it."""
+    inputs, config = Inputs(pairs, dtype), config_of(form)
+    reference, split, fused = silenced(inputs), grads_of(inputs), grads_of(inputs)
+    at, table = seeds(inputs, reference), by_key(pairs, config)
+    grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
+    grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
+    grad_fused(*at, fused.dq, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP).run()
+    for grads in (split, fused):
+        assert not grads.dq[SILENT].any()
+        for name in ("dq", "dk", "dv"):
+            close(getattr(grads, name), reference[name], TOLERANCE[dtype])
+    inputs.memory.check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

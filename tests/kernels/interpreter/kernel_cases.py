@@ -32,6 +32,8 @@ from tests.kernels.interpreter.kernel_inputs import (
     Pairs,
     by_query,
     close,
+    seen,
+    silenced,
 )
 
 FORMS = ("pointers", "descriptors", "specialized")
@@ -43,6 +45,7 @@ LSE_TOLERANCE = 2e-7
 MANY = Pairs((Keys(1, 1, 20, 10), Keys(22, 3, 14, 24), Keys(64, 1, 5, 90), Keys(70, 1, 9, 0)), position=24)
 WINDOW = Pairs((Keys(3, 2, 33, 0, 2), Keys(71, 1, 6, 4)), position=8, apart=2, most=20)
 ONE = Pairs((Keys(5, 1, 48, 0),), position=12)
+ALL = Pairs((Keys(5, 1, 48, 0),), position=60)
 BLIND = Pairs((Keys(2, 2, 20, 100),), position=90)
 
 
@@ -195,6 +198,43 @@ def test_rows_that_see_nothing(sinks: bool) -> None:
         empty.double() if sinks else empty.exp() + 1.0,
         LSE_TOLERANCE,
     )
+    inputs.memory.check()
+
+
+@pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
+@pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
+def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
+    """By the caller's values, and in blocks that have no mask: a state begins so, and goes on from one."""
+    inputs = Inputs(pairs, dtype)
+    reference, begun, carried = silenced(inputs), state_of(inputs, raw=False), state_of(inputs, raw=False)
+    attended(inputs, begun, form, FIRST | LAST)
+    carried.out.zero_(), carried.lse.fill_(-inf)
+    attended(inputs, carried, form, LAST)
+    for state in (begun, carried):
+        close(state.result, reference["out"], TOLERANCE[dtype])
+        close(state.lse, reference["lse"], LSE_TOLERANCE)
+    assert reference["lse"].isneginf().sum() == 10 * HEADS
+    inputs.memory.check()
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "softcap"])
+@pytest.mark.parametrize("scale", [SCALE, 0.0, -SCALE])
+def test_the_peak_is_the_greatest_logit(scale: float, softcap: float | None) -> None:
+    """Whatever the order of the products; the raw state shows it."""
+    inputs, config = Inputs(WINDOW, torch.float32), config_of("pointers")
+    state, table = state_of(inputs, raw=True), by_query(WINDOW, config, FIRST)
+    forward(
+        inputs.q, inputs.k, inputs.v, state.out, state.lse, table, config, scale=scale, softcap=softcap, group=GROUP,
+        weights=state.weights,
+    ).run()  # fmt: skip
+    picked = [keys.first + keys.stride * j for keys in WINDOW.keys for j in range(keys.rows)]
+    keys = inputs.k[picked].double().repeat_interleave(GROUP, 2)
+    s = torch.einsum("ibhd,jbhd->bhij", inputs.q.double(), keys) * scale
+    s = s if softcap is None else softcap * (s / softcap).tanh()
+    mask = torch.from_numpy(np.concatenate([seen(WINDOW, run) for run in WINDOW.keys], axis=1))
+    wanted = (s * np.log2(np.e)).masked_fill(~mask, -inf).amax(3)
+    assert torch.equal(state.lse.isinf(), wanted.isinf())
+    torch.testing.assert_close(state.lse.double(), wanted, rtol=1e-6, atol=2e-6)
     inputs.memory.check()
 
 
