@@ -99,7 +99,7 @@ class Kept:
             return Repeat(call, operands, None, 0, None)
         device, handle = driver.active.get_current_device(), self.compile(call)
         bounded = sm_margin or call.persistent
-        return Repeat(call, operands, handle, device, _usable(device, sm_margin) * handle.resident if bounded else None)
+        return Repeat(call, operands, handle, device, usable(device, sm_margin) * handle.resident if bounded else None)
 
     def compile(self, call: LaunchCall) -> Handle:
         """The handle of a call, compiled and loaded if need be, and not launched."""
@@ -156,6 +156,6 @@ def _resident(kernel: Any) -> int:
     return max(1, min(registers, shared, 2048 // threads))
 
 
-def _usable(device: int, sm_margin: int) -> int:
-    """Multiprocessors that are left, at least one."""
+def usable(device: int, sm_margin: int) -> int:
+    """Multiprocessors that `sm_margin` leaves, at least one."""
     return max(1, driver.active.utils.get_device_properties(device)["multiprocessor_count"] - sm_margin)

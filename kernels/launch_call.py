@@ -29,6 +29,9 @@ FORMS = ("pointers", "descriptors", "specialized", "gluon")
 """By loads of each thread; by tensor descriptors (TMA, from sm_90 on); the same by a producer warp of its own, as
 Triton's compiler splits the kernel or as it is written out in Gluon."""
 
+DESCRIPTORS = {"descriptors": 2, "specialized": 3, "gluon": 3}
+"""How many tensor descriptors a program of each form has at once, in global memory; of Gluon's backward 4."""
+
 VARYING = (
     "block_count", "slots", "batches", "section", "group", "first_kv_head",
     "lse_batch", "lse_head", "delta_batch", "delta_head",

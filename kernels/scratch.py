@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from triton.runtime._allocation import _allocator  # `triton.set_allocator` sets it; no public function reads it
 
+DESCRIPTOR_BYTES = 128
+"""Of global memory, for a tensor descriptor (CUDA driver API, CUtensorMap)."""
+
 _counters: dict[tuple[int, int], Tensor] = {}
 
 

@@ -98,7 +98,8 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         driver, gpus, links = facts.nvml()
         driver = driver or system.get("nvidia_driver_version")
         on_gpu = probes.cuda(build, driver, torch.cuda.is_available())
-        return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *probes.topology(links)]
+        forms = [Finding("kernels' forms", OK, told) for told in facts.kernel_forms(gpus)]
+        return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *forms, *probes.topology(links)]
 
     looks: dict[str, Callable[[], Sequence[Finding]]] = {
         "packages": lambda: probes.versions(facts.package_versions()),

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 from base64 import urlsafe_b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -103,6 +103,17 @@ def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
     ]
     links = [_link(pynvml, first, second, handles) for first, second in combinations(range(len(handles)), 2)]
     return pynvml.nvmlSystemGetDriverVersion(), gpus, links
+
+
+def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
+    """Which forms of our own kernels would run on each kind of device, in words."""
+    try:
+        import ringattn.engine.forms as forms
+    except ModuleNotFoundError as error:  # triton comes with CUDA builds of torch alone
+        return [f"engine='triton' does not run here: no {error.name}"]
+    visible = range(torch.cuda.device_count())
+    kinds = {gpu.capability for gpu in gpus} or {torch.cuda.get_device_capability(n) for n in visible}
+    return [forms.on_device(kind) for kind in sorted(kinds)] or ["engine='triton' does not run here: no GPU"]
 
 
 def _link(pynvml: Any, first: int, second: int, handles: list[Any]) -> Link:

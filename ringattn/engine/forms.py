@@ -1,7 +1,7 @@
 """Which form of the forward and the gradient kernels the Triton engine runs: the best that can do a call.
 
-Guarantees: a form that was asked for by name runs, or the call is refused by name; one that was not gives way, for the
-calls that it cannot take, to the next of gluon, descriptors and pointers. What decides about block sizes is known
+Guarantees: gluon and specialized, asked for by name, run, or the call is refused by name; else a form gives way, for
+the calls that it cannot take, to the next of gluon, descriptors and pointers. What decides about block sizes is known
 before a pass; a tensor that no descriptor can read changes the form and not the blocks, so that tables and flags hold.
 """
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import UnsupportedError
-from ringattn.kernels.attention_gluon import CONFIG, gluon_lacks, gluon_takes
+from ringattn.kernels.attention_gluon import CONFIG, DIMS, gluon_lacks, gluon_missing, gluon_takes
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, gluon_backward_takes
 from ringattn.kernels.attention_tiles import describable
-from ringattn.kernels.configs import Configs, configs_for
+from ringattn.kernels.configs import ARCHITECTURES, Configs, configs_for
 from ringattn.kernels.launch_call import Config
 
 
@@ -39,6 +39,23 @@ def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, softcap
             raise _refused(why)
         config = config._replace(num_warps=8, form="descriptors")
     return loadable(config, k, v)
+
+
+def check_specialized(config: Config, single: bool, *rows: Tensor) -> None:
+    """Refuse, where `config` has the form "specialized", what its kernel cannot run; no one has it but by name.
+
+    `single`: every block of queries meets one run of keys. `rows`: what is read by descriptors.
+    Raises UnsupportedError.
+    """
+    if config.form != "specialized":
+        return
+    if not single:
+        why = "a block of queries meets several runs of keys, and the specialized kernel takes one"
+        raise _refused(why, "specialized")
+    if not describable(*rows):
+        strides = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in rows)
+        why = f"the specialized kernel takes bases and strides that are multiples of 16 bytes, not {strides}"
+        raise _refused(why, "specialized")
 
 
 def gradient_configs(
@@ -81,5 +98,23 @@ def told(arch: int, dtype: torch.dtype, dims: tuple[int, int], softcap: float | 
     return f"forward by the form gluon, or {form} for tensors that it cannot take"
 
 
-def _refused(why: str) -> UnsupportedError:
-    return UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")
+def nearest(capability: tuple[int, int]) -> int | None:
+    """The architecture with block sizes that a GPU runs: 10 * major + minor, the nearest that is not above its own."""
+    return max((one for one in ARCHITECTURES if one <= 10 * capability[0] + capability[1]), default=None)
+
+
+def on_device(capability: tuple[int, int]) -> str:
+    """Which forms would run on a GPU, in half precision the best first, in words."""
+    arch, name = nearest(capability), f"sm_{capability[0]}{capability[1]}"
+    if arch is None:
+        return f"engine='triton' does not run on {name}: it needs sm_{ARCHITECTURES[0]}"
+    table = configs_for(arch, torch.bfloat16, DIMS[-1]).forward.form
+    rest = "pointers" if table == "pointers" else f"{table}, or pointers for rows that TMA cannot describe"
+    if why := gluon_missing(arch):
+        return f"engine='triton' on {name}: {rest} ({why})"
+    dims = " and ".join(map(str, DIMS))
+    return f"engine='triton' on {name}: gluon for head dimensions {dims} without a softcap, else {rest}"
+
+
+def _refused(why: str, form: str = "gluon") -> UnsupportedError:
+    return UnsupportedError(f"engine 'triton' with form={form!r}: {why}; leave the form to the table")

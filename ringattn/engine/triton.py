@@ -21,19 +21,28 @@ from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
-from ringattn.engine.forms import forward_config, gradient_configs, gradients_readable, loadable, readable
+from ringattn.engine.forms import (
+    check_specialized,
+    forward_config,
+    gradient_configs,
+    gradients_readable,
+    loadable,
+    nearest,
+    readable,
+)
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
-from ringattn.kernels.attention_tiles import describable
+from ringattn.kernels.attention_tiles import grid_of
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
 from ringattn.kernels.delta import delta_call
 from ringattn.kernels.experimental.attention_specialized import specialized, specialized_configs
-from ringattn.kernels.launch import Kept, Operands, Repeat, layouts
-from ringattn.kernels.launch_call import Config, LaunchCall
+from ringattn.kernels.launch import Kept, Operands, Repeat, layouts, usable
+from ringattn.kernels.launch_call import DESCRIPTORS, Config, LaunchCall
+from ringattn.kernels.scratch import DESCRIPTOR_BYTES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -84,8 +93,13 @@ class TritonEngine(Accumulating):
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         # The blocks of `attend`: their flags say which launches read a state.
         config = self._forward_config(q, value_dim, works[0].whole.softmax.softcap if works else None)
+        if not works:
+            return super().begin(works, q, value_dim, sinks)
+        tables = works[0].whole.by_query(config, q.device)
+        # All steps, so that a pass is refused before its first launch.
+        check_specialized(config, all(tables.single), q)
         # Without flags every launch reads the state, so it must be set.
-        if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
+        if not tables.flagged:
             return super().begin(works, q, value_dim, sinks)
         # The FIRST block of a row does not read its lse, so it need not be filled.
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
@@ -103,8 +117,7 @@ class TritonEngine(Accumulating):
             tables = work.whole.by_query(config, q.device)
             table = tables.steps[work.step]
             # The specialized kernel takes one entry in a block, read by descriptors.
-            if config.form == "specialized" and not (tables.single[work.step] and describable(q)):
-                config = config._replace(num_warps=8, form="descriptors")
+            check_specialized(config, tables.single[work.step], q, k, v)
             # Strides or borders of tensors may be none that a descriptor can have.
             config = readable(config, q, k, v, architecture(q.device), softcap, self._named)
             if config.form == "gluon":
@@ -194,8 +207,39 @@ class TritonEngine(Accumulating):
         self._launch(work, kv, operands, describe)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """The descriptors that its launches make in global memory, known once they are described; block tables stay."""
-        return max((launch.scratch_bytes for each in work.launches.values() for launch in each), default=0)
+        """The tensor descriptors that its launches make in global memory; block tables stay.
+
+        Of launches that are described, what their kernels ask for; before, of the forms that a call would take by
+        default, of tensors that descriptors can read.
+        """
+        if work.launches:
+            return max(launch.scratch_bytes for each in work.launches.values() for launch in each)
+        return self._foreseen_bytes(work, sizes, backward)
+
+    def _foreseen_bytes(self, work: TritonWork, sizes: Sizes, backward: bool) -> int:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        q = torch.empty(0, sizes.batch, sizes.heads, sizes.head_dim, dtype=sizes.dtype, device=device)
+        softcap, by_query, by_key = work.whole.softmax.softcap, work.whole.by_query, work.whole.by_key
+        if not backward:
+            launches = [(by_query, self._forward_config(q, sizes.value_dim, softcap), 0)]
+        elif not self._deterministic:
+            launches = [(by_key, self._configs_for(q, sizes.value_dim).grad_fused, 0)]
+        else:
+            configs = self._gradient_configs(q, sizes.value_dim, softcap)
+            # By Gluon the rows of dout have a descriptor too.
+            launches = [(by_query, configs.grad_q, 1), (by_key, configs.grad_kv, 1)]
+        most = 0
+        for tables_of, config, more in launches:
+            if config.form == "pointers":
+                continue
+            # Made on the host: this may be asked because memory is short.
+            table = tables_of(config, torch.device("cpu")).steps[work.step]
+            programs, gluon = grid_of(table, sizes.batch, None)[0], config.form == "gluon"
+            if self.sm_margin or (gluon and not backward):
+                # One program of Gluon's fills a multiprocessor, two of the others, of 256 threads, at most.
+                programs = min(programs, usable(device.index or 0, self.sm_margin) * (1 if gluon else 2))
+            most = max(most, programs * (DESCRIPTORS[config.form] + more * gluon) * DESCRIPTOR_BYTES)
+        return most
 
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]
@@ -285,7 +329,7 @@ def architecture(device: torch.device) -> int:
     if device.type != "cuda":
         return ARCHITECTURES[0]
     major, minor = torch.cuda.get_device_capability(device)
-    found = max((one for one in ARCHITECTURES if one <= 10 * major + minor), default=None)
+    found = nearest((major, minor))
     if found is None:
         raise UnsupportedError(
             f"engine='triton' needs a GPU from sm_{ARCHITECTURES[0]} on, not sm_{major}{minor}; use engine='plain'"

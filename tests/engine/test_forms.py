@@ -20,6 +20,8 @@ from ringattn.kernels import attention_gluon
 from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q
 from ringattn.kernels.configs import configs_for
+from ringattn.kernels.experimental.attention_specialized import forward_kernel as specialized_kernel
+from ringattn.kernels.experimental.attention_specialized import specialized_configs
 from ringattn.kernels.launch_call import Config, LaunchCall
 from tests.contract.engine_scenarios import strip
 
@@ -114,6 +116,46 @@ def test_gluon_by_name_is_refused_what_it_cannot_take(case: dict[str, Any], why:
         with pytest.raises(UnsupportedError, match=f"form='gluon': .*{why}.*; leave the form to the table"):
             attended(engine, **({name: rows() for name in "qkv"} | case))
     assert not launched.calls
+
+
+MANY_RUNS = tuple(Tile(strip(0, 256), strip(at, 128, row=at), CAUSAL, StridedRange(0, 2)) for at in (0, 128))
+
+
+def test_specialized_by_name_is_refused_what_it_cannot_run(launched: Recorded) -> None:
+    """Before the first launch of a pass, whichever step it is; rows that no descriptor reads, when they come."""
+    blocks = specialized_configs(90, HALF, 128)
+    for engine in (TritonEngine(form="specialized"), TritonEngine(blocks)):
+        attended(engine, rows(), rows(), rows())
+        assert [call.kernel for call in launched.calls] == [specialized_kernel] * 2
+        launched.calls.clear()
+        works = engine.prepare([TILES, MANY_RUNS], Softmax(0.1, 1), 256, 2)
+        with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys.*; leave the form to"):
+            engine.begin(works, rows(), 128, None)
+        for case in ({"q": rows(pad=1)}, {"k": rows(pad=1)}, {"v": rows(pad=1)}):
+            with pytest.raises(UnsupportedError, match=r"form='specialized': .*multiples of 16 bytes"):
+                attended(engine, **({name: rows() for name in "qkv"} | case))
+        assert not launched.calls
+
+
+@pytest.mark.parametrize(
+    ("capability", "told"),
+    [
+        ((7, 5), "does not run on sm_75: it needs sm_80"),
+        ((8, 6), "on sm_86: pointers (the Gluon kernel is for sm_90, not sm_86)"),
+        ((9, 0), "on sm_90: gluon for head dimensions 64 and 128 without a softcap, else descriptors, or pointers for"),
+        ((10, 3), "on sm_103: descriptors, or pointers for rows that TMA cannot describe (the Gluon kernel is for"),
+    ],
+)
+def test_the_forms_of_a_device(capability: tuple[int, int], told: str) -> None:
+    assert told in forms.on_device(capability)
+
+
+def test_without_gluon_the_forms_of_a_device_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    gluon_missing.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_gluon.triton, "__version__", "3.9.0")
+        assert "on sm_90: descriptors, or" in forms.on_device((9, 0)) and "not 3.9.0" in forms.on_device((9, 0))
+    gluon_missing.cache_clear()
 
 
 def test_a_form_or_blocks_by_name_are_not_exchanged(launched: Recorded) -> None:

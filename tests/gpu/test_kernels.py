@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.errors import UnsupportedError
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario
 from tests.gpu.kept import ROOT, keep
@@ -92,6 +93,11 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
     trial = Trial(scenario, HALVES[dtype], True, 0, "cuda")
     reference = trial.reference()
     made = engine(deterministic=False) if form == "fused" else engine(form)
+    if form == "specialized":
+        try:
+            trial.run(made)
+        except UnsupportedError as refusal:
+            pytest.skip(str(refusal))
     found, bound = ({k: v.nan_to_num(0.0) for k, v in trial.run(one).items()} for one in (made, engine("pointers")))
     for part, expected in reference.items():
         seen = expected.isfinite()
@@ -130,12 +136,16 @@ def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
 
 
 def test_the_workspace_is_what_a_launch_takes() -> None:
-    """By torch's own count, less the rows that it makes; the first call makes the tables and describes."""
+    """By torch's own count, less the rows that it makes, and foreseen. The first call makes tables and describes."""
     from ringattn.engine.base import KV, Sizes, Softmax
     from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
 
     made, (q, k, v) = engine("descriptors"), inputs(torch.bfloat16, "cuda", 4096, 128)
-    works = made.prepare(ring_tiles(4096, 1), Softmax(SCALE), 4096, HEADS)
+    works, sizes = (
+        made.prepare(ring_tiles(4096, 1), Softmax(SCALE), 4096, HEADS),
+        Sizes(4096, 2, HEADS, 128, 128, q.dtype),
+    )
+    foreseen = made.workspace_bytes(works[0], sizes, False)
     state = made.begin(works, q, 128, None)
     made.attend(q, KV(k, v), state, works[0])
     torch.cuda.synchronize()
@@ -143,9 +153,9 @@ def test_the_workspace_is_what_a_launch_takes() -> None:
     before = torch.cuda.memory_allocated()
     made.attend(q, KV(k, v), state, works[0])
     taken = torch.cuda.max_memory_allocated() - before
-    told = made.workspace_bytes(works[0], Sizes(4096, 2, HEADS, 128, 128, q.dtype), False)
+    told = made.workspace_bytes(works[0], sizes, False)
     keep("kernels_exact", "descriptors of 4,096 tokens: bytes told, taken", [told, taken])
-    assert 0 < told <= taken < told + 512
+    assert 0 < foreseen == told <= taken < told + 512
 
 
 def test_a_margin_of_multiprocessors_changes_no_bit() -> None:

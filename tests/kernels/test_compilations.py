@@ -19,7 +19,7 @@ from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine import select, triton
 from ringattn.engine.base import KV, BackwardInputs, Sizes, Softmax
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_gluon import CONFIG
+from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
 from ringattn.kernels.configs import Configs, configs_for
 from ringattn.kernels.delta import delta_call
 from ringattn.kernels.experimental.attention_specialized import specialized_configs
@@ -149,14 +149,38 @@ def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
 
 
 def test_the_account_counts_the_memory_of_descriptors(counted: Counted) -> None:
-    """What a step's greatest launch asks for, as soon as it is described."""
+    """What a step's greatest launch asks for: as the compiled kernels say, and the same before there are any."""
     engine, tiles = TritonEngine(FORMS["descriptors"]()), steps_of(Random(3), 500)[:1]
     sizes = Sizes(500, 2, HEADS, DIM, DIM, DTYPE)
-    assert engine.workspace_bytes(engine.prepare(tiles, Softmax(0.1), 500, HEADS)[0], sizes, False) == 0
+    (work,) = engine.prepare(tiles, Softmax(0.1, HEADS // KV_HEADS), 500, HEADS)
+    before = [engine.workspace_bytes(work, sizes, backward) for backward in (False, True)]
     there, back = passed(engine, 500, tiles, 2)
+    assert before == [engine.workspace_bytes(one[0], sizes, one is back) for one in (there, back)]
     attended, _, *grads = counted.programs
     assert engine.workspace_bytes(there[0], sizes, False) == PROGRAM_BYTES * attended > 0
     assert engine.workspace_bytes(back[0], sizes, True) == PROGRAM_BYTES * max(grads) > 0 and len(grads) == 2
+
+
+@pytest.mark.usefixtures("counted")
+def test_what_no_descriptor_takes_is_counted_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's forward has a program for each multiprocessor, its backward one for each block; pointers have none."""
+    gluon_missing.cache_clear()
+    if why := gluon_missing(90):
+        pytest.skip(why)
+    tile = Tile(*(TokenRange(StridedRange(0, 65_536), StridedRange(0, 65_536)),) * 2, CAUSAL, StridedRange(0, HEADS))
+    sizes = Sizes(65_536, 1, HEADS, DIM, DIM, DTYPE)
+    monkeypatch.setattr(triton, "usable", lambda device, margin: 132 - margin)
+
+    def told(backward: bool, **options: Any) -> int:
+        engine = TritonEngine(**options)
+        return engine.workspace_bytes(engine.prepare([[tile]], Softmax(0.1), 65_536, HEADS)[0], sizes, backward)
+
+    blocks = 65_536 // 128 * HEADS
+    assert [told(False), told(False, sm_margin=32)] == [132 * 384, 100 * 384]
+    assert [told(True), told(True, form="descriptors"), told(True, form="pointers")] == [blocks * 512, blocks * 256, 0]
+    assert told(True, form="descriptors", sm_margin=32) == 200 * 256
+    assert told(False, form="descriptors") == blocks * 256 == told(True, deterministic=False)
+    gluon_missing.cache_clear()
 
 
 @pytest.mark.slow

@@ -158,6 +158,15 @@ def test_dtypes_by_generation(capability: tuple[int, int], level: str, words: st
     assert ("fp8" in found.text) == (capability >= (8, 9))
 
 
+def test_which_forms_of_the_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    told = doctor_facts.kernel_forms([Gpu("H100", (9, 0)), Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
+    assert len(told) == 2 and "on sm_80: pointers" in told[0] and "on sm_90: " in told[1]
+    assert doctor_facts.kernel_forms([]) == ["engine='triton' does not run here: no GPU"]
+    monkeypatch.setitem(sys.modules, "ringattn.engine.forms", None)
+    assert "does not run here: no ringattn.engine.forms" in doctor_facts.kernel_forms([])[0]
+
+
 def test_devices_of_different_generations() -> None:
     found = doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))], usable=True)
     assert worst(found).level == WARNING and "slowest" in worst(found).text

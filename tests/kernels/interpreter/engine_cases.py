@@ -197,10 +197,8 @@ def test_offsets_beyond_int32() -> None:
     assert all(x.abs().sum() > 0 for x in results[0])
 
 
-def test_a_specialized_engine_launches_descriptors_where_a_block_meets_several_entries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step of one tile goes by the specialized kernel, the next of two tiles by descriptors; alike to the bit."""
+def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block meets one run of keys; a pass that has a step of two is refused before it begins."""
     launches: list[LaunchCall] = []
 
     def recorded(call: LaunchCall) -> LaunchCall:
@@ -212,13 +210,16 @@ def test_a_specialized_engine_launches_descriptors_where_a_block_meets_several_e
     results = []
     for form in ("descriptors", "specialized"):
         engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
-        works = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
+        works = engine.prepare([tiles[:1], tiles[1:2]], Softmax(SCALE), 48, 2)
         state = engine.begin(works, q, 16, None)
         for work in works:
             engine.attend(q, KV(*kv), state, work)
         results.append((state.out.finalized(q.dtype), state.lse))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and results[0][1].isfinite().all()
-    assert [call.kernel for call in launches] == [forward_kernel]
+    assert [call.kernel for call in launches] == [forward_kernel] * 2
+    several = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
+    with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
+        engine.begin(several, q, 16, None)
 
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
