@@ -102,7 +102,7 @@ class LayerParts(NamedTuple):
         return self.before + self.attention + self.after
 
 
-def layer_parts(shape: ModelShape, precision: Precision) -> LayerParts:
+def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) -> LayerParts:
     """What one layer keeps of one token, in bytes, if nothing is recomputed.
 
     swiglu, read off autograd (a test holds it to the byte): a norm keeps its input and the normalized input, both wide,
@@ -110,18 +110,24 @@ def layer_parts(shape: ModelShape, precision: Precision) -> LayerParts:
     whole projection, which it keeps alive beside the rotated Q and K; the feed-forward keeps gate and up, silu(gate),
     and the product. gelu, as Korthikanti et al. count it: inputs of both norms, of all four products and of the gelu;
     Q, K, V; a byte each for two dropouts. What attention keeps is never packed (`launch.saved_activations` says why).
+    Experts: as many feed-forwards as a token passes, each with its copy of the input and its output, which the router
+    weighs (not measured). `tiled`: norm and feed-forward are computed again, tile by tile, from their input.
     """
     item, width = precision.activation, shape.width
-    projected = width + 2 * shape.kv_width
+    projected = shape.query_width + 2 * shape.kv_width
     lse = max(LSE_BYTES, precision.wide) * shape.heads
     if shape.block == "swiglu":
         norm, tables = normalized(shape, precision), Kept(0, 0, precision.wide * shape.head_dim)
-        attention = Kept(0, 0, item * (width + shape.kv_width + projected + width) + lse)
-        return LayerParts(norm + tables, attention, norm + rows(precision, shape.ffn, copies=4))
+        attention = Kept(0, 0, item * (shape.query_width + shape.kv_width + projected + shape.query_width) + lse)
+        feed = rows(precision, shape.ffn, copies=4 * shape.feeds)
+        if shape.experts:
+            feed += rows(precision, width, copies=2 * shape.feeds) + Kept(0, 0, precision.wide * shape.experts)
+        return LayerParts(norm + tables, attention, rows(precision, width) if tiled else norm + feed)
     norm = rows(precision, width, copies=2)
     masks = Kept(0, 0, MASK_BYTES * width)
-    attention = Kept(0, 0, item * (projected + width) + lse)
-    return LayerParts(norm, attention, masks + norm + rows(precision, shape.ffn, copies=2) + masks)
+    attention = Kept(0, 0, item * (projected + shape.query_width) + lse)
+    after = rows(precision, width) if tiled else norm + rows(precision, shape.ffn, copies=2) + masks
+    return LayerParts(norm, attention, masks + after)
 
 
 RECOMPUTE = ("none", "selective", "full", "offloaded")
@@ -140,19 +146,22 @@ class Stored(NamedTuple):
     live: Kept
 
 
-def stored(shape: ModelShape, precision: Precision, recompute: str) -> Stored:
+def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False) -> Stored:
     """What a recomputation policy (see `RECOMPUTE`) keeps of one token in one layer. Raises `InputError` if unknown."""
-    parts, nothing = layer_parts(shape, precision), NOTHING
+    parts, nothing = layer_parts(shape, precision, tiled), NOTHING
     own_input = rows(precision, shape.width)
+    # What the first norm keeps of its input is that input, unless it was made wider.
+    shared = own_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
+    again = parts.all._replace(floats=parts.all.floats - shared)
     match one_of(recompute, RECOMPUTE, "recompute"):
         case "none":
             return Stored(parts.all, nothing, nothing)
         case "selective":
             return Stored(own_input + parts.attention, nothing, max(parts.before, parts.after, key=lambda k: k.total))
         case "full":
-            return Stored(own_input, nothing, parts.all)
+            return Stored(own_input, nothing, again)
         case _:
-            return Stored(nothing, own_input, parts.all + own_input)
+            return Stored(nothing, own_input, again)
 
 
 SAVED = ("keep", "int8", "fp8")
@@ -180,22 +189,29 @@ def logits_bytes(shape: ModelShape, precision: Precision) -> int:
 
 
 class Moment(NamedTuple):
-    """Bytes of one token that live for a moment in the backward of a layer, beside what the layer keeps."""
+    """Bytes of one token that live for a moment in the backward of a layer, beside what the layer keeps.
+
+    `tile`: of a token of the one tile of the feed-forward that is computed again.
+    """
 
     feed_forward: int
     attention: int
+    tile: int = 0
 
 
-def backward_bytes(shape: ModelShape, precision: Precision) -> Moment:
+def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False) -> Moment:
     """The two greatest moments of one layer's backward; the greater counts.
 
-    Feed-forward: gradients of the product's factors less what is free by then, of the residual and of the output.
-    Attention: dout and the residual's gradient; dq, dk and dv in the accumulator's dtype; one block's results before
-    they are added; normalizer and delta of each head. What the layer kept after the attention is free by then.
+    Feed-forward: gradients of the product's factors less what is free by then, of the residual and of the output;
+    tiled: gradients of input and output of all tokens, the rest of a tile. Attention: dout and the residual's gradient;
+    dq, dk and dv in the accumulator's dtype; one block's results before they are added; normalizer and delta of each
+    head. What the layer kept after the attention is free by then.
     """
-    item, wide, width = precision.activation, precision.wide, shape.width
-    inner = 2 * shape.ffn if shape.block == "swiglu" else shape.ffn
-    sums, block = wide * (width + 2 * shape.kv_width), wide * (width + shape.kv_width)
-    attention = 2 * item * width + sums + block + 2 * wide * shape.heads
-    freed = layer_parts(shape, precision).after.total
-    return Moment(item * (inner + 2 * width), max(0, attention - freed))
+    item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
+    inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
+    sums, block = wide * (queries + 2 * shape.kv_width), wide * (queries + shape.kv_width)
+    attention = item * (queries + width) + sums + block + 2 * wide * shape.heads
+    attention = max(0, attention - layer_parts(shape, precision, tiled).after.total)
+    if tiled:
+        return Moment(2 * item * width, attention, layer_parts(shape, precision).after.total + item * inner)
+    return Moment(item * (inner + 2 * width), attention)

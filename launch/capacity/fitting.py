@@ -36,10 +36,12 @@ SWITCHES = (
     Switch("zero_stage", 1, "optimizer state shared by the ranks"),
     Switch("zero_stage", 2, "and gradients"),
     Switch("zero_stage", 3, "and weights"),
+    Switch("tiled_mlp_tokens", 4096, "feed-forwards of 4096 tokens at a time"),
     Switch("recompute", "selective", "all but attention computed again"),
     Switch("recompute", "full", "layers computed again from their inputs"),
     Switch("recompute", "offloaded", "and the inputs wait in host memory"),
     Switch("offload", "optimizer", "optimizer state and its work on the host"),
+    Switch("offload", "parameters", "and weights, fetched layer by layer"),
 )
 """These leave the arithmetic as it is, up to rounding."""
 
@@ -156,6 +158,8 @@ def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
 def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
     """Whether a switch may be tried: no step back, and no other optimizer than the one that was asked for."""
     now = getattr(run, switch.key)
+    if switch.value == "parameters" and run.zero_stage < 3:
+        return False
     if switch.key in ORDER:
         order = ORDER[switch.key]
         return order.index(switch.value) > order.index(now)

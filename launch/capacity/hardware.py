@@ -1,16 +1,50 @@
 """Accelerators by name: memory, peak arithmetic and links, each with its source, and a configuration to start from.
 
-Guarantees: figures are the makers' published ones, dense and one-way; nothing here was measured.
+Guarantees: peaks are the makers' published ones, dense and one-way; what is reached of them others have published, once
+for each accelerator. Nothing here was measured by us, and nothing is fitted to a published step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringattn.errors import InputError, one_of
+from ringattn.planner.cluster import CLUSTERS, Cluster
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What kernels and links reach: FLOP/s of matrix products and of attention, bytes a second one way.
+
+    `machine`: ranks of one machine; `link` joins these, `network` others.
+    """
+
+    products: float
+    attention_forward: float
+    attention_backward: float
+    link_bytes_s: float
+    network_bytes_s: float
+    machine: int
+    source: str
+
+
+def reached(products: float, source: str, cluster: Cluster) -> Reached:
+    """Products as given, the rest as the planner of attention calls has it."""
+    return Reached(
+        products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
+        cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
+        f"products: {source}; attention and links: {cluster.source}",
+    )  # fmt: skip
+
+
+SHARE = 0.73
+"""Of peak, where nobody has published it: what matrix products of language models reach on an H100 (SEMIANALYSIS)."""
+SEMIANALYSIS = "720 TFLOP/s at shapes of language models (SemiAnalysis, MI300X vs H100 vs H200, December 2024)"
+MAMF = "the best of all shapes (S. Bekman, ml-engineering, table of maximum achievable matmul FLOPS)"
+ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as FlashAttention-2 reaches on an A100"
 
 
 @dataclass(frozen=True)
@@ -31,6 +65,28 @@ class Hardware:
     start: tuple[tuple[str, Any], ...]
     why: str
     bf16: bool = True
+    measured: Reached | None = None
+
+    @property
+    def reached(self) -> Reached:
+        """What is reached; shares of the peak where nobody has published it."""
+        link = self.link_bytes_s
+        return self.measured or Reached(
+            SHARE * self.flops, 0.73 * self.flops, 0.63 * self.flops, link, link, 8, ASSUMED
+        )
+
+    def with_peak(self, flops: float) -> Hardware:
+        """Another peak, of which the same share is reached."""
+        grown, now = flops / self.flops, self.measured
+        if now is not None:
+            now = replace(now, products=now.products * grown, attention_forward=now.attention_forward * grown,
+                          attention_backward=now.attention_backward * grown)  # fmt: skip
+        return replace(self, flops=flops, measured=now)
+
+    def with_link(self, bytes_s: float) -> Hardware:
+        """Other links between accelerators of a machine, of which all is reached."""
+        now = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s)
+        return replace(self, link_bytes_s=bytes_s, measured=now)
 
     def __post_init__(self) -> None:
         """Raises `InputError` for sizes that are not positive."""
@@ -44,13 +100,15 @@ PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 
 SMALL = (("precision", "fp32"), ("recompute", "full"), ("chunked_loss_tokens", 1024), ("zero_stage", 2))
 CONSUMER = (("precision", "bf16_master"), ("recompute", "full"), ("chunked_loss_tokens", 1024), ("zero_stage", 2))
-SERVER = (("precision", "bf16_master"), ("recompute", "selective"), ("chunked_loss_tokens", 8192), ("zero_stage", 3))
-ROOMY = (("precision", "bf16_master"), ("recompute", "none"), ("chunked_loss_tokens", 8192), ("zero_stage", 3))
+SERVER = (("precision", "bf16_master"), ("recompute", "selective"), ("chunked_loss_tokens", 1024), ("zero_stage", 3))
+ROOMY = (("precision", "bf16_master"), ("recompute", "none"), ("chunked_loss_tokens", 1024), ("zero_stage", 3))
 
 NO_BF16 = "no bf16 arithmetic and 8 GiB: fp32, every layer recomputed, logits in small chunks"
 NO_NVLINK = "weights stay whole, because packing them by PCIe in every layer (ZeRO 3) would cost more than it saves"
 NVLINK = "NVLink carries the weights of ZeRO 3; attention is the dear part of long sequences and is not run again"
 MUCH = "the memory holds activations of some length as they are; take recompute=selective for longer ones"
+
+A100 = reached(267.9e12, MAMF, CLUSTERS["a100"])
 
 PRESETS: dict[str, Hardware] = {
     one.name: one
@@ -63,15 +121,17 @@ PRESETS: dict[str, Hardware] = {
         Hardware("rtx4090", 24 * GIB, 165.2e12, PCIE4, PCIE4, "Ada whitepaper (NVIDIA 2022), no NVLink", CONSUMER,
                  "24 GiB: every layer recomputed; " + NO_NVLINK),
         Hardware("a100-40", 40 * GIB, 312e12, 300e9, PCIE4, "A100 datasheet (NVIDIA 2021), NVLink 600 GB/s both ways",
-                 SERVER, NVLINK),
+                 SERVER, NVLINK, measured=A100),
         Hardware("a100-80", 80 * GIB, 312e12, 300e9, PCIE4, "A100 datasheet (NVIDIA 2021), NVLink 600 GB/s both ways",
-                 SERVER, NVLINK),
+                 SERVER, NVLINK, measured=A100),
         Hardware("h100", 80 * GIB, 989e12, 450e9, PCIE5, "H100 SXM datasheet (NVIDIA 2023), NVLink 900 GB/s both ways",
-                 SERVER, NVLINK),
+                 SERVER, NVLINK, measured=reached(720e12, SEMIANALYSIS, CLUSTERS["h100"])),
         Hardware("h200", 141 * 10**9, 989e12, 450e9, PCIE5,
-                 "H200 SXM datasheet (NVIDIA 2024), 141 GB, NVLink 900 GB/s both ways", ROOMY, MUCH),
+                 "H200 SXM datasheet (NVIDIA 2024), 141 GB, NVLink 900 GB/s both ways", ROOMY, MUCH,
+                 measured=reached(720e12, SEMIANALYSIS, CLUSTERS["h200"])),
         Hardware("b200", 180 * 10**9, 2250e12, 900e9, PCIE5,
-                 "HGX B200 datasheet (NVIDIA 2025), 180 GB, NVLink 1.8 TB/s both ways", ROOMY, MUCH),
+                 "HGX B200 datasheet (NVIDIA 2025), 180 GB, NVLink 1.8 TB/s both ways", ROOMY, MUCH,
+                 measured=reached(1745e12, MAMF, CLUSTERS["b200"])),
     )
 }  # fmt: skip
 """Sparse rates of datasheets are halved. 3090: products summed in float32. H200 and B200 are sold in decimal GB."""

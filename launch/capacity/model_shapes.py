@@ -32,6 +32,8 @@ class Matrix(NamedTuple):
 class ModelShape:
     """A model; `width` of the residual stream, `ffn` inside the feed-forward, `vocabulary` in tokens.
 
+    `head_size`: elements of one head; 0: width / heads. `experts`: feed-forwards of `ffn` of which each token passes
+    `experts_per_token`, chosen by a router, beside `shared_experts` that all pass; 0: one feed-forward.
     Positions cost no parameters (rotary): a learned table would end the length of a sequence. Raises `InputError` for
     sizes that contradict each other.
     """
@@ -44,22 +46,44 @@ class ModelShape:
     vocabulary: int
     tied: bool
     block: str = "swiglu"
+    head_size: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocabulary"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.width % self.heads:
-            raise InputError(f"heads={self.heads}: does not divide width={self.width}")
+        if not self.head_size and self.width % self.heads:
+            raise InputError(f"heads={self.heads}: does not divide width={self.width}; set head_dim")
         if self.heads % self.kv_heads:
             raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}")
         one_of(self.block, BLOCKS, "block")
+        if self.experts and self.block != "swiglu":
+            raise InputError(f"experts={self.experts}: are swiglu blocks; block={self.block} has one feed-forward")
+        most = self.experts
+        if not (1 <= self.experts_per_token <= most if most else self.experts_per_token == self.shared_experts == 0):
+            raise InputError(
+                f"experts_per_token={self.experts_per_token}: of experts={most} a token passes at least one, at most "
+                "all; without experts it and shared_experts are 0"
+            )
 
     @property
     def head_dim(self) -> int:
         """Elements of one head."""
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries, and of what attention makes of them."""
+        return self.heads * self.head_dim
+
+    @property
+    def feeds(self) -> int:
+        """Feed-forwards that a token passes in a layer."""
+        return self.experts_per_token + self.shared_experts if self.experts else 1
 
     @property
     def kv_width(self) -> int:
@@ -67,22 +91,34 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """Of one layer: queries with keys and values, and the attention's output."""
+        return Matrix(self.query_width + 2 * self.kv_width, self.width), Matrix(self.width, self.query_width)
+
+    def feed_matrices(self, copies: int) -> tuple[Matrix, ...]:
+        """Of so many feed-forwards: gate and up are one matrix; then the way back."""
+        inner = 2 * self.ffn if self.block == "swiglu" else self.ffn
+        return Matrix(inner, self.width, copies), Matrix(self.width, self.ffn, copies)
+
+    @property
     def layer_matrices(self) -> tuple[Matrix, ...]:
-        """Of one layer: queries with keys and values, the attention's output, and the feed-forward."""
-        inner = 2 * self.ffn if self.block == "swiglu" else self.ffn  # gate and up are one matrix
-        return (
-            Matrix(self.width + 2 * self.kv_width, self.width),
-            Matrix(self.width, self.width),
-            Matrix(inner, self.width),
-            Matrix(self.width, self.ffn),
-        )
+        """Of one layer: attention, all feed-forwards, and their router."""
+        router = (Matrix(self.experts, self.width),) if self.experts else ()
+        copies = self.experts + self.shared_experts if self.experts else 1
+        return (*self.attention_matrices, *self.feed_matrices(copies), *router)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of one layer's matrices, those that a token is multiplied with."""
+        idle = self.feed_matrices(self.experts - self.experts_per_token) if self.experts else ()
+        return sum(one.parameters for one in self.layer_matrices) - sum(one.parameters for one in idle)
 
     @property
     def layer_vectors(self) -> int:
         """Elements of one layer's norms and biases."""
         if self.block == "swiglu":
             return 2 * self.width
-        return 4 * self.width + (self.width + 2 * self.kv_width) + self.width + self.ffn + self.width
+        return 4 * self.width + (self.query_width + 2 * self.kv_width) + self.width + self.ffn + self.width
 
     @property
     def layer_parameters(self) -> int:
@@ -90,10 +126,14 @@ class ModelShape:
         return sum(matrix.parameters for matrix in self.layer_matrices) + self.layer_vectors
 
     @property
+    def table_parameters(self) -> int:
+        """The embedding, and the output matrix if it is not the same."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    @property
     def head_parameters(self) -> int:
-        """Parameters outside the layers: the embedding, the output matrix if it is not the same, the last norm."""
-        tables = self.vocabulary * self.width * (1 if self.tied else 2)
-        return tables + self.width * (1 if self.block == "swiglu" else 2)
+        """Parameters outside the layers: the tables and the last norm."""
+        return self.table_parameters + self.width * (1 if self.block == "swiglu" else 2)
 
     @property
     def parameters(self) -> int:
@@ -104,7 +144,7 @@ class ModelShape:
     def matrices(self) -> tuple[Matrix, ...]:
         """All weight matrices."""
         tables = Matrix(self.vocabulary, self.width, 1 if self.tied else 2)
-        return (tables, *(one._replace(copies=self.layers) for one in self.layer_matrices))
+        return (tables, *(one._replace(copies=one.copies * self.layers) for one in self.layer_matrices))
 
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
@@ -123,10 +163,14 @@ PRESETS: dict[str, ModelShape] = {
     "405B": ModelShape(126, 16384, 128, 8, 53248, 128256, False),
     "llama3-8b": ModelShape(32, 4096, 32, 8, 14336, 128256, False),
     "llama3-70b": ModelShape(80, 8192, 64, 8, 28672, 128256, False),
+    "qwen3-4b": ModelShape(36, 2560, 32, 8, 9728, 151936, True, head_size=128),
+    "mixtral-8x7b": ModelShape(32, 4096, 32, 8, 14336, 32000, False, experts=8, experts_per_token=2),
+    "qwen3-30b-a3b": ModelShape(48, 2048, 32, 4, 768, 151936, False, head_size=128, experts=128, experts_per_token=8),
 }
 """125M to 1.3B: GPT-3's table 2.1; its 1.3B says 24 heads of 128, which is not 2048 wide: 16 heads are meant.
 7B, 13B: LLaMA (arXiv:2302.13971, table 2, and its released configurations for the feed-forward); 70B: Llama 2
-(arXiv:2307.09288, table 1: 8 K/V heads); 405B and llama3-*: Llama 3 (arXiv:2407.21783, table 3)."""
+(arXiv:2307.09288, table 1: 8 K/V heads); 405B and llama3-*: Llama 3 (arXiv:2407.21783, table 3). qwen3-*, mixtral-*:
+their released configurations; norms of queries and keys (Qwen3: 2 of 128 a layer) are left out."""
 
 
 def model_shape(name: str) -> ModelShape:

@@ -29,6 +29,7 @@ from ringattn.launch.capacity.fitting import (
 from ringattn.launch.capacity.hardware import GIB, Hardware
 from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
 from ringattn.launch.capacity.slots import KINDS, AttentionSetup
+from ringattn.launch.capacity.step_time import StepTime, estimate
 from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, TrainingSetup, training_bytes
 from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
@@ -37,7 +38,8 @@ from ringattn.schedule.routes import ROUTES
 
 PURPOSE = """\
 Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
-longest sequence for the ring, the smallest ring for the length, and what to turn on first where it does not fit.
+longest sequence for the ring, the smallest ring for the length, what to turn on first where it does not fit, and the
+time of a step, from rates that others have published.
 Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
           ringattn plan tokens=1000000000 recompute=full picture=plan.png"""
 
@@ -61,9 +63,16 @@ class PlanConfig:
     recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
     saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
     zero_stage: int = option(0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0)
-    zero_degree: int | None = option(None, "ranks that share it; the ring's if not set", least=1, most=MOST)
+    zero_degree: int | None = option(
+        None, "ranks that share it (the FSDP group); the ring's if not set", least=1, most=MOST
+    )
+    tensor_ranks: int = option(1, "ranks that cut every matrix (TP); each has a place in a ring", least=1, most=MOST)
+    pipeline_ranks: int = option(1, "ranks that have stages of layers (PP)", least=1, most=MOST)
+    pipeline_chunks: int = option(1, "stages of each of them, interleaved", least=1, most=MOST)
+    micro_batches: int = option(1, "of batch sequences each, one after another in a step", least=1, most=MOST)
     offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
     chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
+    tiled_mlp_tokens: int = option(0, "of a rank's tokens, in a feed-forward at once; 0: all", least=0, most=MOST)
     data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
     gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
     transients: bool = option(True, "count also what lives for a moment")
@@ -73,7 +82,11 @@ class PlanConfig:
     width: int | None = option(None, "instead: of the residual stream", least=1, most=MOST)
     heads: int | None = option(None, "instead: query heads; divides width", least=1, most=MOST)
     kv_heads: int | None = option(None, "instead: key and value heads; divides heads", least=1, most=MOST)
-    ffn: int | None = option(None, "instead: width inside the feed-forward", least=1, most=MOST)
+    head_dim: int | None = option(None, "instead: elements of one head; 0: width / heads", least=0, most=MOST)
+    ffn: int | None = option(None, "instead: width inside the feed-forward, or one expert", least=1, most=MOST)
+    experts: int | None = option(None, "instead: feed-forwards to choose from in a layer; 0: one", least=0, most=MOST)
+    experts_per_token: int | None = option(None, "instead: that a token passes", least=0, most=MOST)
+    shared_experts: int | None = option(None, "instead: beside those, that all tokens pass", least=0, most=MOST)
     vocabulary: int | None = option(None, "instead: different tokens", least=1, most=MOST)
     tied: bool | None = option(None, "instead: the output layer shares the embedding's weights")
     block: str | None = option(None, "instead: Llama's and ringattn train's, or GPT's", choices=BLOCKS)
@@ -112,20 +125,21 @@ def main(argv: Sequence[str]) -> int:
 
 def machine_of(config: PlanConfig) -> Hardware:
     """The preset with the figures that were given instead."""
-    given: dict[str, Any] = {}
+    machine = machines.hardware(config.hardware)
     if config.memory_gib is not None:
-        given["memory_bytes"] = int(config.memory_gib * GIB)
+        machine = replace(machine, memory_bytes=int(config.memory_gib * GIB))
     if config.link_gb_s is not None:
-        given["link_bytes_s"] = config.link_gb_s * 1e9
-    if config.tflops is not None:
-        given["flops"] = config.tflops * 1e12
-    return replace(machines.hardware(config.hardware), **given)
+        machine = machine.with_link(config.link_gb_s * 1e9)
+    return machine if config.tflops is None else machine.with_peak(config.tflops * 1e12)
 
 
 def shape_of(config: PlanConfig) -> ModelShape:
     """The preset with the sizes that were given instead."""
-    sizes = {one.name: getattr(config, one.name) for one in fields(ModelShape)}
-    return replace(model_shape(config.preset), **{key: one for key, one in sizes.items() if one is not None})
+    keys = {one.name: "head_dim" if one.name == "head_size" else one.name for one in fields(ModelShape)}
+    sizes = {name: getattr(config, key) for name, key in keys.items()}
+    if sizes["head_size"] is None and (sizes["width"] or sizes["heads"]):
+        sizes["head_size"] = 0  # a preset's head is not that of other widths
+    return replace(model_shape(config.preset), **{name: one for name, one in sizes.items() if one is not None})
 
 
 def run_of(config: PlanConfig) -> TrainingSetup:
@@ -179,10 +193,17 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "smallest_ring": smallest,
         "steps": [_step(one) for one in steps],
         "rounding_saves": rounding_saves(run),
-        "after_steps": {"bytes_by_component": after.peak.parts(), "total_bytes": after.peak.total,
+        "step": _step_time(estimate(run, machine)),
+        "rates": asdict(machine.reached),
+        "after_steps": {"step": _step_time(estimate(eased, machine)),
+                        "bytes_by_component": after.peak.parts(), "total_bytes": after.peak.total,
                         "longest_tokens": longest_tokens(eased, machine.memory_bytes),
                         "smallest_ring": smallest_ring(eased, machine.memory_bytes)},
     }  # fmt: skip
+
+
+def _step_time(one: StepTime) -> dict[str, float]:
+    return {**one._asdict(), "seconds": one.seconds}
 
 
 def _step(one: Advice) -> dict[str, Any]:
@@ -209,11 +230,23 @@ def table(config: PlanConfig, machine: Hardware, found: dict[str, Any]) -> str:
     lines += [f"{'total':<14}{_gib(total):>12}   {verdict} in {_gib(machine.memory_bytes)}"]
     if found["host_bytes"]:
         lines.append(f"{'host memory':<14}{_gib(found['host_bytes']):>12}")
-    lines += ["", *_answers(run, found, machine)]
-    start = " ".join(f"{key}={value}" for key, value in machine.start)
-    lines += ["", f"recommended for {machine.name}: {start}", f"  because {machine.why}",
-              f"  with these: {_limits(found['hardware'], run['ranks'])}"]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_answers(run, found, machine), "", *_time(run, found, machine)])
+
+
+def _time(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:
+    """Step time, tokens/s and MFU of what fits: the run, or the run with all steps."""
+    eased = not found["fits"] and found["steps"]
+    step, rates = (found["after_steps"] if eased else found)["step"], machine.reached
+    ranks = run["ranks"] * run["tensor_ranks"] * run["pipeline_ranks"]
+    parts = ", ".join(f"{name} {step[name]:,.2f}" for name in StepTime._fields[:7] if step[name] > 0)
+    return [
+        f"a step{' with all of these' if eased else ''}: about {step['seconds']:,.2f} s ({parts}), "
+        f"{step['tokens_s']:,.0f} tokens/s on {ranks:,} accelerators, {step['tokens_s'] / ranks:,.0f} on each",
+        f"  MFU {step['mfu']:.1%} of {machine.flops / 1e12:,.0f} TFLOP/s, {step['mfu_full']:.1%} with masked pairs too "
+        "(PaLM's formula); nothing that is done again is counted",
+        f"  not measured: products {rates.products / 1e12:,.0f}, attention {rates.attention_forward / 1e12:,.0f} "
+        f"forward, {rates.attention_backward / 1e12:,.0f} backward TFLOP/s; {rates.source}",
+    ]
 
 
 def _answers(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:

@@ -51,8 +51,9 @@ from ringattn.runtime.rank_group import RankGroup
 KEPT = 2
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
-    "recompute", "saved_activations", "chunked_loss_tokens", "steps", "learning_rate", "warmup_steps", "clip_norm",
-    "nonfinite", "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps", "resume", "restarts",
+    "recompute", "saved_activations", "chunked_loss_tokens", "tiled_mlp_tokens", "steps", "learning_rate",
+    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps",
+    "resume", "restarts",
 })  # fmt: skip
 """Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
 

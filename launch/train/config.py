@@ -39,7 +39,11 @@ class TrainConfig:
     engine: str = option("auto", "which kernels attend", choices=ENGINES)
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
-    recompute: str = option("none", "of each block in backward; selective: all but attention", choices=RECOMPUTE)
+    recompute: str = option(
+        "none", "of each block in backward; selective: all but attention; offloaded: full, inputs wait in host memory",
+        choices=RECOMPUTE,
+    )  # fmt: skip
+    tiled_mlp_tokens: int | None = option(None, "tokens in the feed-forward at once; all if not set", least=1)
     saved_activations: str = option("keep", "how activations wait for backward", choices=SAVED_ACTIVATIONS)
     sharding: str = option("none", "of weights, gradients, optimizer over all processes (FSDP2)", choices=SHARDING)
     chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)

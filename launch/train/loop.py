@@ -11,7 +11,7 @@ labels or tokens takes part.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sequence
 from ringattn.core.presets import check
@@ -43,6 +42,7 @@ from ringattn.launch.train.optimizers import local_bytes, make_optimizer, set_le
 from ringattn.launch.train.progress import TrainingProgress
 from ringattn.launch.train.saved_activations import SavedActivations
 from ringattn.launch.train.text import VOCABULARY
+from ringattn.layers.tiled import Tiling, tiled
 from ringattn.runtime.rank_group import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -159,7 +159,9 @@ def _trained(
 
 def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
     """The model on this rank's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
-    model = Transformer(config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute)
+    model = Transformer(
+        config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
+    )
     model.to(everyone.device)
     everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
@@ -258,7 +260,7 @@ def local_part(
 ) -> Tensor:
     """This rank's part of the loss over `valid` labels of all ranks: of its `tokens` and `labels` (batch, tokens)."""
 
-    def head(hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+    def head(hidden: Tensor, logits_of: nn.Module) -> Tensor:
         return loss_in_chunks(hidden, logits_of, labels, valid, config.chunked_loss_tokens)
 
     # FSDP gathers the weights that it shards elsewhere, for a while.
@@ -266,7 +268,7 @@ def local_part(
     least = min(config.model.dim, config.model.hidden_dim)
     saved = SavedActivations(config.saved_activations, weights, labels.numel(), least)
     attend = attention_of(seq, config)
-    if config.recompute != "full":
+    if config.recompute not in ("full", "offloaded"):
         attend = saved.exactly(attend)
     with saved.packing():
         loss: Tensor = model(tokens, seq.positions(per_document=True), attend, saved.exactly(head))
@@ -283,7 +285,7 @@ def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
 
 
 def loss_in_chunks(
-    hidden: Tensor, logits_of: Callable[[Tensor], Tensor], labels: Tensor, valid: int, chunk_tokens: int | None
+    hidden: Tensor, logits_of: nn.Module, labels: Tensor, valid: int, chunk_tokens: int | None
 ) -> Tensor:
     """`local_loss` of the logits of `hidden` (batch, tokens, dim), at most `chunk_tokens` of them at a time.
 
@@ -293,14 +295,9 @@ def loss_in_chunks(
         return local_loss(logits_of(hidden), labels, valid)
 
     def loss_of(part: Tensor, of_part: Tensor) -> Tensor:
-        return local_loss(logits_of(part), of_part, valid)
+        return local_loss(logits_of(part)[None], of_part[None], valid)
 
-    chunks, of_chunks = hidden.flatten(0, 1).split(chunk_tokens), labels.flatten().split(chunk_tokens)
-    losses = [
-        checkpoint(loss_of, part[None], of_part[None], use_reentrant=False, preserve_rng_state=False)
-        for part, of_part in zip(chunks, of_chunks, strict=True)
-    ]
-    return torch.stack(losses).sum()
+    return tiled(Tiling(loss_of, chunk_tokens, summed=True), hidden, list(logits_of.parameters()), [labels])
 
 
 def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:

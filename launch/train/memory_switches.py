@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from ringattn.errors import InputError
 from ringattn.launch.train.optimizers import eight_bit_adamw
+from ringattn.layers.offload import check_device
 
 if TYPE_CHECKING:
     from ringattn.launch.train.config import TrainConfig
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "offloaded")
 SAVED_ACTIVATIONS = ("keep", "offload", "int8", "fp8")
 SHARDING = ("none", "zero2", "zero3")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion", "adamw8bit")
@@ -23,6 +24,13 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
             "saved_activations=offload: moves activations from a GPU to host memory, and this run is on a CPU; "
             "use int8 or fp8, or recompute=full"
         )
+    if config.recompute == "offloaded":
+        check_device(device_type, "recompute=offloaded")
+        if config.saved_activations != "keep":
+            raise InputError(
+                f"saved_activations={config.saved_activations}: of a layer nothing is saved but its input, which "
+                "recompute=offloaded moves to host memory; leave one of the two out"
+            )
     if config.optimizer == "adamw8bit":
         eight_bit_adamw()
         if config.dtype == "fp64":

@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ringattn.layers.offload import inputs_on_host
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
+from ringattn.layers.tiled import Tiling, tiled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""
 
-Head = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+Head = Callable[[Tensor, nn.Module], Tensor]
 """Normalized hidden states (batch, tokens, dim), and what makes logits of any of them -> what the caller wants."""
 
 
@@ -71,12 +73,13 @@ class Block(nn.Module):
     `recompute`: what backward computes a second time instead of keeping it. full: the block, from its input; ring
     attention then runs and communicates again, on all ranks alike. selective: all but attention, whose inputs and
     output are kept: it is the only part that grows with the square of the length and the only one that communicates,
-    and a fused kernel keeps no scores that recomputation could save.
+    and a fused kernel keeps no scores that recomputation could save. offloaded: full, and the input waits in host
+    memory. `tile_tokens`: so many tokens at a time pass through norm and SwiGLU, computed again in backward; None: all.
     """
 
-    def __init__(self, config: ModelConfig, recompute: str = "none") -> None:
+    def __init__(self, config: ModelConfig, recompute: str = "none", tile_tokens: int | None = None) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.tile_tokens = recompute, tile_tokens
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, head_dim(config)
         self.rope = Rope(base=config.rope_base)
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
@@ -88,6 +91,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """(batch, tokens, dim) -> the same; `positions` (tokens,)."""
+        if self.recompute == "offloaded":
+            with inputs_on_host():
+                return self._run("offloaded", self._attend_and_feed, x, positions, attend)
         return self._run("full", self._attend_and_feed, x, positions, attend)
 
     def _attend_and_feed(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -102,6 +108,13 @@ class Block(nn.Module):
 
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.attention_out(attended.flatten(2))
+        if self.tile_tokens is None:
+            return self._hidden(x)
+        parts = self.hidden_norm, self.hidden_in, self.hidden_out
+        weights = [weight for part in parts for weight in part.parameters()]
+        return tiled(Tiling(self._hidden, self.tile_tokens), x, weights)
+
+    def _hidden(self, x: Tensor) -> Tensor:
         gate, up = self.hidden_in(self.hidden_norm(x)).chunk(2, dim=-1)
         return x + self.hidden_out(F.silu(gate) * up)
 
@@ -116,16 +129,22 @@ class Transformer(nn.Module):
     """A language model over `vocabulary` tokens.
 
     Weights are float32, or float64 where `dtype` is; activations are `dtype`. On the CPU; move it with `.to(device)`.
-    `recompute` is that of `Block`.
+    `recompute` and `tile_tokens` are those of `Block`.
     """
 
     def __init__(
-        self, config: ModelConfig, vocabulary: int, dtype: torch.dtype, seed: int, recompute: str = "none"
+        self,
+        config: ModelConfig,
+        vocabulary: int,
+        dtype: torch.dtype,
+        seed: int,
+        recompute: str = "none",
+        tile_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embedding = nn.Embedding(vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, recompute) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, recompute, tile_tokens) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=1e-6)
         self.unembedding = Linear(config.dim, vocabulary)
         if config.tied:

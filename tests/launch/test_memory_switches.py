@@ -25,6 +25,7 @@ from ringattn.launch.train.config import TrainConfig, from_spec
 from ringattn.launch.train.memory_switches import check_switches
 from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.launch.train.saved_activations import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
+from ringattn.layers import offload
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
@@ -34,6 +35,9 @@ EXACT: list[dict[str, Any]] = [
     {"chunked_loss_tokens": 7},
     {"chunked_loss_tokens": 1000},
     {"recompute": "full", "chunked_loss_tokens": 7},
+    {"tiled_mlp_tokens": 7},
+    {"tiled_mlp_tokens": 1000, "recompute": "selective"},
+    {"tiled_mlp_tokens": 7, "recompute": "full", "chunked_loss_tokens": 7},
 ]
 STEP = {"int8": 1 / 127, "fp8": 1 / 16}
 """One rounding step of the format: of a row's greatest element in int8, of each element in e4m3 (half of 2**-3)."""
@@ -68,7 +72,7 @@ def test_recomputing_and_chunks_change_nothing(plain: dict[str, Any], world_size
 
 def test_exact_switches_with_ranks_that_have_no_tokens() -> None:
     few = replace(TINY, tokens=3, layout="contiguous")
-    same(trained(replace(few, recompute="full", chunked_loss_tokens=1), 5), trained(few, 1))
+    same(trained(replace(few, recompute="full", chunked_loss_tokens=1, tiled_mlp_tokens=1), 5), trained(few, 1))
     packed = replace(few, saved_activations="int8")
     same(trained(packed, 5), trained(packed, 1))
 
@@ -89,7 +93,7 @@ def train_on_rank(ring: Ring, runs: list[dict[str, Any]]) -> list[dict[str, Any]
 def test_sharded_training_is_the_same(world_size: int) -> None:
     changes: list[dict[str, Any]] = [
         {"sharding": "zero2"},
-        {"sharding": "zero3", "recompute": "full", "chunked_loss_tokens": 7},
+        {"sharding": "zero3", "recompute": "full", "chunked_loss_tokens": 7, "tiled_mlp_tokens": 7},
         {"sharding": "zero3", "saved_activations": "int8"},
         {"sharding": "zero3", "optimizer": "lion"},
         {"sharding": "zero2", "optimizer": "sgd"},
@@ -106,6 +110,11 @@ def test_sharded_training_is_the_same(world_size: int) -> None:
     # Weights, gradients and two moments; every number of rows is even.
     assert {results[0]["replicated_bytes"] for results in by_rank} == {4 * 8 * sum(weights) // world_size + steps}
     assert {results[len(sharded)]["replicated_bytes"] for results in by_rank} == {4 * 8 * sum(weights) + steps}
+
+
+def test_offload_goes_with_no_other_packing() -> None:
+    with pytest.raises(InputError, match=r"^saved_activations=int8: .* recompute=offloaded"):
+        check_switches(replace(TINY, recompute="offloaded", saved_activations="int8"), "cuda")
 
 
 def test_threads_cannot_shard() -> None:
@@ -280,6 +289,15 @@ def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.Monke
     assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)  # as the test above counts them
 
 
+def test_offloaded_checkpoints_move_inputs_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    to_host = offload.to_host
+    monkeypatch.setattr(offload, "to_host", lambda x: (moved.append(x.numel()), to_host(x))[1])
+    change = {"recompute": "offloaded", "tiled_mlp_tokens": 7, "chunked_loss_tokens": 7}
+    torch.testing.assert_close(gradients(replace(TINY, **change)), gradients(TINY), rtol=1e-12, atol=1e-15)
+    assert moved == [TINY.batch * TINY.tokens * TINY.model.dim] * TINY.model.layers
+
+
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +360,7 @@ def test_optimizers_train_alike_on_two_ranks(optimizer: str) -> None:
     ("change", "message"),
     [
         ({"saved_activations": "offload"}, "saved_activations=offload: .* on a CPU"),
+        ({"recompute": "offloaded"}, "recompute=offloaded: .* on a CPU"),
         ({"sharding": "zero2", "optimizer": "adafactor"}, "optimizer=adafactor: .* sharding=zero2"),
     ],
 )
@@ -357,4 +376,6 @@ def test_the_command_refuses_with_the_key_first(
     assert train.main(["saved_activations=offload", "transport=gloo"]) == 2
     assert capsys.readouterr().err.startswith("ringattn train: saved_activations=offload: ")
     assert train.main(["recompute=some"]) == 2
-    assert capsys.readouterr().err.startswith("ringattn train: recompute=some: choose one of none, selective, full")
+    assert capsys.readouterr().err.startswith(
+        "ringattn train: recompute=some: choose one of none, selective, full, offloaded"
+    )

@@ -21,6 +21,7 @@ from ringattn.launch.train import loop
 from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.model import ModelConfig
+from ringattn.layers import offload
 from ringattn.observe.storages import StorageMeter
 from ringattn.testing import run_ranks
 
@@ -73,8 +74,9 @@ def test_recompute_and_packing_save_together() -> None:
 def test_chunked_loss_holds_no_logits_of_all_tokens() -> None:
     narrow = replace(BIG, model=ModelConfig(1, 16, 2, 1, 16))
     saved = peak_bytes(narrow) - peak_bytes(replace(narrow, chunked_loss_tokens=ROWS // 8))
-    # At once there are log-probabilities, their gradient and that of the logits; of a chunk these and its logits.
-    assert saved >= (3 - 4 / 8) * ROWS * 256 * FLOAT_BYTES
+    # At once there are log-probabilities, their gradient and that of the logits; of a chunk these, its logits, and its
+    # loss beside the sum.
+    assert saved >= (3 - 4 / 8) * ROWS * 256 * FLOAT_BYTES - FLOAT_BYTES
 
 
 def predicted_bytes(config: TrainConfig) -> float:
@@ -83,6 +85,7 @@ def predicted_bytes(config: TrainConfig) -> float:
     peak = training_bytes(TrainingSetup(
         shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
         saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
+        tiled_mlp_tokens=config.tiled_mlp_tokens or 0,
     )).peak  # fmt: skip
     return peak.total - peak.parameters - peak.optimizer
 
@@ -92,10 +95,17 @@ def predicted_bytes(config: TrainConfig) -> float:
     [
         {}, {"recompute": "selective"}, {"recompute": "full"}, {"saved_activations": "int8"},
         {"saved_activations": "fp8"}, {"recompute": "full", "saved_activations": "int8"}, {"chunked_loss_tokens": 64},
+        {"tiled_mlp_tokens": 64}, {"tiled_mlp_tokens": 64, "recompute": "selective"},
+        {"tiled_mlp_tokens": 64, "recompute": "full"}, {"recompute": "offloaded"},
+        {"recompute": "full", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
+        {"recompute": "offloaded", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
     ],
     ids=str,
 )  # fmt: skip
-def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any]) -> None:
+def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Host memory of a GPU: what waits there is in no storage of the device.
+    monkeypatch.setattr(offload, "to_host", lambda x: x.detach().numpy().copy())
+    monkeypatch.setattr(offload, "from_host", lambda waiting: torch.from_numpy(waiting).clone())
     config = replace(BIG, **change)
     assert peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
 

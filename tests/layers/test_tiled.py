@@ -1,0 +1,140 @@
+"""Functions over tiles of tokens: values and gradients of the function, one tile's memory, no work too many."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ringattn.layers.tiled import Tiling, tiled
+from ringattn.observe.storages import StorageMeter
+
+
+class FeedForward(nn.Module):
+    """As in Llama, with dropout."""
+
+    def __init__(self, dim: int = 8, inner: int = 24, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(dim, inner, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(inner, dim, dtype=dtype)
+        self.drop = nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.down(self.drop(F.silu(self.gate(x)) * self.up(x)))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def gradients(part: nn.Module, x: Tensor, out: Tensor) -> list[Tensor | None]:
+    """Of a number that is of all outputs alike, and yet other for each."""
+    part.zero_grad(), x.grad is None or x.grad.zero_()
+    (out * drawn(*out.shape).to(out.dtype)).sum().backward(retain_graph=True)
+    return [None if x.grad is None else x.grad.clone(), *(weight.grad for weight in part.parameters())]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 100])
+@pytest.mark.parametrize("again", [False, True])
+def test_tiles_change_nothing(tokens: int, again: bool) -> None:
+    part, x = FeedForward(), drawn(2, 7, 8).requires_grad_()
+    other = copy.deepcopy(part)
+    expected = part(x)
+    wanted = gradients(part, x, expected)
+
+    def run(x: Tensor) -> Tensor:
+        return tiled(Tiling(other, tokens), x, list(other.parameters()))
+
+    found = checkpoint(run, x, use_reentrant=False) if again else run(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for one, of in zip(gradients(other, x, found), wanted, strict=True):
+        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+    # Once forward and once backward: a checkpoint around it stops before it would run the function a time more.
+    assert other.calls == 2 * -(-14 // tokens)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient() -> None:
+    part, x = FeedForward(), drawn(9, 8)
+    part.up.weight.requires_grad_(False)
+    wanted = gradients(part, x, part(x))
+    found = gradients(part, x, tiled(Tiling(part, 4), x, list(part.parameters())))
+    assert found[0] is None and found[2] is None
+    for one, of in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [0, 3, 11])
+def test_sums_of_tiles(rows: int) -> None:
+    head, x, labels = nn.Linear(8, 5, dtype=torch.float64), drawn(rows, 8).requires_grad_(), torch.arange(rows) % 5
+    labels[::3] = -100  # the last tile of 11 in threes is without a label that counts
+
+    def loss(rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(head(rows), labels, reduction="sum")
+
+    expected = loss(x, labels)
+    wanted = torch.autograd.grad(expected, [x, *head.parameters()])
+    found = tiled(Tiling(loss, 3, summed=True), x, list(head.parameters()), [labels])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for one, of in zip(torch.autograd.grad(found, [x, *head.parameters()]), wanted, strict=True):
+        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-14)
+
+
+def test_backward_draws_what_forward_drew() -> None:
+    part, x = FeedForward(dropout=0.5), drawn(11, 8).requires_grad_()
+    found = tiled(Tiling(part, 4, draws=True), x, list(part.parameters()))
+    state = torch.get_rng_state()
+    got = gradients(part, x, found)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(0)
+    FeedForward(dropout=0.5)  # draws weights as the first did, so that the generator is where it was
+    expected = torch.cat([part(one) for one in x.split(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for one, of in zip(got, gradients(part, x, expected), strict=True):
+        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    part, x = FeedForward(dtype=torch.float32), drawn(11, 8, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = x * 1  # the cast of a leaf would be cached, and gradients of its two uses added in bfloat16
+        expected, found = part(rows), tiled(Tiling(part, 16), rows, list(part.parameters()))
+    assert found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected)
+    wanted = gradients(part, x, expected)
+    for one, of in zip(gradients(part, x, found), [w.clone() for w in wanted if w is not None], strict=True):
+        torch.testing.assert_close(one, of, rtol=1e-6, atol=1e-6)
+
+
+def test_sums_of_many_tiles_are_rounded_once() -> None:
+    # 512 tiles that each add 1 to what is 1: in bfloat16 the sum would stay at 256.
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    x = torch.ones(512, 1, dtype=torch.bfloat16)
+    tiled(Tiling(lambda rows: rows * weight, 1), x, [weight]).sum().backward()
+    assert weight.grad is not None and weight.grad.item() == 512
+
+
+def test_a_tile_is_all_that_lives() -> None:
+    part, x = FeedForward(8, 512, dtype=torch.float32), torch.zeros(4096, 8, requires_grad=True)
+    peaks = []
+    for tokens in (4096, 256):
+        with StorageMeter() as meter:
+            tiled(Tiling(part, tokens), x, list(part.parameters())).sum().backward()
+        peaks.append(meter.peak_bytes)
+        part.zero_grad(), setattr(x, "grad", None)
+    inner = 4096 * 512 * 4
+    assert peaks[0] > 4 * inner and peaks[1] < inner / 2 + 5 * x.nbytes
+
+
+def test_a_weight_changed_meanwhile_is_an_error() -> None:
+    part, x = FeedForward(), drawn(9, 8)
+    out = tiled(Tiling(part, 4), x, list(part.parameters()))
+    with torch.no_grad():
+        part.up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.sum().backward()
