@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ringattn.adapters import context
+from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.core.layout import Layout
@@ -82,6 +83,11 @@ def context_parallel(
     try:
         with activate(seq, throughout=True), _Redirected(torch.is_grad_enabled()):
             yield seq
+    except RuntimeError as error:
+        if _FLEX not in str(error) or isinstance(error, UnsupportedError):
+            raise
+        with refused_by_all(ring):  # raised inside of the compiler that flex_attention brings along
+            raise UnsupportedError(_FLEX) from error
     finally:
         with torch.no_grad():
             for one, whole in zip(buffers, wholes, strict=True):
@@ -160,6 +166,8 @@ class _Redirected(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ATTEND_THEMSELVES and (torch.compiler.is_compiling() or active_sequence() is not None):
+            if func is torch.ops.higher_order.flex_attention:
+                raise UnsupportedError(_FLEX)
             raise UnsupportedError(
                 f"{func.__name__} inside of context_parallel would attend locally; use "
                 "torch.nn.functional.scaled_dot_product_attention, or ringattn.RingMultiheadAttention"
@@ -175,6 +183,10 @@ class _Redirected(TorchFunctionMode):
         return ring_sdpa(*args, **kwargs)
 
 
+_FLEX = (
+    "torch's flex_attention inside of context_parallel would attend locally; use "
+    "ringattn.adapters.flex.flex_attention, which has its signature"
+)
 _SDPA = (
     F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,

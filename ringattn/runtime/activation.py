@@ -129,9 +129,9 @@ class _Watch(TorchDispatchMode):
 
 _ADVICE = (
     "prepare the model (for transformers ringattn.adapters.transformers.prepare(model)), or attend with "
-    "ringattn.adapters.sdpa.ring_sdpa or ring.attention; where every rank has the whole of what it sees, as a tower "
-    "for images, call it inside `with ring.activate(None):`, or mark its module once with "
-    "ringattn.adapters.context.attends_locally(module)"
+    "ringattn.adapters.sdpa.ring_sdpa, ringattn.adapters.flex.flex_attention or ring.attention; where every rank has "
+    "the whole of what it sees, as a tower for images, call it inside `with ring.activate(None):`, or mark its module "
+    "once with ringattn.adapters.context.attends_locally(module)"
 )
 
 

@@ -1,4 +1,4 @@
-"""Drawn calls of the functions of ring-flash-attention and of `context_parallel`, against the reference.
+"""Drawn calls of the functions of ring-flash-attention, `context_parallel` and flex_attention, against the reference.
 
 Ranks are threads, everything is float64. A seed is a case: RINGATTN_FUZZ_SEED names the first.
 """
@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torchs_own
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring
 from ringattn.adapters import flash_attn
 from ringattn.adapters.context_parallel import context_parallel, recompute_context
+from ringattn.adapters.flex import flex_attention
 from ringattn.testing import run_ranks
 from tests.fuzz import reference, session
 
@@ -156,7 +159,58 @@ def parallel(seed: int) -> None:
         compare(case, found, expected)
 
 
-@pytest.mark.parametrize("kind", [flash, parallel])
+def flex(seed: int) -> None:
+    """flex_attention with a mask of the whole sequence, also against torch's own, which has no gradients on CPU."""
+    r = Random(seed)
+    case, length = drawn(r), r.randint(1, 70)
+    cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 4)))}) if r.random() < 0.6 else None
+    left, right = r.choice([(None, None), (r.randint(0, 20), None), (r.randint(0, 20), r.randint(0, 5)), (None, 2)])
+    right = 0 if case["causal"] else right
+    scale, cap = r.choice([None, 0.3]), r.choice([None, None, 2.0])
+    layout = r.choice(["zigzag", "contiguous", "striped", *(["per_document"] if cuts else [])])
+    told = cuts if cuts and (layout == "per_document" or r.random() < 0.4) else None
+    block, separate = r.choice([1, 7, (4, 16), 128]), r.random() < 0.7
+    case |= {"seed": seed, "length": length, "cuts": cuts, "window": (left, right), "scale": scale, "softcap": cap,
+             "layout": layout, "told": told, "block": block, "separate": separate}  # fmt: skip
+    ids = torch.bucketize(torch.arange(length), torch.tensor((cuts or [0, length])[1:]), right=True)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = ids[q] == ids[k]
+        seen = seen if left is None else seen & (q - k <= left)
+        return seen if right is None else seen & (k - q <= right)
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert cap is not None
+        return cap * torch.tanh(score / cap)
+
+    mask = create_block_mask(
+        mod, None, None, length, length, device="cpu", BLOCK_SIZE=block, separate_full_blocks=separate
+    )
+    given = tensors(seed, length, case)
+    options: dict[str, Any] = {"score_mod": cap and capped, "block_mask": mask, "scale": scale, "enable_gqa": True}
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq = ring.sequence(length, layout=layout, cu_seqlens=told)
+        *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in given)
+
+        def call(*qkv: Tensor) -> Tensor:
+            out = flex_attention(*(x[None].transpose(1, 2) for x in qkv), **options)
+            assert isinstance(out, Tensor)
+            return out.transpose(1, 2)[0]
+
+        with ring.activate(seq):
+            out = checkpoint(call, *leaves, use_reentrant=False) if case["again"] else call(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout)
+        return [seq.gather(x.detach(), 0) for x in (out, *grads)]
+
+    expected = wanted(given, cuts, case, window=(left, right), scale=scale, softcap=cap)
+    with torch.no_grad():
+        own = torchs_own(*(x[None].transpose(1, 2) for x in given[:3]), **options)
+    for found in [*run_ranks(case["ranks"], body), [own[0].transpose(0, 1)]]:
+        compare(case, found, expected)
+
+
+@pytest.mark.parametrize("kind", [flash, parallel, pytest.param(flex, marks=pytest.mark.slow)])
 def test_fresh_seeds(kind: Callable[[int], None]) -> None:
     start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
     print(f"RINGATTN_FUZZ_SEED={start}")

@@ -1,0 +1,305 @@
+"""What a BlockMask or a score_mod of torch's flex_attention says, in the words of `Ring.attention`.
+
+A mask_mod may be any code, so nothing is read off its name. A few rows of it are evaluated, which give the only window
+and documents that it could be; these are then proven: every block of the BlockMask's tables has to be what they say,
+and mask_mod has to agree at all pairs of a short sequence, and of a long one at the ends of every row's keys and at a
+drawn sample. A score_mod is evaluated on a grid, with places that nothing can be made of.
+Guarantees: what is not proven is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import BlockMask
+
+from ringattn.errors import UnsupportedError
+
+EVERY_PAIR = 1 << 20
+"""Up to so many pairs of a query and a key, 1,024 tokens, all of them are compared."""
+DRAWN = 1 << 18
+"""Pairs of a longer sequence that are drawn, besides the ends of every row's keys."""
+
+_POSSIBLE = (
+    "a ring computes full, causal and sliding-window masks, also cut into documents (so chunks of equal length too), "
+    "alike for all heads; prefix-LM, dilated and any other masks it does not"
+)
+
+
+@dataclass(frozen=True)
+class FoundMask:
+    """A mask in the words of `Ring.attention`; `documents`: cumulative lengths, None for one."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    documents: tuple[int, ...] | None
+
+    @property
+    def says_documents(self) -> bool:
+        """Whether tokens of different documents would meet if it had none; not where each meets itself alone."""
+        return self.window != (0, 0)
+
+    def ranges(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each query the first key and the one after the last, (length,) int64; both ascend."""
+        q = torch.arange(length, device=device)
+        cuts = torch.tensor(self.documents or (0, length), device=device)
+        which = torch.searchsorted(cuts, q, right=True)
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        first, last = cuts[which - 1], cuts[which]
+        first = first if left is None else torch.maximum(first, q - left)
+        return first, last if right is None else torch.minimum(last, q + right + 1)
+
+
+def found_masks(mask: BlockMask | None, length: int, batch: int, heads: int) -> tuple[FoundMask, ...]:
+    """The mask of each row of the batch. Raises `UnsupportedError` for what is none of `FoundMask`, or not whole."""
+    if mask is None or length == 0:
+        return (FoundMask(False, None, None),) * batch
+    if not isinstance(mask, BlockMask):
+        raise UnsupportedError(f"block_mask is a {type(mask).__name__}; make a BlockMask with create_block_mask")
+    if tuple(mask.seq_lengths) != (length, length):
+        raise UnsupportedError(
+            f"block_mask is of {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, the active sequence has "
+            f"{length} tokens: make the mask of the whole sequence, as for one process, with "
+            f"create_block_mask(mask_mod, B, H, {length}, {length}); its mask_mod gets positions in the whole sequence"
+        )
+    if mask.kv_indices.dim() != 4 or mask.kv_indices.shape[0] not in (1, batch):
+        raise UnsupportedError(
+            f"block_mask has tables of shape {tuple(mask.kv_indices.shape)}, the batch has {batch} rows"
+        )
+    if mask.kv_indices.shape[1] not in (1, heads):
+        raise UnsupportedError(f"block_mask is of {mask.kv_indices.shape[1]} heads, there are {heads} query heads")
+    pairs = _Pairs(mask.mask_mod, mask.kv_indices.device)
+    found = _only_candidates(pairs, batch, length)
+    for row, one in enumerate(found):
+        ranges = one.ranges(length, pairs.device)
+        _check_blocks(mask, row, length, one, ranges)
+        _check_pairs(pairs, row, heads, one, ranges)
+    return found
+
+
+def found_softcap(score_mod: Callable[..., Tensor] | None) -> float | None:
+    """The softcap that a score_mod is, or None. Raises `UnsupportedError` for any other."""
+    if score_mod is None:
+        return None
+    place = torch.zeros((), dtype=torch.int64).as_subclass(_Unread)
+
+    def of(scores: Tensor) -> Tensor:
+        return torch.vmap(lambda score: score_mod(score, place, place, place, place))(scores)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            cap = of(torch.tensor([1e30], dtype=torch.float64)).detach().double()
+            steps = torch.linspace(-6, 6, 4097, dtype=torch.float64)
+            grid = torch.cat([steps * cap.clamp(-1e4, 1e4), steps, 1e-6 * steps, 1e6 * steps])
+            out = of(grid)
+        except _ReadError:
+            why = "it reads the place of the score: biases such as ALiBi are not computed"
+            raise _unknown_score(score_mod, why) from None
+        except Exception as error:
+            raise _unknown_score(score_mod, f"it could not be evaluated ({type(error).__name__}: {error})") from error
+    if out.requires_grad:
+        raise _unknown_score(score_mod, "it has a learned parameter, which would get no gradient")
+    if torch.equal(out, grid):
+        return None
+    value = cap.item()
+    capped = value * torch.tanh(grid / value)
+    if not (0 < value < 1e28 and ((out - capped).abs() <= 1e-14 * capped.abs()).all()):
+        raise _unknown_score(score_mod, "it is neither the score itself nor softcap * tanh(score / softcap)")
+    return value
+
+
+class _ReadError(Exception):
+    """A score_mod has made something of the place of a score."""
+
+
+class _Unread(Tensor):
+    """A number that every function of torch refuses."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        """Of whatever gets one among its arguments."""
+        raise _ReadError
+
+
+def _unknown_score(score_mod: object, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"score_mod {getattr(score_mod, '__name__', score_mod)!r} is not what a ring computes, which is no score_mod, "
+        f"or softcap * tanh(score / softcap) with a number: {why}. Masks go into block_mask"
+    )
+
+
+class _Pairs:
+    """A mask_mod at pairs of positions."""
+
+    def __init__(self, mask_mod: Callable[..., Tensor], device: torch.device) -> None:
+        self.mask_mod, self.device = mask_mod, device
+
+    def __call__(self, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """(pairs,) bool; each argument is one number of each pair."""
+        if not len(q):
+            return torch.empty(0, dtype=torch.bool, device=self.device)
+        try:
+            # As torch evaluates it: one pair at a time, and indices may be looked up in tensors.
+            with torch.no_grad(), TransformGetItemToIndex():
+                found = torch.vmap(self.mask_mod)(row, head, q, k)
+        except Exception as error:
+            raise UnsupportedError(
+                f"mask_mod {_name(self.mask_mod)} could not be evaluated ({type(error).__name__}: {error}); a sliced "
+                "BlockMask has none: slice nothing, or make the mask anew"
+            ) from error
+        if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != q.shape:
+            raise UnsupportedError(f"mask_mod {_name(self.mask_mod)} gives {found!r:.80}, not one bool for each pair")
+        return found
+
+
+def _name(function: object) -> str:
+    return repr(getattr(function, "__name__", function))
+
+
+def _only_candidates(pairs: _Pairs, batch: int, length: int) -> tuple[FoundMask, ...]:
+    """Of each row the one mask that it can be, if any: neighbors tell the documents, the longest one the window."""
+    rows, places = torch.arange(batch, device=pairs.device), torch.arange(length, device=pairs.device)
+
+    def everywhere(q: Tensor, k: Tensor) -> Tensor:
+        row, at = (x.flatten() for x in torch.meshgrid(rows, torch.arange(len(q), device=rows.device), indexing="ij"))
+        return pairs(row, torch.zeros_like(row), q[at], k[at]).view(batch, len(q))
+
+    lonely = ~everywhere(places, places)
+    if lonely.any():
+        row, query = lonely.nonzero()[0].tolist()
+        raise UnsupportedError(
+            f"mask_mod {_name(pairs.mask_mod)}: query {query} of row {row} does not see its own key. Padding that sees "
+            f"nothing is made a document of its own instead; {_POSSIBLE}"
+        )
+    # Neighbors of one document see each other, one the other or both, unless every token sees itself alone.
+    meets = everywhere(places[1:], places[:-1]) | everywhere(places[:-1], places[1:])
+    return tuple(_candidate(pairs, row, places, meets[row]) for row in range(batch))
+
+
+def _candidate(pairs: _Pairs, row: int, places: Tensor, meets: Tensor) -> FoundMask:
+    if not meets.any():
+        return FoundMask(False, (0, 0) if len(places) > 1 else None, None)
+    cuts = torch.cat([places[:1], places[1:][~meets], places[-1:] + 1])
+    longest = int(cuts.diff().argmax())
+    own = places[int(cuts[longest]) : int(cuts[longest + 1])]
+    # What its last query sees before it, and its first one after it.
+    q = torch.cat([own[-1:].expand_as(own), own[:1].expand_as(own)])
+    seen = pairs(torch.full_like(q, row), torch.zeros_like(q), q, torch.cat([own.flip(0), own]))
+    sides = tuple(None if side == len(own) - 1 else side for side in map(_run, seen.chunk(2)))
+    window = None if sides in ((None, None), (None, 0)) else (sides[0], sides[1])
+    return FoundMask(sides[1] == 0, window, tuple(cuts.tolist()) if len(cuts) > 2 else None)
+
+
+def _run(seen: Tensor) -> int:
+    """How many keys after the first are seen before one is not."""
+    return int(seen.to(torch.uint8).cumprod(0).sum()) - 1
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_blocks(mask: BlockMask, row: int, length: int, found: FoundMask, ranges: tuple[Tensor, Tensor]) -> None:
+    """Raise `UnsupportedError` unless every block is listed where `found` has pairs in it, and full only where all."""
+    first, last = ranges
+    (rows, columns), (q_block, k_block) = (-(-length // size) for size in mask.BLOCK_SIZE), mask.BLOCK_SIZE
+    q0 = torch.arange(rows, device=first.device) * q_block
+    q1 = (q0 + q_block).clamp(max=length) - 1  # the last query of each block
+    k0 = torch.arange(columns, device=first.device) * k_block
+    k1 = (k0 + k_block).clamp(max=length)
+    # Both ends of the keys ascend from query to query, and each query sees itself: what a block of queries sees is one
+    # range, from the first key of its first to the last key of its last one; what all of them see is one too.
+    some = (first[q0, None] < k1) & (last[q1, None] > k0)
+    every = (first[q1, None] <= k0) & (last[q0, None] >= k1)
+    of = min(row, mask.kv_indices.shape[0] - 1)
+    for head in range(mask.kv_indices.shape[1]):
+        partial = _listed(mask.kv_num_blocks[of, head], mask.kv_indices[of, head], rows, columns)
+        full = torch.zeros_like(partial)
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            full = _listed(mask.full_kv_num_blocks[of, head], mask.full_kv_indices[of, head], rows, columns)
+        wrong = ((partial + full) != some.int()) | (full.bool() & ~every)
+        tables = [(mask.q_num_blocks, mask.q_indices, partial), (mask.full_q_num_blocks, mask.full_q_indices, full)]
+        for counts, indices, wanted in tables:  # what torch's backward pass reads
+            if counts is not None and indices is not None:
+                wrong |= _listed(counts[of, head], indices[of, head], columns, rows).T != wanted
+        if wrong.any():
+            i, j = wrong.nonzero()[0].tolist()
+            what = "no pair" if not some[i, j] else "every pair" if every[i, j] else "some pairs"
+            raise UnsupportedError(
+                f"block_mask: mask_mod {_name(mask.mask_mod)} would be {_words(found)}, which has {what} in block "
+                f"({i}, {j}) of {q_block} queries and {k_block} keys, and the tables of row {row}, head {head} say "
+                f"otherwise; {_POSSIBLE}"
+            )
+
+
+def _listed(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
+    """How often each block is in a table, (rows, columns) int32."""
+    used = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
+    legal = len(counts) == rows and bool((counts <= indices.shape[1]).all())
+    if not legal or bool(((indices < 0) | (indices >= columns))[used].any()):
+        raise UnsupportedError(
+            f"block_mask has a table of {len(counts)} rows and {indices.shape[1]} entries, for {rows} by {columns} "
+            "blocks: make it with create_block_mask"
+        )
+    times = torch.zeros(rows, columns, dtype=torch.int32, device=indices.device)
+    return times.scatter_add_(1, torch.where(used, indices, 0).long(), used.int())
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _check_pairs(pairs: _Pairs, row: int, heads: int, found: FoundMask, ranges: tuple[Tensor, Tensor]) -> None:
+    """Raise `UnsupportedError` unless mask_mod says what `found` says, at all pairs or at those of `_compared`."""
+    first, last = ranges
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    for head, q, k in _compared(first, last, heads, generator):
+        said = pairs(torch.full_like(q, row), head, q, k)
+        wrong = said != ((k >= first[q]) & (k < last[q]))
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            raise UnsupportedError(
+                f"block_mask: mask_mod {_name(pairs.mask_mod)} says {bool(said[at])} at query {int(q[at])}, key "
+                f"{int(k[at])} of row {row}, head {int(head[at])}, and would else be {_words(found)}; {_POSSIBLE}"
+            )
+
+
+def _compared(
+    first: Tensor, last: Tensor, heads: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Heads, queries and keys, a part at a time."""
+    length, device = len(first), first.device
+    places = torch.arange(length, device=device)
+    if length**2 <= EVERY_PAIR:
+        most = max(1, EVERY_PAIR // length**2)  # heads at a time
+        for some in torch.arange(heads, device=device).split(most):
+            head, q, k = torch.meshgrid(some, places, places, indexing="ij")
+            yield head.flatten(), q.flatten(), k.flatten()
+        return
+
+    def drawn(bound: int, count: int) -> Tensor:
+        return torch.randint(bound, (count,), generator=generator).to(device)
+
+    yield drawn(heads, DRAWN), drawn(length, DRAWN), drawn(length, DRAWN)
+    for ends in (first - 1, first, last - 1, last):
+        legal = (ends >= 0) & (ends < length)
+        for q, k in zip(places[legal].split(EVERY_PAIR), ends[legal].split(EVERY_PAIR), strict=True):
+            yield drawn(heads, len(q)), q, k
+
+
+def _words(found: FoundMask) -> str:
+    """A mask, for a message."""
+    cuts = found.documents
+    documents = (
+        ""
+        if cuts is None
+        else f" in {len(cuts) - 1} documents cut at {', '.join(map(str, cuts[1:5]))}"
+        + (", ..." if len(cuts) > 5 else "")
+    )
+    if found.window is not None:
+        return f"a {'causal ' if found.causal else ''}window {found.window}{documents}"
+    return ("causal" if found.causal else "full") + documents
