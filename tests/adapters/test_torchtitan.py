@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringattn import InputError, Ring
-from ringattn.errors import DisagreementError
+from ringattn.errors import DisagreementError, UnsupportedError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
 
@@ -26,11 +29,14 @@ pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imp
 
 from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed import context_parallel
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.decoder_sharding import set_gqa_inner_attention_local_map
 from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 
 from ringattn.adapters import torchtitan as adapter
+from tests.adapters.hosts import record
 
 DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
 STARTS = ((0, 7, 13), (0, 18))
@@ -92,6 +98,7 @@ def reference() -> tuple[Tensor, list[Tensor]]:
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     """One of two ranks, on a mesh: the greatest relative error of loss and gradients for each load balancer."""
+    set_spmd_backend("partial_dtensor")
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
@@ -121,6 +128,7 @@ def test_a_model_over_two_processes_equals_one() -> None:
 
 def of_half_a_recipe(spec: dict[str, Any]) -> list[str]:
     """One of two ranks: what is said where torchtitan's own function, or none, made the shards; then what is not."""
+    set_spmd_backend("partial_dtensor")
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
@@ -279,6 +287,48 @@ def test_what_one_rank_alone_gets_wrong() -> None:
             module(x, x, x, attention_masks=(ring.sequence(10),) * (2 - ring.rank))
 
     run_ranks(2, body, timeout_s=10.0)
+
+
+def test_keys_stay_where_they_are_and_shards_are_known() -> None:
+    """torchtitan's layouts would gather keys and values; under `spmd_types` shards are plain tensors."""
+    config = adapter.RingAttention.Config()
+    set_gqa_inner_attention_local_map(config)
+    module, x = config.build(), torch.zeros(1, 5, 1, 8)
+    assert not isinstance(module, ScaledDotProductAttention)  # which spmd_types refuses over cp
+    kept = adapter._of_own_tokens(config.sharding_config)
+    assert kept.in_dst_shardings == kept.in_src_shardings == config.sharding_config.in_src_shardings
+    assert kept.local_map.in_grad_placements == tuple(kept.in_src_shardings.values())
+    module = adapter.RingAttention.Config().build()
+    module.parallelize(SimpleNamespace(cp=2, spmd_backend="spmd_types"))
+    with pytest.raises(InputError, match=r"shard over the 2 ranks of cp, .*RingTrainerMixin before torchtitan's"):
+        module(x, x, x)
+    with pytest.raises(UnsupportedError, match="no in_src_shardings of k_BLNH, v_BLNH"):
+        adapter._of_own_tokens(replace(config.sharding_config, in_src_shardings={"q_BLNH": None}))
+
+
+def test_what_the_trainer_may_not_ask_for() -> None:
+    class Host(adapter.RingTrainerMixin):
+        def __init__(self, component: str, graphs: bool) -> None:
+            self.config = SimpleNamespace(
+                parallelism=SimpleNamespace(context_parallel_load_balancer=None, spmd_backend="partial_dtensor"),
+                compile=SimpleNamespace(enable=True, components=[component]),
+                training=SimpleNamespace(disable_cuda_graphs=not graphs),
+            )
+            self.parallel_dims, self.ntokens_seen = SimpleNamespace(cp_enabled=False), 0
+
+    tokens, labels, positions = batch()
+    batches = {"input": tokens, "positions": positions}
+    with pytest.raises(UnsupportedError, match=r"compile.enable with component 'model'") as refused:
+        Host("model", False).post_dataloading_process(batches, labels)
+    with pytest.raises(UnsupportedError, match=r"set --training.disable_cuda_graphs"):
+        adapter._refuse(Host("loss", True).config, SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"spmd_backend='full_dtensor': .* spmd_types"):
+        adapter.RingAttention.Config().build().parallelize(SimpleNamespace(cp=2, spmd_backend="full_dtensor"))
+    host = Host("loss", True)
+    inputs, targets, extra = host.post_dataloading_process(batches, labels)
+    assert torch.equal(inputs, tokens) and torch.equal(targets, labels) and host.ntokens_seen == labels.numel()
+    assert [row.documents for row in extra["attention_masks"]] == [(*starts, TOKENS) for starts in STARTS]
+    record("torchtitan", version("torchtitan"), "compile", "refused", words=str(refused.value))
 
 
 def test_heads_over_ranks_of_tensor_parallelism() -> None:
