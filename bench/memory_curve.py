@@ -30,11 +30,14 @@ def draw_curve(
     for number, method in enumerate(methods):
         color, marker = f"C{number}", MARKERS[number % len(MARKERS)]
         at = np.unique(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8)
-        ax.plot(at, [predicted(method, int(length)) / 2**20 for length in at], color=color, linewidth=1.5)
+        # Two methods may need the same: the later ones are narrower and above, so that each is seen.
+        width, size = 1.5 + 2.5 * (len(methods) - 1 - number), 40 + 60 * (len(methods) - 1 - number)
+        sizes = [predicted(method, int(length)) / 2**20 for length in at]
+        ax.plot(at, sizes, color=color, linewidth=width, alpha=0.8, zorder=2 + number / 10)
         found = [one for one in records if one["method"] == method]
         tokens, growth = ([one[key] for one in found] for key in ("length_tokens", "storages_bytes"))
         mebibytes = [nbytes / 2**20 for nbytes in growth]
-        ax.scatter(tokens, mebibytes, color=color, marker=marker, label=method, zorder=3, s=40, alpha=0.8)
+        ax.scatter(tokens, mebibytes, color=color, marker=marker, label=method, zorder=3 + number / 10, s=size)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.set_xticks(lengths, [str(length) for length in lengths])

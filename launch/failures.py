@@ -48,8 +48,8 @@ def root_cause(folder: Path, log: str, code: int) -> RanksError:
     causes = [failure for failure in failures if failure["kind"] not in FOLLOWERS]
     if not causes and (killed := KILLED.search(log)):
         return RanksError(
-            f"rank {killed[1]} was killed (SIGKILL) in the middle of its work. Nobody else? Then it was the kernel, "
-            "short of memory (`dmesg` tells): use fewer tokens, or more ranks on more machines",
+            f"rank {killed[1]} was killed (SIGKILL). If nobody did that, it was the kernel, because memory ran out "
+            "(`dmesg` tells): use fewer tokens, or more ranks on more machines",
             "killed",
         )
     if not failures:

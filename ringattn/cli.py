@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
+from types import FrameType
 
 import ringattn
 from ringattn.errors import RingError
@@ -22,10 +27,25 @@ COMMANDS = {  # word: module of ringattn.launch, what it does
     "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted for it"),
     "report": ("report.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
     "compare": ("report.compare", "compare two sweeps point by point; fails if the second is worse"),
-    "doctor": ("doctor.doctor", "look at this machine and its packages, and say what to do about them"),
+    "doctor": ("doctor.command", "look at this machine and its packages, and say what to do about them"),
     "timeline": ("pictures.timeline", "record what every rank does in a pass, and when: a trace and a picture"),
     "flight": ("doctor.flight", "merge the records of a failed run, and say which rank parted from the rest"),
 }
+
+STARTS = {
+    "check": "comparing with a dense reference",
+    "run": "measuring one attention call",
+    "sweep": "measuring a sweep",
+    "train": "training",
+    "timeline": "recording one attention call",
+    "calibrate": "measuring this machine",
+}
+"""What takes a while, and would be silent meanwhile."""
+AGAIN = {
+    "sweep": "what was measured is kept, and the same command goes on",
+    "train": "the same command goes on from the last checkpoint in out_dir, if checkpoint_every_steps made one",
+}
+"""How to go on after Ctrl-C; other commands keep nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,19 +63,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
         return 2
+    with _interruptible(words[0]):
+        try:
+            _say_what_starts(words)
+            run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
+            return run(words[1:])
+        except RingError as error:
+            print(f"ringattn {words[0]}: {error}", file=sys.stderr)
+            return 2
+        except ModuleNotFoundError as error:
+            if (told := advice(error)) is None:
+                raise
+            print(f"ringattn {words[0]}: {told}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+
+def _say_what_starts(words: Sequence[str]) -> None:
+    """A line before torch is loaded, which takes seconds; what lengths with a letter come to. On standard error."""
+    if os.environ.get("RANK", "0") != "0" or {"-h", "--help", "--dry-run"} & set(words):
+        return
+    from ringattn.launch.lengths import lengths_told
+
+    told = [STARTS[words[0]]] if words[0] in STARTS else []
+    for line in (*told, *lengths_told(words[1:])):
+        print(f"ringattn {words[0]}: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _interruptible(command: str) -> Iterator[None]:
+    """Ctrl-C is answered at once, also while modules are loaded; what it interrupts is cleaned up after that."""
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.default_int_handler)
+        again = AGAIN.get(command, "nothing is kept; give the same command again")
+        print(f"\nringattn {command}: interrupted; {again}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
     try:
-        run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
-        return run(words[1:])
-    except RingError as error:
-        print(f"ringattn {words[0]}: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        if (told := advice(error)) is None:
-            raise
-        print(f"ringattn {words[0]}: {told}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _help() -> str:

@@ -48,8 +48,8 @@ Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
 class PlanConfig:
     """One training run to plan. Sizes count the whole sequence."""
 
-    preset: str = option("1.3B", "model: " + ", ".join(PRESETS))
-    hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS))
+    preset: str = option("1.3B", "model: " + ", ".join(PRESETS), names=tuple(PRESETS))
+    hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS), names=tuple(machines.PRESETS))
     tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
     ranks: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
     batch: int = option(1, "sequences of one step", least=1, most=MOST)

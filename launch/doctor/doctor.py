@@ -30,15 +30,6 @@ from ringattn.transport.nccl.wheels import mismatch
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELP = """usage: ringattn doctor [--json]
-
-Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
-them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
-nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
-
-  --json  one JSON document instead of a table
-
-Returns 0, or 1 if a finding is an error."""
 LOOPBACK_RANKS = 2
 DEADLINE_S = 30.0
 STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
@@ -51,9 +42,6 @@ Say = Callable[[str], None]
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options."""
     words = set(argv)
-    if words & {"--help", "-h"}:
-        print(HELP)
-        return 0
     if words - {"--json"}:
         raise InputError(f"{' '.join(sorted(words - {'--json'}))}: the only option is --json")
     place = place_in_torchrun()

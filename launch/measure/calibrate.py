@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError
-from ringattn.launch.measure.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
-from ringattn.launch.measure.constants import Fit, constants_of
+from ringattn.launch.measure.own_cluster import FILE, hardware
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import UNITS, Cluster
 
+if TYPE_CHECKING:
+    from ringattn.launch.measure.constants import Fit
+
 JOB_TIMEOUT_S = 900.0
 PURPOSE = """\
 Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
-Run it while nothing else runs; it takes about a minute. Then: ringattn explain cluster=calibrated.json"""
+Run it while nothing else runs; it takes about a minute. `run`, `sweep` and `explain` in
+this folder then predict for this machine."""
 
 
 @dataclass
@@ -35,7 +33,7 @@ class CalibrateConfig:
     """What is measured."""
 
     ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
-    out: str = option("calibrated.json", "file to write (JSON)", writes="file")
+    out: str = option(FILE, "file to write (JSON)", writes="file")
     transport: str = option("auto", "what carries messages", choices=("auto", "shm", "gloo", "nccl"))
     dtype: str | None = option(
         None,
@@ -50,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("calibrate", PURPOSE, CalibrateConfig))
         return 0
+    import torch
+
     config = load_plain(argv, CalibrateConfig)
     gpus = torch.cuda.device_count()
     nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
@@ -67,24 +67,30 @@ def main(argv: Sequence[str]) -> int:
     if not nccl and described["constants"]["cores"] < processors:
         print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
               "nothing else runs, unless that is a limit of this machine")  # fmt: skip
-    print(f"written to {out}; use it as cluster={out}")
+    use = "predictions in this folder are made with it" if config.out == FILE else f"use it as cluster={out}"
+    print(f"written to {out}; {use}")
     return 0
 
 
 def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
     """What the file holds: constants with their units, where and when they were measured, how well they fit."""
+    import torch
+
+    from ringattn.launch.measure.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
+    from ringattn.launch.measure.constants import constants_of
+
     scale = GPU_SCALE if spec["transport"] == "nccl" else 1
     seconds = finalized(by_rank)
     constants, kernel, link = constants_of(seconds, spec["dtype"], scale, by_rank[0]["jobs"])
-    date, hardware = datetime.now(UTC).date().isoformat(), _hardware()
+    date, machine = datetime.now(UTC).date().isoformat(), hardware()
     cluster = Cluster(
-        name=f"{hardware}, {by_rank[0]['transport']}, {spec['dtype']} (calibrated {date})",
+        name=f"{machine}, {by_rank[0]['transport']}, {spec['dtype']} (calibrated {date})",
         source=f"ringattn calibrate, {len(by_rank)} ranks of one thread, engine {by_rank[0]['engine']}, {date}",
         calibrated=True,
         **constants,
     )
     return {
-        "constants": asdict(cluster), "units": UNITS, "date": date, "hardware": hardware, "torch": torch.__version__,
+        "constants": asdict(cluster), "units": UNITS, "date": date, "hardware": machine, "torch": torch.__version__,
         "ranks": len(by_rank), "transport": by_rank[0]["transport"], "engine": by_rank[0]["engine"],
         "dtype": spec["dtype"], "fit": {"kernel": _told(kernel), "messages": _told(link)}, "shapes": SHAPES,
         "message_bytes": MESSAGE_BYTES, "seconds": seconds,
@@ -98,6 +104,9 @@ def _told(fit: Fit) -> dict[str, Any]:
 
 def _show(described: dict[str, Any]) -> None:
     """The constants as a table, and how well they fit."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=described["constants"]["name"])
     for column in ("constant", "value", "unit"):
         table.add_column(column, justify="right" if column == "value" else "left")
@@ -107,15 +116,3 @@ def _show(described: dict[str, Any]) -> None:
     Console().print(table)
     for name, fit in described["fit"].items():
         print(f"{name}: measured and fitted differ by {fit['median_error']:.1%}, at most {fit['greatest_error']:.1%}")
-
-
-def _hardware() -> str:
-    """The class of the machine, without its name."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux: the architecture must do
-        lines = []
-    family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{len(os.sched_getaffinity(0))} cores, {family or platform.machine()}"

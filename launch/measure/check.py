@@ -10,27 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-import ringattn
 from ringattn.errors import InputError
-from ringattn.launch.measure.exactness import (
-    ABSOLUTE_BOUND,
-    DTYPES,
-    OVER_ONE_DEVICE,
-    attended,
-    drawn,
-    error_of,
-    reference_and_bounds,
-    sequence_of,
-)
+from ringattn.launch.names import DTYPES, ENGINES
 from ringattn.launch.options import MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import ROUTES
-from ringattn.testing import run_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ringattn.ring import Ring
 
 DEFAULT_RANKS = 4
 JOB_TIMEOUT_S = 1800.0
@@ -47,8 +38,8 @@ class CheckConfig:
         "with a GPU each",
         choices=("shm", "gloo", "local", "nccl", "peer"),
     )  # fmt: skip
-    engine: str = option("auto", "which kernels attend", choices=ringattn.engine.select.ENGINES)
-    dtype: str = option("fp32", "of the inputs", choices=tuple(DTYPES))
+    engine: str = option("auto", "which kernels attend", choices=ENGINES)
+    dtype: str = option("fp32", "of the inputs", choices=DTYPES)
     tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
     batch: int = option(2, "sequences", least=1)
     heads: int = option(4, "query heads", least=1)
@@ -119,6 +110,8 @@ def main(argv: Sequence[str]) -> int:
     if place:
         result = worker(spec)
     elif config.transport == "local":
+        from ringattn.testing import run_ranks
+
         result = run_ranks(ranks, lambda ring: check_rank(ring, spec), **_ring_options(spec))[0]
     else:
         result = run_ranks_in_processes("ringattn.launch.measure.check:worker", spec, ranks, JOB_TIMEOUT_S, 1)[0]
@@ -130,6 +123,10 @@ def main(argv: Sequence[str]) -> int:
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process of the check."""
+    import torch
+
+    import ringattn
+
     torch.set_num_threads(1)
     # Threads of one process cannot be asked for where processes are there already.
     transport = "shm" if spec["transport"] == "local" else spec["transport"]
@@ -141,9 +138,22 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
     return {"engine": spec["engine"], "timeout_s": spec["timeout_s"], "poison": True}
 
 
-def check_rank(ring: ringattn.Ring, spec: dict[str, Any]) -> dict[str, Any]:
+def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     """All cases on one rank; rank 0 compares and prints. Returns the number of cases and of failures."""
-    dtype, length = DTYPES[spec["dtype"]], spec["tokens"]
+    import torch
+
+    from ringattn.launch.measure.exactness import (
+        ABSOLUTE_BOUND,
+        OVER_ONE_DEVICE,
+        attended,
+        drawn,
+        error_of,
+        reference_and_bounds,
+        sequence_of,
+    )
+    from ringattn.launch.measure.exactness import DTYPES as TORCH_DTYPES
+
+    dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
     inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
     say: Callable[[str], None] = partial(print, flush=True) if ring.rank == 0 else lambda _: None

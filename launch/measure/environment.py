@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "hydra-core")
 PACKAGE = Path(__file__).resolve().parents[2]
 """The checkout, or the folder of the installed package."""
@@ -22,6 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 def environment() -> dict[str, Any]:
     """What may change a measurement, as JSON: processors, memory, GPU, versions, variables of NCCL and threads."""
+    import torch
+
     cuda = torch.cuda.is_available()
     return {
         "processor": _processor(),

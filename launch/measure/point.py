@@ -27,9 +27,11 @@ from ringattn.launch.measure.exactness import (
     reference_and_bounds,
     sequence_of,
 )
+from ringattn.launch.measure.own_cluster import own_cluster
 from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.shortage import is_shortage
+from ringattn.planner.cluster import REFERENCE, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
@@ -161,27 +163,33 @@ def _stop(ring: Ring) -> float:
 
 def _exposed(
     ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None
-) -> dict[str, float | None]:
-    """Of one more pass: milliseconds that this rank stood still for messages, and the least overlap."""
+) -> dict[str, float | bool | None]:
+    """Of one more pass: milliseconds that this rank stood still for messages, and the least overlap.
+
+    `arrivals_known`: whether that is measured; else it is an upper bound.
+    """
     with ring.recording() as first:
         out = forward()
     if backward is None:
-        return {"forward": first.exposed_us / 1e3, "backward": None, "overlap": first.overlap}
+        return {"forward": first.exposed_us / 1e3, "backward": None, "overlap": first.overlap,
+                "arrivals_known": first.arrivals_known}  # fmt: skip
     with ring.recording() as second:
         backward(out)
     overlap = min(first.overlap, second.overlap)
-    return {"forward": first.exposed_us / 1e3, "backward": second.exposed_us / 1e3, "overlap": overlap}
+    return {"forward": first.exposed_us / 1e3, "backward": second.exposed_us / 1e3, "overlap": overlap,
+            "arrivals_known": first.arrivals_known and second.arrivals_known}  # fmt: skip
 
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
-    """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted."""
+    """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted, or None."""
     options = call_of(config).options(seq.length)
+    cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
     explained = ring.explain(
         seq, batch=config.batch, q_heads=config.shape.heads, kv_heads=config.shape.kv_heads,
         head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
-        schedule=config.schedule.name, cluster=config.cluster, **options,
+        schedule=config.schedule.name, cluster=cluster or REFERENCE, **options,
     )  # fmt: skip
-    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained)}
+    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained) if cluster else None}
 
 
 def _predicted(explained: Explanation) -> dict[str, Any]:
@@ -214,6 +222,7 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "forward_ms": _spread(seconds[:, 0]),
         "backward_ms": _spread(seconds[:, 1]) if config.backward else None,
+        "pass_ms": _spread(seconds.sum(1)),
         "tokens_per_s": config.batch * (config.tokens or 0) / both_s,
         "tflops": flops / both_s / 1e12,
         **{key: [one[key] for one in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
@@ -222,6 +231,7 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
             "backward": [one["backward"] for one in exposed] if config.backward else None,
         },
         "overlap": min(one["overlap"] for one in exposed),
+        "arrivals_known": all(one["arrivals_known"] for one in exposed),
         "predicted": planned["predicted"],
         "environment": by_rank[0]["environment"],
     }

@@ -23,8 +23,8 @@ from ringattn.launch.measure.run_config import RunConfig, spec_of
 
 STATUSES = ("ok", "oom", "error", "timeout")
 MEASURED = (
-    "forward_ms", "backward_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
-    "peak_bytes", "pool_bytes", "error", "predicted",
+    "forward_ms", "backward_ms", "pass_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
+    "arrivals_known", "peak_bytes", "pool_bytes", "error", "predicted",
 )  # fmt: skip
 """Keys that a point has only after it ran; null in a record of a failure."""
 BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s")
@@ -35,7 +35,9 @@ POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
 def hash_of(config: RunConfig) -> str:
     """12 hex digits that differ where any option differs that may change the result."""
     options = {key: value for key, value in spec_of(config).items() if key not in BESIDE}
-    options["nproc"] = options.pop("ranks")  # its first name, so that `compare` finds points of earlier versions
+    # As earlier versions had them, so that `compare` finds their points.
+    options["nproc"] = options.pop("ranks")
+    options["cluster"] = options["cluster"] or "reference"
     return _digest(options)
 
 

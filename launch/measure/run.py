@@ -17,7 +17,8 @@ from ringattn.errors import InputError, RingError
 from ringattn.launch.application import composed_as, is_for_hydra, run_application
 from ringattn.launch.config import swept
 from ringattn.launch.failures import RanksError
-from ringattn.launch.measure.run_config import RunConfig, load_run, resolved, spec_of, words_of
+from ringattn.launch.measure.own_cluster import NONE
+from ringattn.launch.measure.run_config import RunConfig, load_run, refuse_ignored, resolved, spec_of, words_of
 from ringattn.launch.measure.submitted import in_job, meeting
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import (
@@ -99,6 +100,8 @@ def measured(composed: DictConfig) -> float:
     from hydra.types import RunMode
 
     config, place = composed_as(RunConfig, composed), place_in_torchrun()
+    if HydraConfig.get().mode == RunMode.RUN:  # in other points of a multirun it may have an effect
+        refuse_ignored(HydraConfig.get().overrides.task, [config])
     if place is not None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise InputError("--multirun: started by torchrun, so every rank would run all points; leave torchrun out")
@@ -151,18 +154,36 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
     for name in ("forward", "backward"):
         if spread := facts[f"{name}_ms"]:
             rows.append((name, f"{spread['median']:.3f} ms, p10 {spread['p10']:.3f}, p90 {spread['p90']:.3f}"))
-            predicted = facts["predicted"]
-            rows.append(("  predicted", f"{predicted[f'{name}_ms']:.3g} ms on {predicted['cluster']}"))
+            if predicted := facts["predicted"]:
+                rows.append(("  predicted", f"{predicted[f'{name}_ms']:.3g} ms on {predicted['cluster']}"))
+    if not facts["predicted"]:
+        rows.append(("predicted", NONE))
     rows += [
-        ("tokens/s", f"{facts['tokens_per_s']:,.0f}"),
+        (
+            "tokens/s",
+            f"{facts['tokens_per_s']:,.0f}, both passes together"
+            if facts["backward_ms"]
+            else f"{facts['tokens_per_s']:,.0f}",
+        ),
         ("TFLOP/s", f"{facts['tflops']:.4g} of all ranks, of the pairs that the mask keeps"),
         ("sent", f"{_mib(facts['bytes_sent'])} MiB by rank, in {facts['messages']} messages"),
-        ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank, of which slots {_mib(facts['pool_bytes'])}"),
+        ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank" + _reused(facts)),
+        ("  slots", f"{_mib(facts['pool_bytes'])} MiB by rank, for keys and values of others"),
         ("error", ", ".join(f"{name} {error:.1e}" for name, error in facts["error"].items()) + " at a small size"),
     ]
     exposed = [f"{name} {max(by_rank):.3g} ms" for name, by_rank in facts["exposed_ms"].items() if by_rank]
-    rows.append(("exposed", f"{', '.join(exposed)} on a rank at most; at least {facts['overlap']:.0%} is hidden"))
+    rows.append(("exposed", f"{', '.join(exposed)} on the rank that waits longest"))
+    if config.world_size > 1:
+        sign = "" if facts["arrivals_known"] else "at most "
+        why = "" if facts["arrivals_known"] else ": this transport does not tell when messages arrive that work hides"
+        rows.append(("overlap", f"{sign}{facts['overlap']:.0%} of the communication is hidden{why}"))
     return "\n".join(f"{name:<12}  {figure}" for name, figure in rows)
+
+
+def _reused(facts: Mapping[str, Any]) -> str:
+    """Why a peak can be less than the slots in it."""
+    low = any(peak < slots for peak, slots in zip(facts["peak_bytes"], facts["pool_bytes"], strict=True))
+    return ", less than the slots below because memory of the gate was used again" if low else ""
 
 
 def _mib(sizes_bytes: Sequence[int]) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_type_hints
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.core.presets import geometric
-from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError
 from ringattn.launch.config import load
-from ringattn.launch.measure.exactness import DTYPES
+from ringattn.launch.lengths import WORD
+from ringattn.launch.names import DTYPES, ENGINES, TRANSPORTS
 from ringattn.launch.options import MOST_SEED, group, groups, leaves, option
+from ringattn.launch.spelling import spelled
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.schedule.routes import ROUTES
-from ringattn.transport.rendezvous import TRANSPORTS
 
 DEFAULT_TOKENS = 4096
 TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # which joins threads, and ranks are processes
@@ -40,6 +40,14 @@ class MaskConfig:
     branches: int = option(3, "dilated: how many, each longer and sparser than the one before", least=1)
     segment_tokens: int = option(2048, "dilated: tokens of a segment of the first branch", least=1)
     ratio: int = option(4, "dilated: of lengths, and of dilation rates, of neighboring branches", least=2)
+
+
+MASK_OPTIONS = {
+    "window": ("window_tokens",),
+    "documents": ("documents",),
+    "dilated": ("branches", "segment_tokens", "ratio"),
+}
+"""Of `MaskConfig`: what each kind uses; the others have nothing to tell."""
 
 
 @dataclass
@@ -80,14 +88,15 @@ class RunConfig:
     tokens_per_rank: int | None = option(None, "instead of tokens: that many for each rank", least=1)
     batch: int = option(1, "sequences", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    dtype: str = option("fp32", "of queries, keys and values", choices=tuple(DTYPES))
+    dtype: str = option("fp32", "of queries, keys and values", choices=DTYPES)
     backward: bool = option(True, "also measure the backward pass")
     warmup: int = option(2, "passes before those that are timed", least=1)
     repeats: int = option(10, "timed passes", least=1)
     seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
     threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
     timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
-    cluster: str = option("reference", f"to predict for: a file of ringattn calibrate, or {', '.join(CLUSTERS)}")
+    cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
+                          + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     shape: ShapeConfig = group(ShapeConfig, {})
     mask: MaskConfig = _named(MaskConfig, ("full", "causal", "window", "documents", "dilated"))
     schedule: ScheduleConfig = _named(ScheduleConfig, ("auto", *ROUTES))
@@ -139,16 +148,49 @@ def call_of(config: RunConfig) -> MeasuredCall:
     return MeasuredCall(config.mask, config.layout, config.schedule.name, config.tokens)
 
 
-def load_run(overrides: Sequence[str]) -> RunConfig:
-    """The run that `overrides` describe, with every size resolved. Raises `InputError`, with the key first."""
-    return resolved(load(overrides, RunConfig, "run"))
+def load_run(overrides: Sequence[str], strict: bool = True) -> RunConfig:
+    """The run that `overrides` describe, with every size resolved. Raises `InputError`, with the key first.
+
+    `strict`: refuse what has no effect in this run; of a sweep it may have one in other points.
+    """
+    config = resolved(load(overrides, RunConfig, "run"))
+    if strict:
+        refuse_ignored(spelled(overrides, RunConfig), [config])
+    return config
+
+
+def plain(config: RunConfig) -> RunConfig:
+    """The same work in the fewest words: options without effect are as by default.
+
+    One rank sends nothing and owns all tokens, so it has no schedule, layout or transport to speak of.
+    """
+    mask = MaskConfig(config.mask.kind)
+    for key in MASK_OPTIONS.get(config.mask.kind, ()):
+        setattr(mask, key, getattr(config.mask, key))
+    config = replace(config, mask=mask)
+    if config.world_size > 1:
+        return config
+    usual = RunConfig()
+    return replace(config, layout=usual.layout, schedule=usual.schedule,
+                   transport=replace(config.transport, name=usual.transport.name))  # fmt: skip
+
+
+def refuse_ignored(words: Iterable[str], configs: Sequence[RunConfig]) -> None:
+    """Raise `InputError` for an option among the words `key=value` that none of the `configs` made of them uses."""
+    kinds = list(dict.fromkeys(config.mask.kind for config in configs))
+    for word in words:
+        match = WORD.fullmatch(word)
+        users = [kind for kind, keys in MASK_OPTIONS.items() if match and match[2] in {f"mask.{key}" for key in keys}]
+        if users and not set(users) & set(kinds):
+            raise InputError(f"{word}: has no effect with mask={','.join(kinds)}; it goes with mask={users[0]}")
 
 
 def resolved(config: RunConfig) -> RunConfig:
     """The same run with `ranks` and `tokens` as numbers. Raises `InputError` where two sizes contradict each other."""
     if config.tokens is not None and config.tokens_per_rank is not None:
         raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
-    cluster_named(config.cluster)
+    if config.cluster:
+        cluster_named(config.cluster)
     config = replace(config, ranks=config.ranks or 1)
     per_rank = config.tokens_per_rank
     tokens = per_rank * config.world_size if per_rank else config.tokens or DEFAULT_TOKENS
@@ -169,11 +211,12 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def words_of(config: RunConfig) -> list[str]:
-    """The `key=value` words that give this configuration again; what is as by default is left out."""
+    """The `key=value` words that give this configuration again, without what is as by default or has no effect."""
     usual = {key: value for key, value, _ in leaves(RunConfig())}
-    words = []
+    words, kind = [], config.mask.kind
+    idle = {f"mask.{key}" for other, keys in MASK_OPTIONS.items() if other != kind for key in keys}
     for key, value, _ in leaves(config):
-        if value != usual[key] and not (key == "tokens" and config.tokens_per_rank):
+        if key not in idle and value != usual[key] and not (key == "tokens" and config.tokens_per_rank):
             words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
     return words
 

@@ -20,7 +20,7 @@ from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
 from ringattn.launch.measure.run import DRY_RUN, command_of
-from ringattn.launch.measure.run_config import RunConfig, load_run
+from ringattn.launch.measure.run_config import RunConfig, load_run, plain, refuse_ignored
 from ringattn.launch.measure.sweep_progress import SweepProgress
 from ringattn.launch.options import CONF, group, groups, help_text, leaves, option, presets_of
 from ringattn.launch.ranks import place_in_torchrun, threads_for
@@ -50,11 +50,15 @@ class SweepConfig:
 
 
 class Point(NamedTuple):
-    """One point: its configuration, the words that make it, and those of them that vary over the sweep."""
+    """One point: its configuration, the words that make it, and those of them that vary over the sweep.
+
+    `equal`: where several combinations come to the same work, so that it is done once: what they do not share.
+    """
 
     config: RunConfig
     words: list[str]
     label: str
+    equal: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,17 +99,35 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     for combination in combinations(theirs):
         label = " ".join(word for word in combination if word.partition("=")[0] in varying)
         try:
-            found.append(Point(load_run(combination), combination, label))
+            found.append(Point(load_run(combination, strict=False), combination, label))
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
+    refuse_ignored(theirs, [point.config for point in found])
     if options.launcher != "slurm":
         found = _equal_threads(found)
-    points: dict[str, Point] = {}
-    for point in found:
-        points.setdefault(hash_of(point.config), point)
-    if options.launcher == "local" and (far := [point for point in points.values() if point.config.nnodes > 1]):
+    points = _each_once(found)
+    if options.launcher == "local" and (far := [point for point in points if point.config.nnodes > 1]):
         raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local knows this machine alone; use launcher=slurm")
-    return options, list(points.values())
+    return options, points
+
+
+def _each_once(points: Sequence[Point]) -> list[Point]:
+    """The points without those that do the same work as one before; that one has the words which they have in common.
+
+    On one rank, say, all schedules are the same; it is the baseline of each.
+    """
+    alike: dict[str, list[Point]] = {}
+    for point in points:
+        alike.setdefault(hash_of(plain(point.config)), []).append(point)
+    found = []
+    for same in alike.values():
+        labels = [point.label.split(" ") for point in same]
+        shared = [word for word in labels[0] if all(word in label for label in labels)]
+        rest = (" ".join(word for word in label if word not in shared) for label in labels)
+        # The same one, in whatever order the values are given: a sweep is known by the hashes of its points.
+        one = min(same, key=lambda point: point.label)
+        found.append(one._replace(label=" ".join(shared), equal=tuple(rest) if len(same) > 1 else ()))
+    return found
 
 
 def _equal_threads(points: Sequence[Point]) -> list[Point]:
@@ -135,6 +157,8 @@ def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
 
 
 def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
+    for line in equal_points(points):
+        print(f"# {line}")
     for point in points:
         config = point.config
         if config.nnodes > 1:  # where they meet is known when Slurm has given the nodes
@@ -157,6 +181,7 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
         ended = read_points(path)
         todo = [point for point in points if ended.get(hash_of(point.config), {}).get("status") != "ok"]
         print(f"{len(points)} points, {len(points) - len(todo)} of them there already, into {path}", flush=True)
+        print("".join(f"{line}\n" for line in equal_points(points)), end="", flush=True)
         try:
             _measure(jobs, folder, todo)
         finally:
@@ -167,6 +192,12 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
     if failed:
         print("the others run again when the same command is given again")
     return 1 if failed else 0
+
+
+def equal_points(points: Sequence[Point]) -> list[str]:
+    """A line for each point that stands for several combinations."""
+    return [f"the same work, run once: {point.label or 'all'}, with {'; '.join(point.equal)}"
+            for point in points if any(point.equal)]  # fmt: skip
 
 
 def _measure(jobs: Jobs, folder: Folder, todo: Sequence[Point]) -> None:

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.patches import Patch
 
@@ -21,8 +22,9 @@ from ringattn.errors import InputError
 from ringattn.explain import Explanation
 
 INK, NOTHING = "#22303c", "#f4f6f7"
+DPI = 120
 COLUMNS = 1024
-"""Bins of positions: a bin is colored if any of its positions is."""
+"""Bins of positions, at most: a bin is colored if any of its positions is."""
 
 
 class Rows(NamedTuple):
@@ -54,9 +56,26 @@ def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> 
     line[at] = np.maximum(line[at], value)
 
 
+def _whole_pixels(ax: Axes, bins: int) -> None:
+    """As many pixels for each bin, and whole ones: else bins of one width are drawn one pixel wider or not."""
+    figure_pixels = ax.figure.get_figwidth() * DPI  # type: ignore[union-attr]
+    left, bottom, width, height = ax.get_position().bounds
+    each = int(width * figure_pixels / bins)
+    if each:
+        ax.set_position((round(left * figure_pixels) / figure_pixels, bottom, each * bins / figure_pixels, height))
+
+
 def branches_of(problem: Problem, head: int) -> list[Branch]:
     """The mask's branches of one query head."""
     return [one for one in problem.mask.branches if one.heads is None or one.heads.start <= head < one.heads.stop]
+
+
+def bin_width(problem: Problem) -> int:
+    """Positions of a bin, such that rows of one rate look alike: each rate is a multiple of it, or not more than it."""
+    rates = {branch.dilation for branch in problem.mask.branches}
+    least = max(1, -(-problem.kv_layout.length // COLUMNS))
+    return next(width for width in range(least, max(least, *rates) + 1)
+                if all(rate <= width or rate % width == 0 for rate in rates))  # fmt: skip
 
 
 def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None:
@@ -70,12 +89,13 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     figure, axes = plt.subplots(ranks, 1, figsize=(13, 1.1 + ranks * (0.45 + 0.42 * len(branches))), squeeze=False)
     labels = [f"w={branch.segment or problem.kv_layout.length} r={branch.dilation} {what}"
               for branch in branches for what in ("reads", "sends")]  # fmt: skip
-    width = max(1, -(-problem.kv_layout.length // COLUMNS))
+    width = bin_width(problem)
+    bins = -(-problem.kv_layout.length // width)
     for rank, ax in enumerate(axes[:, 0]):
         lines = [line for branch in branches for line in rows_of(problem, branch, rank, width)]
         ax.imshow(np.stack(lines), aspect="auto", interpolation="nearest", cmap=colors, vmin=0, vmax=ranks,
-                  extent=(0, problem.kv_layout.length, len(lines) - 0.5, -0.5))  # fmt: skip
-        ax.hlines(np.arange(len(lines) - 1) + 0.5, 0, problem.kv_layout.length, color="white", linewidth=2)
+                  extent=(0, bins * width, len(lines) - 0.5, -0.5))  # fmt: skip
+        ax.hlines(np.arange(len(lines) - 1) + 0.5, 0, bins * width, color="white", linewidth=2)
         ax.set_yticks(range(len(labels)), labels, fontsize=7, color=INK)
         ax.set_title(f"rank {rank}", loc="left", fontsize=9, color=INK)
         ax.tick_params(length=0)
@@ -86,5 +106,7 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     owners = [Patch(facecolor=colors(owner + 1), label=f"rank {owner}'s") for owner in range(min(ranks, 10))]
     figure.legend(handles=owners, loc="lower center", ncols=len(owners), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.04, 1, 0.99))
-    figure.savefig(path, dpi=120)
+    for ax in axes[:, 0]:
+        _whole_pixels(ax, bins)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)

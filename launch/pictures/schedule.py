@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +12,61 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 from ringattn.explain import Explanation
-from ringattn.schedule.ops import Kind, Merge, Schedule
+from ringattn.schedule.ops import Kind, Merge, Schedule, Work
+from ringattn.schedule.passes import is_on_received
 
-INK = "#22303c"
-KV_COLOR, DKV_COLOR = "#5b6b79", "#c0392b"
-BOX_WIDTH, BOX_HEIGHT = 0.66, 0.52
+INK, QUIET, NEUTRAL = "#22303c", "#7a8894", "#eef1f4"
+NAMES = {Kind.Q: "Q", Kind.KV: "KV", Kind.OUT: "OUT", Kind.GRAD_OUT: "dOUT", Kind.DQ: "dQ", Kind.DKV: "dKV"}
+TRAVELS = {  # what an arrow carries: its color and its words
+    Kind.KV: ("#5b6b79", "K and V"), Kind.Q: ("#0072b2", "Q"), Kind.OUT: ("#009e73", "OUT and its softmax sums"),
+    Kind.GRAD_OUT: ("#b8860b", "dOUT"), Kind.DQ: ("#8e44ad", "dQ"), Kind.DKV: ("#c0392b", "dK and dV"),
+}  # fmt: skip
+BOX_WIDTH, BOX_HEIGHT = 0.72, 0.52
+FONT, LEAST_FONT, LETTERS = 9.0, 5.5, 11
+"""Points of a label, at least; so many letters fit into a box at the first size."""
 
 
 def draw_schedule(explanation: Explanation, path: str | Path) -> None:
     """Write a PNG of the forward and, where explained, the backward schedule."""
+    figure = figure_of(explanation)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def figure_of(explanation: Explanation) -> Figure:
+    """The picture before it is written."""
     schedules = [("forward", explanation.forward)]
     if explanation.backward is not None:
         schedules.append(("backward", explanation.backward))
     ranks = explanation.problem.world_size
-    heights = [len(_visible(schedule)) for _, schedule in schedules]
-    size = (1.5 + 1.45 * ranks * len(schedules), 1.9 + 0.82 * max(heights))
+    rows = max(len(_visible(schedule)) for _, schedule in schedules)
+    size = (1.5 + max(1.45 * ranks * len(schedules), 6.0), 2.1 + 0.82 * rows)
     figure, axes = plt.subplots(1, len(schedules), figsize=size, squeeze=False)
     for ax, (title, schedule) in zip(axes[0], schedules, strict=True):
-        _draw(ax, title, schedule, max(heights))
+        _draw(ax, title, schedule, rows)
     problem = explanation.problem
     figure.suptitle(
-        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens "
-        f"on {ranks} ranks: {sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
+        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens on "
+        f"{ranks} ranks:\n{sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
         color=INK, fontsize=12,
     )  # fmt: skip
-    figure.legend(
-        handles=[
-            Patch(facecolor=_color(0, ranks), label="box: whose keys and values the rank works on"),
-            Patch(facecolor=KV_COLOR, label="arrow: K and V travel"),
-            Patch(facecolor=DKV_COLOR, label="arrow: dK and dV travel"),
-        ][: 2 + len(schedules) - 1],
-        loc="lower center", ncols=3, frameon=False, fontsize=9,
-    )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.06, 1, 0.97))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    box = Patch(facecolor=_color(0, ranks), label="box: whose K and V the rank attends to; + what it adds up")
+    handles = [box, *_arrows_told(schedule for _, schedule in schedules)]
+    figure.legend(handles=handles, loc="lower center", ncols=2 if size[0] < 9 else 4, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
+    return figure
+
+
+def _arrows_told(schedules: Iterable[Schedule]) -> list[Line2D]:
+    """What the arrows of these schedules carry."""
+    carried = {copy.block.kind for schedule in schedules for step in schedule.steps for copy in step.copies}
+    return [Line2D([], [], color=color, marker=">", label=f"arrow: {words}")
+            for kind, (color, words) in TRAVELS.items() if kind in carried]  # fmt: skip
 
 
 def _visible(schedule: Schedule) -> list[int]:
@@ -56,19 +75,23 @@ def _visible(schedule: Schedule) -> list[int]:
 
 
 def _draw(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
-    ranks = schedule.problem.world_size
-    for y, number in enumerate(_visible(schedule)):
+    ranks, shown = schedule.problem.world_size, _visible(schedule)
+    for y, number in enumerate(shown):
         step = schedule.steps[number]
         for rank in range(ranks):
             work = [item for item in step.work if item.rank == rank]
-            _box(ax, rank, y, work, ranks)
+            sends = any(copy.src == rank for copy in step.copies)
+            if work or sends:
+                _box(ax, rank, y, work, ranks)
+        kinds = sorted({copy.block.kind for copy in step.copies}, key=list(TRAVELS).index)
         for copy in step.copies:
-            gradient = copy.block.kind is Kind.DKV
-            _arrow(ax, (copy.src, y), (copy.dst, y + 1), DKV_COLOR if gradient else KV_COLOR, gradient)
+            shift = 0.14 * (kinds.index(copy.block.kind) - (len(kinds) - 1) / 2)
+            _arrow(ax, (copy.src + shift, y), (copy.dst + shift, y + 1), TRAVELS[copy.block.kind][0])
     ax.set_xlim(-0.6, ranks - 0.4)
     ax.set_ylim(height - 0.3, -0.6)
     ax.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], color=INK)
-    ax.set_yticks(range(len(_visible(schedule))), [f"step {n}" for n in _visible(schedule)], color=INK)
+    # Numbers count what is shown: a schedule's own leave out steps in which nothing is left to do.
+    ax.set_yticks(range(len(shown)), [f"step {y}" for y in range(len(shown))], color=INK)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.set_title(title, color=INK, pad=18)
@@ -76,29 +99,51 @@ def _draw(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
         spine.set_visible(False)
 
 
-def _box(ax: Axes, rank: int, y: int, work: list[Any], ranks: int) -> None:
-    merges = [item for item in work if isinstance(item, Merge)]
-    folds = [item for item in work if not isinstance(item, Merge)]
-    owner = folds[0].kv.owner if folds else None
-    many = len(folds) > 1
-    color = "#eef1f4" if owner is None or many else _color(owner, ranks)
+def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int) -> None:
+    owners = {item.kv.owner for item in work if not isinstance(item, Merge)}
+    color = _color(min(owners), ranks) if len(owners) == 1 else NEUTRAL
     box = FancyBboxPatch(
         (rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2), BOX_WIDTH, BOX_HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.08",
-        facecolor=color, edgecolor=INK if folds else "#c8d0d8", linewidth=0.8, zorder=3,
+        facecolor=color if work else "white", edgecolor=INK if work else QUIET, linewidth=0.8, zorder=3,
+        linestyle="-" if work else (0, (3, 3)),
     )  # fmt: skip
     ax.add_patch(box)
-    if merges:
-        label = "+ " + " ".join(f"dKV{item.into.owner}" for item in merges[:2]) + (" ..." if len(merges) > 2 else "")
-    else:
-        label = " ".join(f"KV{item.kv.owner}" for item in folds[:3]) + (" ..." if len(folds) > 3 else "")
-    ax.text(rank, y, label, ha="center", va="center", fontsize=9, color=INK, zorder=4)
+    lines = label_of(work)
+    size = max(LEAST_FONT, FONT * min(1.0, LETTERS / max(map(len, lines)), 2 / len(lines)))
+    ax.text(rank, y, "\n".join(lines), ha="center", va="center", fontsize=size, color=INK if work else QUIET, zorder=4,
+            linespacing=1.1)  # fmt: skip
 
 
-def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str, gradient: bool) -> None:
-    shift = 0.09 if gradient else -0.09
+def label_of(work: Sequence[Work]) -> list[str]:
+    """What a rank does in a step, in lines: whose queries meet whose keys, and what it adds to its sums."""
+    attends = [item for item in work if not isinstance(item, Merge)]
+    lines = []
+    if own := {item.kv.owner for item in attends if not is_on_received(item)}:
+        lines.append(f"KV{spans(own)}")
+    if received := [item for item in attends if is_on_received(item)]:
+        askers, owners = ({getattr(item, side).owner for item in received} for side in ("q", "kv"))
+        lines.append(f"Q{spans(askers)} × KV{spans(owners)}")
+    merged: dict[Kind, set[int]] = {}
+    for item in work:
+        if isinstance(item, Merge):
+            merged.setdefault(item.into.kind, set()).add(item.into.owner)
+    lines += [f"+ {NAMES[kind]}{spans(owners)}" for kind, owners in merged.items()]
+    return lines or ["only sends"]
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in short: 0–3, 0,2 or 0–2,5."""
+    found = []
+    for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        found.append(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)))
+    return ",".join(found)
+
+
+def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
     ax.add_patch(
         FancyArrowPatch(
-            (start[0] + shift, start[1] + BOX_HEIGHT / 2), (end[0] + shift, end[1] - BOX_HEIGHT / 2),
+            (start[0], start[1] + BOX_HEIGHT / 2), (end[0], end[1] - BOX_HEIGHT / 2),
             arrowstyle="-|>", mutation_scale=9, color=color, linewidth=1.1, alpha=0.75, zorder=2,
             connectionstyle="arc3,rad=0.0",
         )

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.core.presets import OFFSETS
-from ringattn.explain import Explanation
-from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.planner.cluster import CLUSTERS
-from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.schedule.text import to_text
-from ringattn.testing import run_ranks
+
+if TYPE_CHECKING:
+    from ringattn.explain import Explanation
+    from ringattn.ring import Ring
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MOST_RANKS, MOST_HEADS = 2**10, 2**16
@@ -49,7 +48,7 @@ class ExplainConfig:
     dtype: str = option("bfloat16", "of the inputs", choices=DTYPES)
     backward: bool = option(True, "also the backward pass")
     cluster: str = option("reference", "what times are predicted for: a file of `ringattn calibrate`, or one of "
-                          + ", ".join(CLUSTERS))  # fmt: skip
+                          + ", ".join(CLUSTERS), names=tuple(CLUSTERS))  # fmt: skip
     sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
     operations: bool = option(False, "also list every operation, one a line")
     picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
@@ -62,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("explain", "Print who sends what to whom, when, and what it costs.", ExplainConfig))
         return 0
+    from ringattn.launch.config import load
+
     config = load(argv, schema=ExplainConfig)
     explanation = explanation_of(config)
     print(explanation)
@@ -85,6 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 def explanation_of(config: ExplainConfig) -> Explanation:
     """What the configured call would do."""
+    import torch
+
+    from ringattn.testing import run_ranks
 
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:

@@ -11,22 +11,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import ringattn
 from ringattn.core.layout import LAYOUTS
 from ringattn.errors import InputError
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.launch.pictures.alignment import clock_offset
-from ringattn.launch.pictures.trace import ByRank, Track, check_alike, chrome_trace
 from ringattn.launch.ranks import run_ranks_in_processes
-from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
-from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
+
+if TYPE_CHECKING:
+    from ringattn.launch.pictures.trace import ByRank, Track
+    from ringattn.ring import Ring
 
 PURPOSE = """\
 Traces one attention call on processes of this machine, or reads recordings of other runs, and shows what each rank
@@ -55,7 +53,8 @@ class TimelineConfig:
     dtype: str = option("float32", "of the inputs", choices=("float32", "float64", "bfloat16", "float16"))
     backward: bool = option(True, "also the backward pass")
     warm_ups: int = option(2, "calls before the recorded one", least=0)
-    cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate")
+    cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate",
+                          names=tuple(CLUSTERS))  # fmt: skip
     recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
     keep: str = option("", "folder to leave the recordings in")
     trace: str = option("timeline.json", "file for the trace; empty for none", writes="file")
@@ -69,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text("timeline", PURPOSE, TimelineConfig))
         return 0
     from ringattn.launch.config import load  # Hydra, which those who call `record_rank` need not have
+    from ringattn.launch.pictures.trace import chrome_trace
 
     config = load(argv, TimelineConfig)
     if config.heads % config.kv_heads:
@@ -98,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
 
 def recorded_tracks(config: TimelineConfig) -> list[Track]:
     """One call on fresh processes, by rank."""
+    from ringattn.launch.pictures.trace import Track
+
     print(f"starting {config.ranks} processes", flush=True)
     answers = run_ranks_in_processes(
         "ringattn.launch.pictures.timeline:worker", asdict(config), config.ranks, JOB_TIMEOUT_S, 1
@@ -107,6 +109,10 @@ def recorded_tracks(config: TimelineConfig) -> list[Track]:
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process of the run."""
+    import torch
+
+    import ringattn
+
     torch.set_num_threads(1)
     with ringattn.Ring(transport="gloo", timeout_s=spec["timeout_s"]) as ring:
         return record_rank(ring, TimelineConfig(**spec)).as_dict()
@@ -114,6 +120,11 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     """This rank's recording of the last call of several; rank 0 prints its progress."""
+    import torch
+
+    from ringattn.launch.pictures.alignment import clock_offset
+    from ringattn.launch.pictures.trace import Track
+
     seq = ring.sequence(config.tokens, layout=config.layout)
     generator = torch.Generator().manual_seed(ring.rank)
 
@@ -142,6 +153,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
 def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Sequence[Track]) -> list[ByRank]:
     """What the simulator says of the passes. Raises `InputError` where the recordings are of other ranks or passes."""
     from ringattn.launch.pictures.show import ExplainConfig, explanation_of
+    from ringattn.launch.pictures.trace import check_alike
 
     if len(tracks) != config.ranks:
         raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
@@ -160,6 +172,8 @@ def write_tracks(folder: Path, tracks: Sequence[Track]) -> None:
 
 def read_tracks(folder: Path) -> list[Track]:
     """The recordings in `folder`, by rank. Raises `InputError` where there are none, or files that are none."""
+    from ringattn.launch.pictures.trace import Track, check_alike
+
     files = sorted(folder.glob("recording-*.json"))
     if not files:
         raise InputError(f"recorded={folder}: holds no recording-<rank>.json; `ringattn timeline keep={folder}` "

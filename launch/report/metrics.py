@@ -46,10 +46,6 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
     if words and not drawn:
         words += " They are far from these times, and not drawn."
 
-    def spread(point: Point) -> tuple[float, float]:
-        low, high = zip(*(point.spread(f"{name}_ms") or (0.0, 0.0) for name in sweep.passes), strict=True)
-        return sum(low), sum(high)
-
     def predicted(point: Point) -> float | None:
         return predicted_ms(sweep, point)
 
@@ -60,11 +56,11 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
     ratio = Metric("Prediction", "% of measured", (Curve(of_measured(predicted), dashed=True),),
                    note=f"100 is right, less is too hopeful. {words}", aim=1.0)  # fmt: skip
     return [
-        Metric("Throughput", "tokens/s", (Curve(lambda p: p.number("tokens_per_s")),), logarithmic=True),
+        Metric("Throughput", "tokens/s", (Curve(sweep.tokens_per_s),), logarithmic=True),
         Metric(
             "Time of a pass, and its prediction" if drawn else "Time of a pass",
             "ms",
-            (Curve(sweep.pass_ms, "measured", spread=spread), *beside),
+            (Curve(sweep.pass_ms, "measured", spread=sweep.pass_spread), *beside),
             logarithmic=True,
             note=f"{both}, slowest rank, with p10 to p90. {words}",
         ),
@@ -82,9 +78,20 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
         ),
         Metric("Sent by a rank", "MiB", (Curve(lambda p: _mib(p.most("bytes_sent"))),),
                note="Forward and backward of one pass, of the rank that sends most."),
-        Metric("Overlap", "% of the communication", (Curve(lambda p: p.number("overlap")),),
-               note="Communication that ran while the same rank computed; the rank with least."),
+        Metric(overlap_name(sweep).capitalize(), "% of the communication", (Curve(lambda p: p.number("overlap")),),
+               note="Communication that ran while the same rank computed; the rank with least." + _bounds(sweep)),
     ]  # fmt: skip
+
+
+def overlap_name(sweep: Sweep) -> str:
+    """`overlap`, where every transport told when messages arrived; else it is an upper bound, and is called so."""
+    return "overlap, at most" if any(point.overlap_is_bound for point in sweep.ok) else "overlap"
+
+
+def _bounds(sweep: Sweep) -> str:
+    if overlap_name(sweep) == "overlap":
+        return ""
+    return " An upper bound: over gloo nobody learns when a message arrived that work hid. Exposed time is measured."
 
 
 def predicted_ms(sweep: Sweep, point: Point) -> float | None:

@@ -5,7 +5,7 @@ Guarantees: whatever a record says is text on the page, never markup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from ringattn.launch.report.charts import COLORS, MARKERS, charts_of
 from ringattn.launch.report.points import Sweep
 from ringattn.launch.report.series import SINGLE, Panel, panels_of, series_of
-from ringattn.launch.report.tables import commands, environments_of, shared_options, swept_options, tables_of
+from ringattn.launch.report.tables import commands, environments_of, facts_of, tables_of
 
 TEMPLATE = "page.html"
 OPEN_PANELS = 4
@@ -46,11 +46,6 @@ def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) 
         tables=tables_of(sweep, found),
         environments=environments_of(sweep),
     )
-
-
-def facts_of(sweep: Sweep) -> list[tuple[str, Sequence[tuple[str, str]]]]:
-    """The head of a report: what was swept, what all points share; with a heading each."""
-    return [("Swept", swept_options(sweep)), ("The same in all points", shared_options(sweep))]
 
 
 def _panel(sweep: Sweep, panel: Panel) -> dict[str, Any]:

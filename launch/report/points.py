@@ -16,11 +16,15 @@ from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.measure.points import ENVIRONMENTS, POINTS
+from ringattn.launch.measure.run_config import MASK_OPTIONS
 
 REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 """Without these a line is no point; whatever else is missing is unknown."""
 CHOICES = ("schedule", "layout", "engine", "transport")
 """Options that change how a result is computed and never the result: what a reader compares."""
+BETWEEN = ("schedule", "layout", "transport")
+"""Of those: what is between ranks. One rank alone sends nothing and owns all tokens, so they are all the same there."""
+ANY = "any"
 AXES = ("ranks", "nproc", "nnodes", "tokens", "tokens_per_rank")
 """What goes along an axis, in one way of writing it or another; no part of a series' name. Sweeps of earlier versions
 have nproc for ranks."""
@@ -83,14 +87,34 @@ class Point:
         parts = [by_pass.get(name) for name in passes]
         return max(sum(rank) for rank in zip(*parts, strict=True)) if parts and all(parts) else None
 
+    @property
+    def overlap_is_bound(self) -> bool:
+        """Whether `overlap` is an upper bound: the transport did not tell when messages arrived. Lines of earlier
+        versions do not say; then it is one, unless nothing was sent."""
+        if (known := self.record.get("arrivals_known")) is not None:
+            return not known
+        return self.number("overlap") is not None and self.world_size > 1
+
     def predicted(self, key: str) -> Any:
         """A value of the prediction."""
         return (self.record.get("predicted") or {}).get(key)
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The configuration, flat: `schedule.name` is `schedule`, other nested keys keep their dots; values as text."""
-        return {key.removesuffix(".name").removeprefix("shape."): value for key, value in flat(self.record["config"])}
+        """The configuration, flat: `schedule.name` is `schedule`, other nested keys keep their dots; values as text.
+
+        Without the options that its kind of mask does not use.
+        """
+        config = self.record["config"]
+        kind = (config.get("mask") or {}).get("kind")
+        idle = {f"mask.{key}" for other, keys in MASK_OPTIONS.items() if other != kind for key in keys}
+        found = {key: value for key, value in flat(config) if key not in idle}
+        return {key.removesuffix(".name").removeprefix("shape."): value for key, value in found.items()}
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return int(self.options.get("batch") or 1)
 
 
 @dataclass(frozen=True)
@@ -129,8 +153,42 @@ class Sweep:
         return ("forward", "backward") if both else ("forward",)
 
     def pass_ms(self, point: Point) -> float:
-        """Medians of `passes` together."""
+        """The time of `passes` together: the median over repeats of their sum, from which tokens/s are too.
+
+        What earlier versions wrote has it in its tokens/s.
+        """
+        if self.passes == ("forward",):
+            return point.median("forward_ms") or 0.0
+        if (found := point.median("pass_ms")) is not None:
+            return found
+        if rate := point.number("tokens_per_s"):
+            return point.batch * point.tokens / rate * 1e3
         return sum(point.median(f"{name}_ms") or 0.0 for name in self.passes)
+
+    def pass_spread(self, point: Point) -> tuple[float, float]:
+        """p10 and p90 of `pass_ms`; where they are not recorded, of each pass by itself, together."""
+        if len(self.passes) > 1 and (found := point.spread("pass_ms")) is not None:
+            return found
+        low, high = zip(*(point.spread(f"{name}_ms") or (0.0, 0.0) for name in self.passes), strict=True)
+        return sum(low), sum(high)
+
+    def tokens_per_s(self, point: Point) -> float | None:
+        """Tokens over `pass_ms`, of all sequences."""
+        taken = self.pass_ms(point)
+        return point.batch * point.tokens / taken * 1e3 if taken else None
+
+    def option(self, point: Point, key: str) -> str:
+        """An option's value as text; `any` for what makes no difference to one rank alone."""
+        return ANY if point.world_size == 1 and key in BETWEEN else point.options.get(key, "")
+
+    @cached_property
+    def alone(self) -> dict[tuple[str, ...], Point]:
+        """The points of one rank, which every schedule, layout and transport is compared with, by their options and
+        tokens. Of several of the same work, which earlier versions ran, the fastest."""
+        found: dict[tuple[str, ...], Point] = {}
+        for point in sorted((one for one in self.ok if one.world_size == 1), key=self.pass_ms):
+            found.setdefault((*(self.option(point, key) for key in self.varying), str(point.tokens)), point)
+        return found
 
 
 def read_sweep(folder: Path) -> Sweep:

@@ -18,10 +18,9 @@ from rich.table import Table as RichTable
 
 from ringattn.errors import InputError
 from ringattn.launch.outputs import writing
-from ringattn.launch.report.page import facts_of, page_of
 from ringattn.launch.report.points import Sweep, differing, read_sweep
 from ringattn.launch.report.series import series_of
-from ringattn.launch.report.tables import Table, commands, environments_of, tables_of
+from ringattn.launch.report.tables import Table, commands, environments_of, facts_of, tables_of
 
 HELP = """usage: ringattn report DIR
 
@@ -41,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if len(argv) != 1:
         raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")
+    from ringattn.launch.report.page import page_of  # matplotlib and jinja2
+
     sweep = read_sweep(Path(argv[0]))
     console = Console()
     if not console.is_terminal:

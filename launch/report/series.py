@@ -2,7 +2,8 @@
 
 Four ways to read a sweep. Strong scaling: more ranks, the same tokens. Weak scaling: more ranks, the same tokens of
 each. Length: more tokens, the same ranks. Single: one point by itself.
-Guarantees: every point with results is in at least one series; a series is as long as the sweep allows.
+Guarantees: every point with results is in at least one series, those that repeat the work of another on one rank aside;
+a series is as long as the sweep allows; series of the same work have the same point of one rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ringattn.launch.report.points import CHOICES, Point, Sweep
+from ringattn.launch.report.points import ANY, BETWEEN, CHOICES, Point, Sweep
 
 LINES = 6
 """Series in one panel at most, so that each has a color and a marker of its own."""
@@ -95,14 +96,21 @@ def _grouped(value: str) -> str:
 
 
 def series_of(sweep: Sweep) -> list[Series]:
-    """The series of all points with results; a view shows only series with a point that no view before it has."""
+    """The series of all points with results; a view shows only series with a point that no view before it has.
+
+    Of points of one rank that do the same work only the fastest is in a series.
+    """
     found: list[Series] = []
+    fastest = {point.record["hash"] for point in sweep.alone.values()}
+    ok = [point for point in sweep.ok if point.world_size > 1 or point.record["hash"] in fastest]
     placed: set[str] = set()
     for view, (name, fixed, along) in FIXED.items():
         groups: dict[tuple[Any, ...], dict[int, Point]] = {}
-        for point in sweep.ok:
-            options = tuple(point.options.get(key, "") for key in sweep.varying)
+        for point in ok:
+            options = tuple(sweep.option(point, key) for key in sweep.varying)
             groups.setdefault((*options, fixed(point)), {})[along(point)] = point
+        if view.ratio:
+            _share_baselines(sweep, groups)
         here: set[str] = set()
         for key in sorted(groups, key=lambda key: [by_size(str(value)) for value in key]):
             members = groups[key]
@@ -112,12 +120,21 @@ def series_of(sweep: Sweep) -> list[Series]:
                 found.append(Series(view, words, tuple(members[x] for x in sorted(members))))
                 here |= hashes
         placed |= here
-    for point in sweep.ok:
+    for point in ok:
         if point.record["hash"] not in placed:
-            words = {key: point.options.get(key, "") for key in sweep.varying}
+            words = {key: sweep.option(point, key) for key in sweep.varying}
             fixed_words = {"tokens": str(point.tokens), "ranks": str(point.world_size)}
             found.append(Series(SINGLE, {**words, **fixed_words}, (point,)))
     return found
+
+
+def _share_baselines(sweep: Sweep, groups: dict[tuple[Any, ...], dict[int, Point]]) -> None:
+    """Put the point of one rank into every group of its work: it is the same for every schedule, layout, transport."""
+    for key, members in groups.items():
+        options = (ANY if name in BETWEEN else value for name, value in zip(sweep.varying, key[:-1], strict=True))
+        first = sweep.alone.get((*options, str(key[-1])))
+        if first is not None and set(members) != {1}:
+            members[1] = first
 
 
 def panels_of(found: Sequence[Series]) -> list[Panel]:
@@ -177,6 +194,6 @@ def groups_of(sweep: Sweep) -> list[list[Point]]:
     groups: dict[tuple[Any, ...], list[Point]] = {}
     workload = [key for key in sweep.varying if key not in CHOICES]
     for point in sweep.points:
-        key = (*(point.options.get(name, "") for name in workload), point.tokens, point.world_size)
+        key = (*(sweep.option(point, name) for name in workload), point.tokens, point.world_size)
         groups.setdefault(key, []).append(point)
     return [sorted(group, key=lambda p: sweep.pass_ms(p) if p.ok else float("inf")) for group in groups.values()]

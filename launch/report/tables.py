@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringattn.launch.report.metrics import predicted_ms, prediction_words
+from ringattn.launch.report.metrics import overlap_name, predicted_ms, prediction_words
 from ringattn.launch.report.points import AXES, BESIDE, CHOICES, Point, Sweep, differing, flat
 from ringattn.launch.report.series import Series, by_size, groups_of, scaling
 
@@ -45,21 +45,34 @@ def results(sweep: Sweep, brief: bool = False) -> Table:
     ]
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
+    close = False
     for group in groups_of(sweep):
         ok = [point for point in group if point.ok]
-        if len(ok) > 1:
+        if is_best(sweep, ok):
             marked.add(len(rows))
+        else:
+            close = close or (len(ok) > 1 and ok[0].world_size > 1)
         rows += [(*_options(sweep, point), *(show(point) for _, show in columns)) for point in ok]
     spread = "" if brief else ", with p10 to p90"
     note = f"Times are medians of the slowest rank{spread}; bytes are of the rank that has most."
     if marked:
         choices = ", ".join(key for key in CHOICES if key in sweep.varying)
         rows = [(BEST if n in marked else "", *row) for n, row in enumerate(rows)]
-        note += f" {BEST}: the fastest among points that differ only in {choices}."
+        note += f" {BEST}: the fastest among points that differ only in {choices}"
+        note += ", where p10 to p90 of the next are all slower." if close else "."
+    elif close:
+        note += " No point is marked as the fastest: p10 to p90 of the first two of each group overlap."
     head = (*(("best",) if marked else ()), *sweep.varying, "tokens", "ranks")
     names = tuple(name for name, _ in columns)
     return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_words(sweep)}".strip(),
                  texts=len(head) - 2)  # fmt: skip
+
+
+def is_best(sweep: Sweep, fastest_first: Sequence[Point]) -> bool:
+    """Whether the first is faster than the second beyond the noise of both. One rank alone has nothing to choose."""
+    if len(fastest_first) < 2 or fastest_first[0].world_size == 1:
+        return False
+    return sweep.pass_spread(fastest_first[0])[1] < sweep.pass_spread(fastest_first[1])[0]
 
 
 def _columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
@@ -85,10 +98,10 @@ def _columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
         ("predicted forward ms", predicted("forward")),
         ("backward ms", timed("backward_ms")),
         ("predicted backward ms", predicted("backward")),
-        ("tokens/s", lambda point: figure(point.number("tokens_per_s"))),
+        ("tokens/s", lambda point: figure(sweep.tokens_per_s(point))),
         ("TFLOP/s", lambda point: figure(point.number("tflops"))),
         ("exposed ms", lambda point: figure(point.exposed_ms(sweep.passes))),
-        ("overlap", lambda point: figure(point.number("overlap"))),
+        (overlap_name(sweep), lambda point: figure(point.number("overlap"))),
         ("peak MiB", most("peak_bytes")),
         ("pool MiB", most("pool_bytes")),
         ("sent MiB", most("bytes_sent")),
@@ -115,7 +128,7 @@ def _error(point: Point) -> str:
 
 
 def _options(sweep: Sweep, point: Point) -> tuple[str, ...]:
-    return (*(point.options.get(key) or UNKNOWN for key in sweep.varying), f"{point.tokens:,}", str(point.world_size))
+    return (*(sweep.option(point, key) or UNKNOWN for key in sweep.varying), f"{point.tokens:,}", str(point.world_size))
 
 
 def scalings(sweep: Sweep, found: Sequence[Series]) -> Table:
@@ -128,7 +141,8 @@ def scalings(sweep: Sweep, found: Sequence[Series]) -> Table:
                 sizes = (str(point.world_size), f"{point.tokens:,}", figure(sweep.pass_ms(point)))
                 rows.append((series.view.name, series.label, *sizes, *figures))
     note = (
-        "Against the fewest ranks of the same series, which count as perfect. Strong: the tokens are the same, and "
+        "Against the fewest ranks of the same series, which count as perfect; one rank is the same for every schedule, "
+        "layout and transport. Strong: the tokens are the same, and "
         "speed-up is that of time. Weak: the tokens of each rank are the same, and speed-up is that of the rate of "
         "work, for the pairs that a rank attends to grow with the sequence."
     )
@@ -161,6 +175,11 @@ def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
     numbers = [(key, ", ".join(f"{value:,}" for value in sorted(values))) for key, values in sizes.items()]
     words = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
     return numbers + [(key, ", ".join(sorted(values, key=by_size))) for key, values in words]
+
+
+def facts_of(sweep: Sweep) -> list[tuple[str, Sequence[tuple[str, str]]]]:
+    """The head of a report: what was swept, what all points share; with a heading each."""
+    return [("Swept", swept_options(sweep)), ("The same in all points", shared_options(sweep))]
 
 
 def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -8,13 +8,13 @@ from typing import Any
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.core.presets import check, coverage_warnings
-from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError
 from ringattn.launch.config import load
+from ringattn.launch.names import ENGINES
 from ringattn.launch.options import MOST_SEED, option
 from ringattn.launch.train.curriculum import doublings
 from ringattn.launch.train.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.model_config import ModelConfig
 from ringattn.schedule.routes import ROUTES
 
 ATTENTION = ("full", "dilated")

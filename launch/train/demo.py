@@ -1,7 +1,7 @@
 """`make demo`: the same training run in several processes and in one, and the proof that they are the same.
 
-Prints both loss curves, the memory of each process and a line for the check of each schedule, and writes pictures and
-a summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
+Tells in about twenty lines how the losses, the memory and every schedule compare, and writes the curves, pictures and a
+summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
 What needs torch is imported after the first line is printed, because torch takes seconds to load.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.folders import write_json
@@ -38,7 +37,7 @@ of each other, with three times that rate even float64 ones part by 1e-8. So thi
 training is a stable one.
 """
 FP64_STEPS = 8
-SHOWN_STEPS = 8
+SHOWN_STEPS = 3
 PURPOSE = """\
 Trains the same model on the same text with several processes and with one, compares the losses, then checks every
 schedule against a dense reference. Writes pictures and summary.json. Defaults below are those of `ringattn train`;
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text("demo", PURPOSE, DemoConfig), help_text("demo", "", TrainConfig).split("\n", 4)[4], sep="\n")
         return 0
     console, started = Console(), time.monotonic()
-    console.print("the same model is trained by several processes and by one; loading torch")
+    console.print("the same model is trained by several processes and by one, in fp32 and in fp64; loading torch")
     try:
         from ringattn.launch.config import load
         from ringattn.launch.train.config import load_train
@@ -73,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
             raise InputError("the demo starts its own processes: run it without torchrun")
         runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]
         agreements = [_agreement(*pair) for pair in zip(*runs, strict=True)]
-        console.print(_loss_table(runs[0][0], runs[1][0]), _memory_table([run[0] for run in runs]))
+        for line in (*_losses_told(runs[0][0], runs[1][0]), *_memory_told([run[0] for run in runs])):
+            console.print(line, highlight=False, soft_wrap=True)
         verdicts = [_say_agreement(agreement, runs[0][0]["ranks"], console) for agreement in agreements]
         verdicts.append(_check(console, options.verbose))
         explanation = explain(config, runs[0][0]["ranks"])
@@ -87,13 +87,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, Any]]:
     """Train in `ranks` new processes: the run that is shown, then a few float64 steps in the same processes."""
-    console.rule(f"training with {ranks} process{'es' if ranks > 1 else ''}")
     shown = replace(config, ranks=ranks)
     exact = replace(shown, dtype="fp64", steps=min(FP64_STEPS, config.steps))
+    spec = {"runs": [asdict(shown), asdict(exact)], "lines": 1}
     answers = run_ranks_in_processes(
-        "ringattn.launch.train.loop:train_rank", {"runs": [asdict(shown), asdict(exact)]}, ranks, config.timeout_s,
-        config.threads_per_rank,
-    )  # fmt: skip
+        "ringattn.launch.train.loop:train_rank", spec, ranks, config.timeout_s, config.threads_per_rank
+    )
     return list(answers[0]["runs"])
 
 
@@ -117,30 +116,29 @@ def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bo
     return good
 
 
-def _loss_table(shared: dict[str, Any], alone: dict[str, Any]) -> Table:
-    table = Table("step", f"loss, {shared['ranks']} processes", "loss, 1 process", "difference", title="Loss")
+def _losses_told(shared: dict[str, Any], alone: dict[str, Any]) -> list[str]:
+    """The first loss, the last, and one between, of both runs."""
+    lines = [f"{'step':>6}  {'loss, ' + str(shared['ranks']) + ' processes':>19}  {'loss, 1 process':>15}  difference"]
     steps = len(shared["losses"])
     for step in sorted({round(shown * (steps - 1) / (SHOWN_STEPS - 1)) for shown in range(SHOWN_STEPS)}):
         a, b = shared["losses"][step], alone["losses"][step]
-        table.add_row(str(step + 1), f"{a:.7f}", f"{b:.7f}", f"{a - b:+.1e}")
-    return table
+        lines.append(f"{step + 1:>6}  {a:>19.7f}  {b:>15.7f}  {a - b:>+10.1e}")
+    return lines
 
 
-def _memory_table(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table("processes", "tokens of each", "peak memory of each, MiB", "tokens/s", title="Memory and speed")
+def _memory_told(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What a process of each run held, and how fast the run was."""
+    lines = [f"{'processes':>9}  {'tokens of each':>14}  {'memory of each':>14}  {'tokens/s':>9}"]
     for run in runs:
-        memory = " ".join(f"{size / 2**20:.1f}" for size in run["memory_growth_bytes"])
-        tokens = " ".join(str(count) for count in run["tokens_of_rank"])
-        table.add_row(str(run["ranks"]), tokens, memory, f"{run['tokens_per_s']:,.0f}")
-    table.caption = f"memory: {runs[0]['memory_method']}"
-    return table
+        memory, tokens = max(run["memory_growth_bytes"]) / 2**20, max(run["tokens_of_rank"])
+        lines.append(f"{run['ranks']:>9}  {tokens:>14,}  {memory:>10.1f} MiB  {run['tokens_per_s']:>9,.0f}")
+    return [*lines, f"memory: {runs[0]['memory_method']}; of the process that has most"]
 
 
 def _check(console: Console, verbose: bool) -> bool:
     """Run `ringattn check`; true if it found everything exact."""
     from ringattn.launch.measure.check import main as check
 
-    console.rule("ringattn check")
     return check(["verbose=true"] if verbose else []) == 0
 
 

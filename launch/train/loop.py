@@ -47,13 +47,14 @@ from ringattn.runtime.rank_group import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
+LINES = 10
 """The label that does not count, as in torch's cross entropy."""
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, each over a mesh of its own.
 
-    `spec["keeps_result"]`: whether rank 0 writes the result into `out_dir`.
+    `spec["keeps_result"]`: whether rank 0 writes the result into `out_dir`; `spec["lines"]`: of progress of each run.
     Returns {"rank": ..., "runs": [the result of `train`, ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
@@ -63,7 +64,8 @@ def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     for config in configs:
         with opened_mesh(config) as (ring, everyone):
             keeps = bool(spec.get("keeps_result"))
-            results.append(train(ring, config, everyone.rank == 0, everyone, keeps))
+            lines = int(spec.get("lines", LINES)) if everyone.rank == 0 else 0
+            results.append(train(ring, config, lines, everyone, keeps))
             rank = everyone.rank
     return {"rank": rank, "runs": results}
 
@@ -71,14 +73,14 @@ def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
 def train(
     ring: Ring,
     config: TrainConfig,
-    verbose: bool = False,
+    lines: int = 0,
     everyone: RankGroup | None = None,
     keeps_result: bool = False,
 ) -> dict[str, Any]:
     """Train one model on this rank; all ranks of all replicas call it together.
 
     `ring`: the ranks that share this rank's sequences. `everyone`: those of all replicas; the ring if None.
-    `keeps_result`: rank 0 writes the result to `out_dir`/result.json.
+    `lines`: of progress, 0 for none. `keeps_result`: rank 0 writes the result to `out_dir`/result.json.
     Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, replicas, ranks (of a
     ring), tokens per rank (of the last step's first sequence), per step `losses` and `grad_norms` since the run began,
     in whatever process; `damaged_checkpoints` that were passed over; `first_step` of this process, `step_s` from there,
@@ -93,14 +95,14 @@ def train(
     everyone, ends = everyone or ring, time.monotonic() + config.timeout_s
     text = load_alike(everyone, ring, config)
     with folder_of_run(everyone, config, keeps_result) as lock:
-        result = _trained(ring, everyone, text, config, verbose, lock, ends)
+        result = _trained(ring, everyone, text, config, lines, lock, ends)
         if keeps_result and everyone.rank == 0:
             write_json(Path(config.out_dir) / "result.json", result)
     return result
 
 
 def _trained(
-    ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig, verbose: bool, lock: FolderLock | None,
+    ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig, lines: int, lock: FolderLock | None,
     ends: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
@@ -114,7 +116,7 @@ def _trained(
     first_step, step_s = len(curve.losses), []
     tokens = config.batch * config.tokens
     title = f"{everyone.world_size} x {config.dtype}"
-    with TrainingProgress(title, config.steps if verbose else 0) as progress:
+    with TrainingProgress(title, config.steps if lines else 0, lines) as progress:
         for step in range(first_step, config.steps):
             if time.monotonic() > ends:
                 raise RingError(
@@ -134,7 +136,7 @@ def _trained(
             curve.grad_norms.append(None if error else norm)
             curve.losses.append(None if error else loss)
             step_s.append(time.perf_counter() - started)
-            if verbose:
+            if lines:
                 progress.done(step, curve.losses[-1], tokens / step_s[-1], len(curve.skipped_steps))
             if checkpoints:
                 checkpoints.save_if_due(model, optimizer, curve)

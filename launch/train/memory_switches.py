@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ringattn.errors import InputError
-from ringattn.launch.train.optimizers import eight_bit_adamw
-from ringattn.layers.offload import check_device
 
 if TYPE_CHECKING:
     from ringattn.launch.train.config import TrainConfig
@@ -25,6 +23,8 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
             "use int8 or fp8, or recompute=full"
         )
     if config.recompute == "offloaded":
+        from ringattn.layers.offload import check_device
+
         check_device(device_type, "recompute=offloaded")
         if config.saved_activations != "keep":
             raise InputError(
@@ -32,6 +32,8 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
                 "recompute=offloaded moves to host memory; leave one of the two out"
             )
     if config.optimizer == "adamw8bit":
+        from ringattn.launch.train.optimizers import eight_bit_adamw
+
         eight_bit_adamw()
         if config.dtype == "fp64":
             raise InputError("optimizer=adamw8bit: steps in float32 and would round dtype=fp64; use adamw")

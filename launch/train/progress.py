@@ -1,4 +1,4 @@
-"""Progress of a training run: a live bar on a terminal, about ten plain lines anywhere else.
+"""Progress of a training run: a live bar on a terminal, about ten plain lines, or as many as wanted, anywhere else.
 
 Not covered: ranks; whoever should be silent makes none.
 """
@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class TrainingProgress:
     """A context manager around the steps of one run, `title` in front of each line."""
 
-    def __init__(self, title: str, steps: int) -> None:
-        self.title, self.steps = title, steps
+    def __init__(self, title: str, steps: int, lines: int = 10) -> None:
+        self.title, self.steps, self.lines = title, steps, lines
         console = Console()
         self._bar = (
             Progress(
@@ -47,5 +47,9 @@ class TrainingProgress:
         figures += f"  {skipped} skipped" if skipped else ""
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, figures=figures)
-        elif step in (0, self.steps - 1) or (step + 1) % max(1, self.steps // 10) == 0:
+        elif step == self.steps - 1 or (self.lines > 1 and (step == 0 or (step + 1) % self._every == 0)):
             print(f"{self.title}  step {step + 1}/{self.steps}  {figures}", flush=True)
+
+    @property
+    def _every(self) -> int:
+        return max(1, self.steps // self.lines)

@@ -17,12 +17,9 @@ from ringattn.launch.failures import RanksError
 from ringattn.launch.options import help_text
 from ringattn.launch.parent import end_with_parent
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.train.alike import locked_folder
-from ringattn.launch.train.batches import load
 from ringattn.launch.train.checkpoint_files import latest
 from ringattn.launch.train.config import TrainConfig, check_sizes, load_train, unreached
 from ringattn.launch.train.memory_switches import check_switches
-from ringattn.launch.train.mesh import agreed_ranks_of_ring, device_type
 
 PURPOSE = """\
 Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
@@ -37,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(help_text("train", PURPOSE, TrainConfig))
         return 0
+    from ringattn.launch.train.batches import load
+    from ringattn.launch.train.mesh import agreed_ranks_of_ring, device_type
+
     place = place_in_torchrun()
     try:
         config = load_train(argv)
@@ -68,6 +68,8 @@ def _run(config: TrainConfig) -> dict[str, Any]:
     assert config.ranks is not None
     processes = config.ranks * config.replicas
     if place_in_torchrun() is None:
+        from ringattn.launch.train.alike import locked_folder
+
         with locked_folder(config.out_dir):  # before any rank starts; then rank 0 has it
             pass
     if place_in_torchrun() is not None:

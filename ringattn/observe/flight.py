@@ -57,11 +57,11 @@ class Flight:
 
 
 class FlightRecord:
-    """The last `CAPACITY` exchanges of one rank."""
+    """The last `CAPACITY` exchanges of one rank. `over`: it was written, or its ring was closed."""
 
     def __init__(self, rank: int, world_size: int, transport: str) -> None:
         self.rank, self.world_size, self.transport = rank, world_size, transport
-        self.count = 0
+        self.count, self.over = 0, False
         self._ring: list[Flight | None] = [None] * CAPACITY
         self._dropped: Counter[tuple[int, str, int]] = Counter()
 
@@ -116,4 +116,5 @@ class FlightRecord:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(content), encoding="utf-8")
         partial.rename(path)
+        self.over = True
         return path

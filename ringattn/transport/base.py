@@ -18,6 +18,7 @@ import torch
 
 from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord
+from ringattn.observe.sigterm import leave_records
 
 if TYPE_CHECKING:
     from ringattn.transport.location import Location
@@ -182,6 +183,7 @@ class ProcessTransport(HostTransport):
 
     def __init__(self, flights: FlightRecord, flight_dir: Path | None) -> None:
         self._flights, self._flight_dir = flights, flight_dir
+        leave_records(flights, flight_dir)
         self._end: BaseException | None = None
 
     def abort(self, cause: BaseException) -> None:

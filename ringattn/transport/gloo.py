@@ -226,6 +226,7 @@ class GlooTransport(ProcessTransport):
         if self._end is None:
             # Before the connections fall, so that a peer that still waits finds who closed.
             self._control.leave()
+            self._flights.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def _swap(self, peers: list[int], sent: torch.Tensor, received: dict[int, torch.Tensor], label: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringattn.launch.measure import check
+from ringattn.launch.measure import check, exactness
 from ringattn.launch.measure.check import Case
 
 FEW = [
@@ -43,13 +43,13 @@ def test_verbose_prints_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_case_shows_the_cases_of_its_schedule(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = check.attended
+    right = exactness.attended
 
     def wrong_by_direct(ring, case, *rest):  # type: ignore[no-untyped-def]
         out, *grads = right(ring, case, *rest)
         return [out * float("nan") if case.schedule == "direct" else out, *grads]
 
-    monkeypatch.setattr(check, "attended", wrong_by_direct)
+    monkeypatch.setattr(exactness, "attended", wrong_by_direct)
     lines = printed(capsys, code=1)
     assert lines[2][0] == "ring" and lines[2][-1] == "exact"
     assert lines[3][:5] == ["direct", "1", "1", "1", "nan"] and lines[3][-4:] == ["1", "OVER", "THEIR", "BOUND"]

@@ -115,6 +115,8 @@ def test_words_and_specs_give_the_same_run_again() -> None:
     ("words", "message"),
     [
         ("shedule=ring", "shedule: no such key; did you mean schedule?"),
+        ("mask.window_tokens=5", "mask.window_tokens=5: has no effect with mask=causal; it goes with mask=window"),
+        ("mask=full mask.documents=16", "mask.documents=16: has no effect with mask=full; it goes with mask=documents"),
         ("mask.windowtokens=3", "mask.windowtokens: no such key; did you mean mask.window_tokens?"),
         ("schedule=rign", "schedule=rign: choose one of auto, ring, all_gather"),
         ("repeats=0", "repeats=0: must be at least 1"),
@@ -173,7 +175,8 @@ def kept_pairs(mask: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
 def test_facts_of_a_point(mask: str) -> None:
-    config = load_run([*TINY, f"mask={mask}", "mask.window_tokens=50", "schedule=ring", "ranks=2"])
+    size = ["mask.window_tokens=50"] if mask == "window" else []
+    config = load_run([*TINY, f"mask={mask}", *size, "schedule=ring", "ranks=2", "cluster=h100"])
     planned = []
 
     def on_rank(ring: Ring) -> dict[str, Any]:
@@ -194,12 +197,13 @@ def test_facts_of_a_point(mask: str) -> None:
     assert found["predicted"]["pool_bytes"] == slots
     assert max(found["error"].values()) <= 1e-5 and set(found["error"]) == {"out", "dq", "dk", "dv"}
     both_s = 120 / found["tokens_per_s"]
+    assert found["pass_ms"]["median"] == pytest.approx(both_s * 1e3)  # one definition of the time and of the rate
     assert found["tflops"] == pytest.approx(3.5 * 4 * 32 * 4 * kept_pairs(mask, 120) / both_s / 1e12)
     assert found["forward_ms"]["samples"] == found["backward_ms"]["samples"] == 2
 
 
 def test_no_backward_is_asked_for() -> None:
-    found = measured(["backward=false", "schedule=ring"], 2)[0]
+    found = measured(["backward=false", "schedule=ring", "cluster=h100"], 2)[0]
     assert found["backward_ms"] is None and found["predicted"]["backward_ms"] is None
     with_backward = measured(["schedule=ring"], 2)[0]
     assert all(mine < both for mine, both in zip(found["bytes_sent"], with_backward["bytes_sent"], strict=True))
@@ -214,23 +218,26 @@ def test_other_calls_are_measured_too(words: list[str]) -> None:
 
 def test_times_are_of_the_slowest_rank() -> None:
     planned = {"pairs": 1, "predicted": {}}
-    exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0}
+    exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0, "arrivals_known": True}
     rank = {"exposed": exposed, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
             "pool_bytes": 0}  # fmt: skip
     times_s = [[0.001, 0.002], [0.004, 0.002]], [[0.003, 0.001], [0.002, 0.005]]
     found = point._facts(resolved(RunConfig(tokens=10)), [{**rank, "times_s": one} for one in times_s])
     assert found["forward_ms"] == pytest.approx({"median": 3.5, "p10": 3.1, "p90": 3.9, "samples": 2})
     assert found["backward_ms"]["median"] == pytest.approx(3.5)
+    assert found["pass_ms"]["median"] == pytest.approx(7.0) and found["tokens_per_s"] == pytest.approx(10 / 0.007)
 
 
 def test_what_a_recorder_heard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def recording(ring: Ring) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(exposed_us=1000.0 * (ring.rank + 1), overlap=0.5 - ring.rank / 4)
+        yield SimpleNamespace(exposed_us=1000.0 * (ring.rank + 1), overlap=0.5 - ring.rank / 4,
+                              arrivals_known=ring.rank == 0)  # fmt: skip
 
     monkeypatch.setattr(Ring, "recording", recording)
     found = measured([], 2)[0]
     assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]} and found["overlap"] == 0.25
+    assert found["arrivals_known"] is False  # not on all ranks
     found = measured(["backward=false"], 2)[0]
     assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": None} and found["overlap"] == 0.25
 

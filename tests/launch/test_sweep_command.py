@@ -18,7 +18,7 @@ import pytest
 
 from ringattn.errors import RingError
 from ringattn.launch.failures import RanksError
-from ringattn.launch.measure import jobs, sweep
+from ringattn.launch.measure import jobs, run_config, sweep
 from ringattn.launch.measure.points import MEASURED, STATUSES, Folder, hash_of, make_record, opened, read_points
 from ringattn.launch.measure.run_config import RunConfig, load_run
 from ringattn.launch.measure.sweep_progress import SweepProgress
@@ -77,7 +77,7 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     folder = tmp_path / "a=folder, (two)"  # Hydra's grammar gives all of these a meaning
     assert swept(folder, *TWO_BY_TWO) == 0
     found = lines(folder)
-    combinations = [(1, "ring"), (1, "all_gather"), (2, "ring"), (2, "all_gather")]
+    combinations = [(1, "all_gather"), (2, "ring"), (2, "all_gather")]  # one rank has no schedule to speak of
     assert [(one["world_size"], one["config"]["schedule"]["name"]) for one in found] == combinations
     environments = json.loads((folder / "environments.json").read_text())
     for one, config in zip(found, ranks.ran, strict=True):
@@ -86,8 +86,9 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
         assert environments[one["environment"]] == {"torch": "2", "ranks": config.world_size}
     assert len(environments) == 2
     printed = capsys.readouterr().out
-    assert "4/4  ok      ranks=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
-    assert "4 of 4 points are ok" in printed
+    assert "3/3  ok      ranks=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
+    assert "3 of 3 points are ok" in printed
+    assert "the same work, run once: ranks=1, with schedule=ring; schedule=all_gather" in printed
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
 
 
@@ -97,6 +98,33 @@ def test_masks_layouts_dtypes_and_branches_are_axes_too(ranks: StandIn, tmp_path
     assert len({hash_of(config) for config in ranks.ran}) == 8
     assert swept(tmp_path / "b", "mask=causal,window", "mask.window_tokens=5") == 0
     assert [config.mask.kind for config in ranks.ran[8:]] == ["causal", "window"]
+
+
+def test_points_that_come_out_equal_are_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, points = sweep.described(["mask=causal,window", "mask.window_tokens=128,256", "tokens=512"])
+    assert [point.label for point in points] == [
+        "mask=causal", "mask=window mask.window_tokens=128", "mask=window mask.window_tokens=256"
+    ]  # fmt: skip
+    assert sweep.equal_points(points) == [
+        "the same work, run once: mask=causal, with mask.window_tokens=128; mask.window_tokens=256"
+    ]
+    again = load_run(run_config.words_of(points[0].config))  # what repeats a point has no word without effect
+    assert run_config.plain(points[0].config) == run_config.plain(again)
+
+
+def test_one_rank_alone_has_nothing_between_ranks() -> None:
+    words = [
+        "ranks=1,2",
+        "schedule=ring,direct",
+        "transport=gloo,shm",
+        "layout=zigzag,striped",
+        "dtype=fp32,fp64",
+        "tokens=64",
+    ]
+    _, points = sweep.described(words)
+    alone = [point for point in points if point.config.world_size == 1]
+    assert [point.label for point in alone] == ["ranks=1 dtype=fp32", "ranks=1 dtype=fp64"]
+    assert len(points) == 2 + 16 and all(len(point.equal) == 8 for point in alone)
 
 
 @pytest.mark.parametrize(
@@ -179,19 +207,20 @@ def test_a_job_that_dies_is_a_point_that_failed(ranks: StandIn, tmp_path: Path) 
 
 def test_a_stopped_sweep_goes_on_where_it_stopped(ranks: StandIn, tmp_path: Path) -> None:
     def answer(config: RunConfig) -> dict[str, Any]:
-        if len(ranks.ran) == 3:
+        if len(ranks.ran) == 2:
             raise KeyboardInterrupt
         return facts(config)
 
     ranks.answer = answer
     with pytest.raises(KeyboardInterrupt):
         swept(tmp_path, *TWO_BY_TWO)
-    assert len(lines(tmp_path)) == 2
+    assert len(lines(tmp_path)) == 1
     ranks.answer = facts
-    assert swept(tmp_path, *reversed(TWO_BY_TWO)) == 0  # the same options in another order
-    assert len(ranks.ran) == 5 and len(read_points(tmp_path)) == len(lines(tmp_path)) == 4
+    other_order = "tokens=64", "schedule=all_gather,ring", "ranks=2,1"
+    assert swept(tmp_path, *other_order) == 0
+    assert len(ranks.ran) == 4 and len(read_points(tmp_path)) == len(lines(tmp_path)) == 3
     assert swept(tmp_path, *TWO_BY_TWO) == 0
-    assert len(ranks.ran) == 5
+    assert len(ranks.ran) == 4
 
 
 def test_what_jobs_left_meanwhile_is_taken_in(ranks: StandIn, tmp_path: Path) -> None:
@@ -225,9 +254,9 @@ def test_a_torn_line_is_passed_over(ranks: StandIn, tmp_path: Path) -> None:
     assert swept(tmp_path, *TWO_BY_TWO) == 0
     whole = (tmp_path / "points.jsonl").read_bytes()
     (tmp_path / "points.jsonl").write_bytes(whole[:-40])
-    assert len(read_points(tmp_path)) == 3
+    assert len(read_points(tmp_path)) == 2
     assert swept(tmp_path, *TWO_BY_TWO) == 0
-    assert len(ranks.ran) == 5 and len(read_points(tmp_path)) == 4
+    assert len(ranks.ran) == 4 and len(read_points(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,7 +270,7 @@ def test_another_sweep_is_not_mixed_in(
     told = capsys.readouterr().err
     assert "holds the points of another sweep (" in told and "ranks=1,2 schedule=ring,all_gather" in told
     assert "give this sweep a folder of its own with out=" in told
-    assert len(ranks.ran) == 4 and len(lines(tmp_path)) == 4
+    assert len(ranks.ran) == 3 and len(lines(tmp_path)) == 3
 
 
 @pytest.mark.slow
@@ -288,6 +317,7 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
         ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
         ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
+        ("mask=causal,full mask.window_tokens=1,2", "has no effect with mask=causal,full; it goes with mask=window"),
     ],
 )
 def test_refusals(ranks: StandIn, tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +329,7 @@ def test_refusals(ranks: StandIn, tmp_path: Path, words: str, message: str, caps
 def test_a_plan_runs_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert swept(tmp_path / "out", *TWO_BY_TWO, "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert printed.count("-m torch.distributed.run --standalone") == 4 and "--nproc-per-node=2" in printed
+    assert printed.count("-m torch.distributed.run --standalone") == 3 and "--nproc-per-node=2" in printed
     assert not (tmp_path / "out").exists() and not ranks.ran
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
 from ringattn.observe.flight import FlightRecord
+from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.location import Location
@@ -77,6 +78,7 @@ class NcclTransport:
         self.gpu, self.options = gpu, options
         self.locations: tuple[Location, ...] = ()
         self.record = record or FlightRecord(control.rank, control.world_size, self.name)
+        leave_records(self.record, flight_dir)
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
         # Shared with the supervisor and the memory; filled when ranks have met.
@@ -255,7 +257,7 @@ class NcclTransport:
         # Told only when all has arrived: this rank waits for nothing more.
         linger = Deadline(patience_s)
         self.supervisor.leave(linger)
-        self._end = ClosedError(f"rank {self.rank} closed its ring")
+        self._end, self.record.over = ClosedError(f"rank {self.rank} closed its ring"), True
         together, lost = False, None
         try:
             asked = self.supervisor.all_closed(self._control.until(linger.plus(ANSWER_S)))

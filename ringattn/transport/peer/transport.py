@@ -23,6 +23,7 @@ import torch
 
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
+from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.location import Location
@@ -75,6 +76,7 @@ class PeerTransport:
         self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or _leave)
         self.watch.start()
         _open.add(self)
+        leave_records(record, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
@@ -189,7 +191,7 @@ class PeerTransport:
         except RingError as error:
             self.abort(error)
             raise
-        self._end = ClosedError(f"rank {self.rank} closed its ring")
+        self._end, self.record.over = ClosedError(f"rank {self.rank} closed its ring"), True
         self._finish(failed=False)
 
     def _finish(self, failed: bool) -> None:

@@ -212,6 +212,7 @@ class ShmTransport(ProcessTransport):
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
             self._group.leave()
+            self._flights.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def _start(

@@ -1,0 +1,25 @@
+"""The words of `ringattn doctor`, without what looks at the machine: that loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+HELP = """usage: ringattn doctor [--json]
+
+Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
+them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
+nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
+
+  --json  one JSON document instead of a table
+
+Returns 0, or 1 if a finding is an error."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Raises `InputError` for bad options."""
+    if {"--help", "-h"} & set(argv):
+        print(HELP)
+        return 0
+    from ringattn.launch.doctor.doctor import main as look
+
+    return look(argv)

@@ -1,0 +1,168 @@
+"""One concept in all its spellings, on every command: keys, names in any case, masks, and counts of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ringattn import cli
+from ringattn.errors import InputError
+from ringattn.launch.capacity import plan
+from ringattn.launch.capacity.plan import PlanConfig
+from ringattn.launch.config import load
+from ringattn.launch.lengths import lengths_told, with_lengths
+from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.measure.run_config import RunConfig
+from ringattn.launch.measure.sweep import described
+from ringattn.launch.options import leaves
+from ringattn.launch.pictures.show import ExplainConfig
+from ringattn.launch.pictures.timeline import TimelineConfig
+from ringattn.launch.spelling import spelled
+from ringattn.launch.train.config import TrainConfig
+
+CONFIGS = {RunConfig: "run", TrainConfig: "train"}
+COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig)
+
+
+def read(schema: Any, *words: str) -> dict[str, Any]:
+    """Every option by its key."""
+    return {key: value for key, value, _ in leaves(load(words, schema, CONFIGS.get(schema)))}
+
+
+def same_words(schema: Any, words: str, same: str) -> bool:
+    """Whether a command reads them alike; Hydra, which is slow, gets what `spelled` says."""
+    found = sorted(spelled(words.split(), schema))
+    return found == sorted(spelled(same.split(), schema)) == sorted(same.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("128k", 128_000), ("128K", 128_000), ("1M", 10**6), ("1.5M", 1_500_000), ("1e6", 10**6), ("2G", 2 * 10**9),
+     ("128Ki", 131_072), ("128ki", 131_072), ("1Mi", 2**20), ("4096", 4096), ("1.5e3", 1500), ("0.5Ki", 512)],
+)  # fmt: skip
+def test_counts_of_tokens(text: str, count: int) -> None:
+    for schema in COMMANDS:
+        assert same_words(schema, f"tokens={text}", f"tokens={count}")
+    if text == "128Ki":
+        assert read(RunConfig, f"tokens={text}")["tokens"] == count
+
+
+def test_counts_within_other_values() -> None:
+    assert with_lengths("tokens", "64k,128Ki,4096") == "64000,131072,4096"
+    assert with_lengths("segment_lengths", "[2k,8Ki]") == "[2000,8192]"
+    assert with_lengths("tokens", "range(1k,4k,1k)") == "range(1000,4000,1000)"
+    assert with_lengths("tokens", "5kg") == "5kg" and with_lengths("tokens", "0.5") == "0.5"
+    assert read(TrainConfig, "curriculum_start_tokens=1Ki", "curriculum_steps=2")["curriculum_start_tokens"] == 1024
+    assert [point.config.tokens for point in described(["tokens=1k,1Ki"])[1]] == [1000, 1024]
+    with pytest.raises(InputError, match=r"^tokens=1\.0005k: is 1000\.5 tokens; write a whole number"):
+        spelled(["tokens=1.0005k"], RunConfig)
+    with pytest.raises(InputError, match=r"^tokens"):
+        load(["tokens=128q"], RunConfig, "run")
+
+
+def test_other_options_take_no_letters() -> None:
+    assert spelled(["out=8k", "repeats=1e1", "seed=1k"], RunConfig) == ["out=8k", "repeats=1e1", "seed=1k"]
+
+
+def test_what_a_length_came_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(lengths_told(["tokens=128k", "ranks=2", "window_tokens=1Ki,64", "tokens=1e6"])) == [
+        "tokens=128k is 128,000 tokens (128Ki: 131,072)", "window_tokens=1Ki is 1,024 tokens",
+    ]  # fmt: skip
+    assert cli.main(["plan", "tokens=8k", "tokn=1"]) == 2
+    assert "ringattn plan: tokens=8k is 8,000 tokens (8Ki: 8,192)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "same"),
+    [
+        (PlanConfig, "hardware=H100", "hardware=h100"),
+        (PlanConfig, "cluster=H100", "hardware=h100"),
+        (PlanConfig, "preset=70b", "preset=70B"),
+        (PlanConfig, "preset=LLAMA3-8B", "preset=llama3-8b"),
+        (PlanConfig, "precision=BF16", "precision=bf16"),
+        (RunConfig, "dtype=BF16", "dtype=bf16"),
+        (RunConfig, "mask=Causal", "mask=causal"),
+        (RunConfig, "schedule=RING", "schedule=ring"),
+        (RunConfig, "hardware=A100", "cluster=a100"),
+        (ExplainConfig, "cluster=H100", "cluster=h100"),
+        (ExplainConfig, "dtype=BF16", "dtype=bfloat16"),
+        (TrainConfig, "layout=ZigZag", "layout=zigzag"),
+    ],
+)
+def test_names_in_any_case(schema: Any, words: str, same: str) -> None:
+    assert same_words(schema, words, same)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "same"),
+    [
+        (RunConfig, "heads=4 kv_heads=4 head_dim=16", "shape.heads=4 shape.kv_heads=4 shape.head_dim=16"),
+        (RunConfig, "q_heads=4", "shape.heads=4"),
+        (RunConfig, "precision=bf16", "dtype=bf16"),
+        (RunConfig, "mask=window window_tokens=7", "mask=window mask.window_tokens=7"),
+        (CheckConfig, "shape.heads=6", "heads=6"),
+        (ExplainConfig, "shape.heads=6 shape.head_dim=16", "heads=6 head_dim=16"),
+        (TrainConfig, "heads=8", "model.heads=8"),
+        (TrainConfig, "precision=bf16_cast", "dtype=bf16"),
+        (PlanConfig, "dtype=bf16", "precision=bf16_cast"),
+        (PlanConfig, "dtype=float32", "precision=fp32"),
+        (RunConfig, "causal=true", "mask=causal"),
+        (RunConfig, "causal=false", "mask=full"),
+        (RunConfig, "causal=true left=511", "mask=window mask.window_tokens=512"),
+        (RunConfig, "left=1k right=0", "mask=window mask.window_tokens=1001"),
+        (PlanConfig, "causal=false", "mask=full"),
+        (PlanConfig, "causal=true left=512", "mask=window window_tokens=512"),
+        (ExplainConfig, "mask=causal", "causal=true"),
+        (ExplainConfig, "mask=full", "causal=false"),
+        (ExplainConfig, "mask=window mask.window_tokens=512", "causal=true left=511"),
+        (ExplainConfig, "mask.kind=window window_tokens=1Ki", "causal=true left=1023"),
+        (TimelineConfig, "mask=full", "causal=false"),
+    ],
+)
+def test_the_spellings_of_one_concept(schema: Any, words: str, same: str) -> None:
+    assert same_words(schema, words, same)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "told"),
+    [
+        (RunConfig, "heads=4 shape.heads=8", "heads: is another spelling of shape.heads, and shape.heads is given too"),
+        (PlanConfig, "cluster=h100 hardware=h100", "cluster: is another spelling of hardware, and hardware is given"),
+        (RunConfig, "mask=causal causal=false", "causal: is part of a mask, and mask is given too"),
+        (RunConfig, "causal=false left=5", "left=5: here windows are causal"),
+        (RunConfig, "causal=maybe", "causal=maybe: should be true or false"),
+        (ExplainConfig, "mask=window", "mask=window: here masks are full, causal, or window with its window_tokens="),
+        (ExplainConfig, "mask=documents", "mask=documents: here masks are full, causal, or window"),
+        (ExplainConfig, "mask=causal left=3", "left: is part of mask=causal, which is given too"),
+        (TimelineConfig, "mask=window window_tokens=5", "mask=window: this command has no windows"),
+        (ExplainConfig, "mask=causal,full", "mask=causal,full: give several values in this command's own words"),
+    ],
+)
+def test_spellings_that_contradict_each_other(schema: Any, words: str, told: str) -> None:
+    with pytest.raises(InputError) as refused:
+        spelled(words.split(), schema)
+    assert str(refused.value).startswith(told)
+
+
+@pytest.mark.parametrize("word", ["-m", "--cfg", "~mask", "hydra.sweep.dir=128k", "hydra/launcher=basic", "tokens"])
+def test_words_of_hydra_are_left_alone(word: str) -> None:
+    assert spelled([word], RunConfig) == [word]
+
+
+def test_a_prefix_of_hydra_is_kept() -> None:
+    assert spelled(["++tokens=8k", "+heads=4"], RunConfig) == ["++tokens=8000", "+shape.heads=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("preset=8B", "preset=8B: did you mean llama3-8b?"),
+        ("preset=lama3-8b", "preset=lama3-8b: did you mean llama3-8b?"),
+        ("hardware=a100", "hardware=a100: did you mean a100-40"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: str) -> None:
+    with pytest.raises(InputError) as refused:
+        plan.main([words])
+    assert str(refused.value).startswith(told)
