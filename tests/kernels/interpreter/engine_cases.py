@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
@@ -32,13 +33,14 @@ from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 from tests.gpu import kernel_checks
 from tests.kernels.interpreter.bf16_shim import bf16, rounded, stock_interpreter, widened
+from tests.kernels.interpreter.patching import STOCK, patched_once
 
 SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1))
 
 
 @pytest.fixture(autouse=True)
 def _bfloat16() -> Iterator[None]:
-    with bf16():
+    with bf16(), patched_once():
         yield
 
 
@@ -256,6 +258,16 @@ def test_without_the_shim_bfloat16_is_silently_wrong() -> None:
         launched(q, kv, stock, tiles)
     assert (stock[0] - shimmed[0]).abs().nan_to_num(1e30).max() > 1e3
     assert shimmed[0].abs().max() < 4
+
+
+def test_the_interpreter_patched_once_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, to the bit."""
+    found = []
+    for call in (STOCK, InterpretedFunction.__call__):
+        monkeypatch.setattr(InterpretedFunction, "__call__", call)
+        found.append(Trial(SCENARIOS["zigzag"], torch.float32, True).run(TritonEngine(SMALL)))
+    assert STOCK is not InterpretedFunction.__call__
+    assert all(torch.equal(found[0][part].nan_to_num(7.0), found[1][part].nan_to_num(7.0)) for part in found[0])
 
 
 def test_the_shim_rounds_as_torch_does() -> None:

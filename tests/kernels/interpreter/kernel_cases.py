@@ -35,6 +35,7 @@ from tests.kernels.interpreter.kernel_inputs import (
     seen,
     silenced,
 )
+from tests.kernels.interpreter.patching import patched_once
 
 FORMS = ("pointers", "descriptors", "specialized")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +56,7 @@ def seed() -> Iterator[int]:
     chosen = int(os.environ.get("RINGATTN_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"RINGATTN_SEED={chosen}")
     torch.manual_seed(chosen)
-    with bf16():
+    with bf16(), patched_once():
         yield chosen
 
 

@@ -23,7 +23,8 @@ def narrow_floats() -> Iterator[None]:
     """The interpreter with the bfloat16 and the float8 of a GPU."""
     # Not above: a process that collects nothing here must not load triton's interpreter.
     from tests.kernels.interpreter.bf16_shim import bf16
+    from tests.kernels.interpreter.patching import patched_once
     from tests.kernels.interpreter_rows.fp8_shim import fp8
 
-    with bf16(), fp8():
+    with bf16(), fp8(), patched_once():
         yield
