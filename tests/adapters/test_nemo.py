@@ -1,0 +1,251 @@
+"""NeMo Automodel over a ring: its own sharder, loss and hooks on two processes, and stand-ins of what was recorded."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.adapters import hosts, nemo
+from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.testing import run_ranks
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from tests.adapters.environments import environment
+from tests.adapters.hosts import record
+from tests.adapters.models import tiny_model
+from tests.adapters.nemo_record import record_of, recorded
+
+TOKENS, DOCUMENTS = 22, [0, 7, 13, 22]
+
+
+def batch(packed: bool) -> dict[str, Tensor]:
+    """As NeMo's collaters make it: labels stand at the token that predicts them."""
+    tokens = torch.randint(3, 64, (1, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+    places = torch.arange(TOKENS)
+    for start, stop in pairwise(DOCUMENTS):
+        if packed:
+            places[start:stop] = torch.arange(stop - start)
+    labels = tokens[:, 1:].clone()
+    labels[:, 3:6] = -100
+    return {"input_ids": tokens[:, :-1], "labels": labels, "position_ids": places[None]}
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """What NeMo's MaskedCrossEntropy computes, without its cast to float32."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (TOKENS - 3)
+
+
+def reference(packed: bool) -> list[Tensor]:
+    """Loss and gradients of one process that sees every document alone."""
+    model, whole = tiny_model("mistral", "sdpa"), batch(packed)  # eager has its softmax in float32
+    total = torch.zeros((), dtype=torch.float64)
+    for start, stop in pairwise(DOCUMENTS) if packed else [(0, TOKENS)]:
+        part = {name: x[:, start:stop] for name, x in whole.items()}
+        labels = part.pop("labels")
+        total = total + loss_of(model(**part).logits, labels)
+    return [*torch.autograd.grad(total, list(model.parameters())), total.detach()]
+
+
+def attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Like NeMo's function of this name, which it calls where cp has several ranks."""
+
+    def _self_attn_pre_forward_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": None, "is_causal": True}
+
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_self_attn_pre_forward_hook, with_kwargs=True, prepend=True)
+
+
+def attach_cp_sdpa_hooks(model: nn.Module) -> None:
+    def _pre_hook(module: nn.Module, args: Any, kwargs: Any) -> None: ...
+
+    model.register_forward_pre_hook(_pre_hook, with_kwargs=True)
+
+
+def step(model: Any, sharder: Any, whole: dict[str, Tensor]) -> list[Tensor]:
+    """As NeMo's recipe for language models does it: loss and gradients of this rank."""
+    context, mine = sharder.shard(whole)
+    with context():
+        labels = mine.pop("labels")
+        loss = loss_of(model(**mine).logits, labels)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [*grads, loss.detach()]
+
+
+def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+# --- stand-ins, ranks as threads -------------------------------------------------------------------------------------
+
+
+def arguments(said: str) -> inspect.Signature:
+    """A signature from its text."""
+    names: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef recorded({said}): ...", names)
+    return inspect.signature(names["recorded"])
+
+
+@pytest.fixture
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with the arguments, fields and calls that were recorded of NeMo's."""
+    said = recorded()
+    monkeypatch.setattr(hosts, "version", lambda package: said["version"])
+    (shards,) = (call for call in said["calls"] if call.startswith("self.shard_batch"))
+
+    class ContextParallelSharder:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = arguments(said["ContextParallelSharder.__init__"]).bind(self, *args, **kwargs).arguments
+            self.shard_batch, self.indices = given["shard_batch"], given["local_token_global_indices"]
+            self._cp_mesh = self._tp_mesh = self._loss_mask = None
+            self._padding_token_id = 0
+
+        def shard(self, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            context, mine, self.layout = eval(shards, {"self": self, "batch": batch})
+            return context, mine
+
+    def ShardLayout(**fields: Any) -> SimpleNamespace:
+        assert set(fields) <= {one.split(":")[0].strip() for one in said["ShardLayout"].split(", ") if ":" in one}
+        return SimpleNamespace(**fields)
+
+    package = "nemo_automodel.components.distributed.context_parallel"
+    for name in (*(package.rsplit(".", cut)[0] for cut in (3, 2, 1)), package, f"{package}.sharder"):
+        module = ModuleType(name)
+        module.__dict__.update(ContextParallelSharder=ContextParallelSharder, ShardLayout=ShardLayout)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def resolved(model: Any, batch: dict[str, Any]) -> Any:
+    """The sharder, as NeMo asks for it."""
+    ask, take = sorted(recorded()["calls"])[:2]
+    prepared = eval(ask, {"model": model, "batch": batch, "num_chunks": 1})
+    return eval(take, {"prepared": prepared})
+
+
+@pytest.mark.usefixtures("_stand_ins")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_over_two_ranks_equals_one_process(packed: bool) -> None:
+    wanted = reference(packed)
+
+    def body(ring: Ring) -> float:
+        model, whole = tiny_model("mistral", "sdpa"), batch(packed)
+        attach_context_parallel_hooks(model)
+        assert nemo.prepare(model, ring) is model and nemo.prepare(model, ring) is model
+        sharder = resolved(model, whole)
+        found = step(model, sharder, whole)
+        ring.all_reduce(found)
+        rows = sharder.indices(None, TOKENS)
+        assert len(rows) == TOKENS // 2 and sharder.layout.original_seq_len == TOKENS
+        return worst(found, wanted)
+
+    assert max(run_ranks(2, body)) < 1e-10
+
+
+@pytest.mark.usefixtures("_stand_ins")
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ring() as ring:
+        model, whole = nemo.prepare(tiny_model("mistral", "sdpa"), ring), batch(False)
+        with pytest.raises(InputError, match="how qkv_format, seq_lens lies over ranks is not known"):
+            resolved(model, whole).shard({**whole, "qkv_format": "thd", "seq_lens": torch.tensor([[TOKENS]])})
+        with pytest.raises(InputError, match="the batch has no labels"):
+            resolved(model, whole).shard({"input_ids": whole["input_ids"]})
+        sharder = resolved(model, whole)
+        sharder._loss_mask = whole["labels"]
+        with pytest.raises(InputError, match="loss_mask: over a ring labels say what is learned"):
+            sharder.shard(whole)
+        with pytest.raises(InputError, match=r"a sequence of 20 and no batch was sharded yet"):
+            sharder.indices(None, 20)
+        with pytest.raises(UnsupportedError, match=r"num_chunks=2"):
+            model.prepare_model_inputs_for_cp(whole, num_chunks=2)
+        compiled = tiny_model("mistral", "sdpa")
+        attach_cp_sdpa_hooks(compiled)
+        with pytest.raises(UnsupportedError, match=r"enable_compile: .* set it to false"):
+            nemo.prepare(compiled, ring)
+        own = tiny_model("mistral", "sdpa")
+        own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
+        with pytest.raises(UnsupportedError, match=r"one of NeMo's own models .*force_hf=True"):
+            nemo.prepare(own, ring)
+        monkeypatch.setattr(hosts, "version", lambda package: "0.8.1")
+        with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7 and 0\.8\.1 is installed"):
+            nemo.prepare(own, ring)
+
+
+@pytest.mark.usefixtures("_stand_ins")
+def test_a_batch_that_one_rank_alone_gets_wrong_is_refused_by_all() -> None:
+    def body(ring: Ring) -> None:
+        model, whole = nemo.prepare(tiny_model("mistral", "sdpa"), ring), batch(False)
+        sharder = resolved(model, whole)
+        if ring.rank:
+            del whole["labels"]
+        with pytest.raises(InputError, match="the batch has no labels"):
+            sharder.shard(whole)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+# --- the package -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    """NeMo Automodel without what it requires, most of which is for a GPU."""
+    return environment("nemo-automodel==0.7.0")
+
+
+@pytest.mark.slow
+def test_the_record_is_that_of_the_package(package: Path) -> None:
+    assert record_of(package) == recorded()
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
+    """One of two ranks with NeMo's own sharder, hooks and loss: the greatest relative error of each case."""
+    from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder, utils
+    from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
+    criterion, answers = MaskedCrossEntropy(fp32_upcast=False), {}
+    for packed in (False, True):
+        model, whole = tiny_model("mistral", "sdpa"), batch(packed)
+        utils.attach_context_parallel_hooks(model)
+        nemo.prepare(model, mesh)
+        wanted, kept = reference(packed), whole["input_ids"].clone()
+        sharder = ContextParallelSharder(model, mesh, whole)
+        context, mine = sharder.shard(whole)
+        with context():
+            labels = mine.pop("labels")
+            loss = criterion(logits=model(**mine).logits, labels=labels, num_label_tokens=TOKENS - 3)
+            found = [*torch.autograd.grad(loss, list(model.parameters())), loss.detach()]
+        for one in found:
+            torch.distributed.all_reduce(one)
+        answers["packed" if packed else "plain"] = worst(found, wanted)
+        shard = sharder.shard_token_tensor(kept)
+        answers["tokens"] = torch.equal(shard, mine["input_ids"]) and torch.equal(
+            sharder.gather_token_tensor(shard, trim=True), kept
+        )
+    torch.distributed.destroy_process_group()
+    return answers
+
+
+@pytest.mark.slow
+def test_the_package_over_two_processes_equals_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(package))
+    answers = run_ranks_in_processes("tests.adapters.test_nemo:of_processes", {}, 2, 200, 1)
+    for errors in answers:
+        assert errors.pop("tokens") is True and set(errors) == {"plain", "packed"}
+        assert max(errors.values()) < 1e-10, errors
+    words = "loss and gradients of a Mistral through NeMo's sharder and MaskedCrossEntropy, float64"
+    for mode in ("plain", "packed"):
+        error = max(errors[mode] for errors in answers)
+        record("NeMo Automodel", recorded()["version"], mode, "exact", ranks=2, worst=error, words=words)
