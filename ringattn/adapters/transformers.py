@@ -34,6 +34,7 @@ from ringattn.adapters.transformers_checks import (
     refuse_options,
 )
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
+from ringattn.adapters.transformers_memory import save_memory
 from ringattn.adapters.transformers_rotary import watch_rotary
 from ringattn.adapters.transformers_towers import is_tower, mark_parts, refuse_text_towers
 from ringattn.errors import UnsupportedError
@@ -63,7 +64,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_spec)
 
 
-def prepare(model: Any) -> Any:
+def prepare(
+    model: Any, *, tiled_mlp: int | None = None, chunked_loss: int | None = None, offload_checkpoints: bool = False
+) -> Any:
     """Lets the text part of a model attend through the ring, and checks the inputs of its every call.
 
     Towers for images and sound, which have configurations of their own, keep their attention: they are not sharded.
@@ -72,12 +75,17 @@ def prepare(model: Any) -> Any:
 
     Args:
         model: A PreTrainedModel of transformers. It is changed in place.
+        tiled_mlp: Tokens in a feed-forward at once, computed again in backward. None: all, kept.
+        chunked_loss: Tokens whose logits exist at once where there are labels; no logits are returned then. None: all.
+        offload_checkpoints: Layers are checkpointed, and their inputs wait in host memory.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own.
+        InputError: One of the numbers is below 1, or another than the model was prepared with.
+        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own;
+            its feed-forwards are experts, or its loss is another than transformers' causal one.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))
@@ -102,6 +110,7 @@ def prepare(model: Any) -> Any:
         watch(model)
         watch_rotary(model)
         prepared_models.add(model)
+    save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
     return model
 
 

@@ -1,0 +1,265 @@
+"""Options of `prepare` that save memory: the loss and gradients of the model without them, less at once, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ringattn import Ring
+from ringattn.adapters import transformers as adapter
+from ringattn.bench.processes import run_in_processes
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.launch.train.mesh import join_process_group
+from ringattn.layers import offload
+from ringattn.observe.storages import StorageMeter
+from ringattn.testing import run_ranks
+from tests.adapters.models import tiny_model
+from tests.adapters.ranks import TOKENS, Batch, InDouble, batches, gradients
+
+adapter.register()
+EXACT = 1e-12
+ALL = {"tiled_mlp": 5, "chunked_loss": 7}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU's host memory: what waits there is no tensor. The elements of what was moved."""
+    moved: list[int] = []
+
+    def to_host(x: Tensor) -> Any:
+        moved.append(x.numel())
+        return x.detach().numpy().copy()
+
+    monkeypatch.setattr(offload, "to_host", to_host)
+    monkeypatch.setattr(offload, "from_host", torch.from_numpy)
+    monkeypatch.setattr("ringattn.adapters.transformers_memory.check_device", lambda device, option: None)
+    return moved
+
+
+def step(model: Any, batch: Batch, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The output of one process's call with labels, and all gradients."""
+    given = {"labels": batch.labels, "num_items_in_batch": batch.labels_count, **changes}
+    out = model(input_ids=batch.tokens, **given)
+    return out, gradients(model, out.loss)
+
+
+def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """The greatest relative error."""
+    return max(((found[of] - true[of]).abs().max() / true[of].abs().max().clamp(min=1.0)).item() for of in true)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "granite", "phi3"])  # softcap, scales, one gate_up
+def test_one_process_has_the_same_loss_and_gradients(name: str) -> None:
+    batch = batches()["plain"]
+    with InDouble():
+        true, _ = step(adapter.prepare(tiny_model(name, "ringattn")), batch)
+        model = adapter.prepare(tiny_model(name, "ringattn"), **ALL).train()
+        for given in ({}, {"num_items_in_batch": None}):  # a sum over all ranks' labels, and transformers' own mean
+            wanted = step(adapter.prepare(tiny_model(name, "ringattn")), batch, **given)
+            out, found = step(model, batch, **given)
+            torch.testing.assert_close(out.loss, wanted[0].loss, rtol=EXACT, atol=0)
+            assert worst(found, wanted[1]) < EXACT
+            assert out.logits is None and "logits" not in out
+        without = model(input_ids=batch.tokens)
+        torch.testing.assert_close(without.logits, true.logits, rtol=EXACT, atol=EXACT)
+
+
+def test_checkpoints_on_the_host_change_no_bit(host: list[int]) -> None:
+    batch = batches()["plain"]
+    true, grads = step(adapter.prepare(tiny_model("llama", "ringattn")).train(), batch)
+    model = adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train()
+    out, found = step(model, batch)
+    assert torch.equal(out.loss, true.loss) and all(torch.equal(found[of], grads[of]) for of in grads)
+    assert host == [batch.tokens.numel() * model.config.hidden_size] * model.config.num_hidden_layers
+    again = adapter.prepare(tiny_model("llama", "ringattn"), **ALL, offload_checkpoints=True).train()
+    assert worst(step(again, batch)[1], grads) < 1e-6  # transformers' own loss is rounded to float32
+
+
+def loss_over(ring: Ring, model: Any, batch: Batch) -> Tensor:
+    """This rank's part of the loss."""
+    seq = ring.sequence(TOKENS, layout="zigzag")
+    shifted = seq.shard_labels(batch.labels)
+    with ring.activate(seq):
+        loss: Tensor = model(
+            input_ids=seq.shard(batch.tokens), position_ids=seq.positions()[None], labels=shifted,
+            shift_labels=shifted, num_items_in_batch=batch.labels_count,
+        ).loss  # fmt: skip
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
+    batch = batches()["plain"]
+    with InDouble():
+        true, grads = step(tiny_model(name, "eager"), batch)
+
+    def body(ring: Ring) -> float:
+        with InDouble():
+            model = adapter.prepare(tiny_model(name, "ringattn"), **ALL)
+            loss = loss_over(ring, model, batch)
+            total, found = loss.detach().clone(), gradients(model, loss)
+            ring.all_reduce([total, *found.values()])
+        return max(worst(found, grads), abs(total.item() / true.loss.item() - 1))
+
+    assert max(run_ranks(2, body)) < EXACT
+
+
+def sharded_on_rank(ring: Ring) -> float:
+    """Entry of a process: the greatest relative error of gradients under FSDP2 against those of the plain model."""
+    return max(sharded_error(ring, heads_alone) for heads_alone in (False, True))
+
+
+def sharded_error(ring: Ring, heads_alone: bool) -> float:
+    """The same with the head in the model's group of weights, or in one of its own."""
+    join_process_group(ring, "fsdp")
+    mesh, batch = init_device_mesh("cpu", (ring.world_size,)), batches()["plain"]
+    plain = adapter.prepare(tiny_model("llama", "ringattn").double())
+    true = gradients(plain, loss_over(ring, plain, batch))
+    ring.all_reduce(list(true.values()))
+    model = adapter.prepare(tiny_model("llama", "ringattn").double(), **ALL).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    parts = [*model.model.layers, *([model.lm_head] if heads_alone else []), model]
+    for part in parts:
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    for _ in range(2):  # weights are gathered anew in each step
+        model.zero_grad()
+        loss_over(ring, model, batch).backward()
+    return worst({of: p.grad.full_tensor() for of, p in model.named_parameters()}, true)
+
+
+@pytest.mark.slow
+def test_sharded_weights_learn_the_same() -> None:
+    # Norms and transformers' own loss round to float32.
+    assert max(run_in_processes(2, "tests.adapters.test_transformers_memory:sharded_on_rank", {}, print)) < 1e-6
+
+
+def test_float32_and_bfloat16_stay_within_their_rounding() -> None:
+    batch = batches()["plain"]
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        true, grads = step(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)), batch)
+        out, found = step(adapter.prepare(tiny_model("llama", "ringattn").to(dtype), **ALL), batch)
+        assert abs(out.loss.item() / true.loss.item() - 1) < bound and worst(found, grads) < bound
+
+
+def test_lora_beneath_learns_the_same() -> None:
+    model = adapter.prepare(tiny_model("llama", "ringattn").double(), **ALL)
+    plain = adapter.prepare(tiny_model("llama", "ringattn").double())
+    for one in (model, plain):
+        for name, weight in one.named_parameters():
+            weight.requires_grad_("down_proj" in name)
+    batch = batches()["plain"]
+    (_, found), (_, true) = step(model, batch), step(plain, batch)
+    assert worst(found, true) < 1e-6 and all(x.abs().max() > 0 for of, x in found.items() if "down_proj" in of)
+
+
+def test_each_option_takes_less(host: list[int]) -> None:
+    tokens = torch.arange(512)[None] % 64
+    sizes = {"max_position_embeddings": 512, "intermediate_size": 512, "vocab_size": 1024}
+    layers, width, inner, vocabulary = 2, 32, 512, 1024
+
+    def peak(**options: Any) -> int:
+        model = adapter.prepare(tiny_model("llama", "ringattn", **sizes).float(), **options).train()
+        with StorageMeter() as meter:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        return meter.peak_bytes
+
+    plain = peak()
+    # Logits, log-probabilities and two gradients of all tokens, against those of 64 and the output's gradients.
+    assert plain - peak(chunked_loss=64) > 4 * (2.5 * 512 * vocabulary - 4 * 64 * vocabulary - 2 * vocabulary * width)
+    # Gate, up, silu(gate) and the product of both layers are kept by no one, and the loss is the peak.
+    assert plain - peak(tiled_mlp=64) > 0.95 * layers * 4 * 4 * 512 * inner
+    both = peak(chunked_loss=64, tiled_mlp=64)
+    assert both < plain / 4
+    assert peak(chunked_loss=64, tiled_mlp=64, offload_checkpoints=True) < both
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_experts_are_refused_and_the_model_stays_as_it_was(name: str) -> None:
+    model = tiny_model(name, "ringattn")
+    with pytest.raises(UnsupportedError, match=r"^tiled_mlp: .*\(experts"):
+        adapter.prepare(model, **ALL)
+    assert (
+        adapter.prepare(model)(input_ids=batches()["plain"].tokens, labels=batches()["plain"].labels).logits is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tiled_mlp": 0}, "tiled_mlp=0: is a number of tokens"),
+        ({"tiled_mlp": True}, "tiled_mlp=True: is a number of tokens"),
+        ({"chunked_loss": -1}, "chunked_loss=-1: is a number of tokens"),
+    ],
+)
+def test_numbers_of_tokens(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        adapter.prepare(tiny_model("llama", "ringattn"), **options)
+
+
+def test_a_second_prepare_keeps_the_first_or_is_refused() -> None:
+    model = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7)
+    adapter.prepare(adapter.prepare(model), chunked_loss=7)
+    batch = batches()["plain"]
+    assert step(model, batch)[0].logits is None
+    with pytest.raises(InputError, match="chunked_loss=8: this model was prepared with chunked_loss=7"):
+        adapter.prepare(model, chunked_loss=8)
+
+
+def test_no_loss_of_another_kind() -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=4, pad_token_id=0)  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"^chunked_loss: LlamaForSequenceClassification has no"):
+        adapter.prepare(LlamaForSequenceClassification(config), chunked_loss=7)
+
+
+def test_logits_that_are_looked_at_are_refused() -> None:
+    model, batch = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7), batches()["plain"]
+    with pytest.raises(InputError, match="return_dict=False"):
+        model(input_ids=batch.tokens, labels=batch.labels, return_dict=False)
+    with pytest.raises(InputError, match=r"chunked_loss: 52 labels for 54 tokens"):
+        model(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels[:, 1:])
+    chunks = model.loss_function.loss
+    chunks.has_labels = True
+    logits = model.lm_head(torch.zeros(1, 2, 32))
+    for look in (lambda: logits[..., 0], lambda: logits.argmax(-1), lambda: torch.softmax(logits, -1),
+                 lambda: logits * torch.ones(64)):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=r"^chunked_loss: .* of them is asked for"):
+            chunks(look(), batch.labels, 64)
+    assert not hasattr(logits, "dtype")
+
+
+def test_checkpoints_have_nowhere_to_go_on_a_cpu_and_stay_on() -> None:
+    model, batch = (
+        adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train(),
+        batches()["plain"],
+    )
+    with pytest.raises(InputError, match=r"^offload_checkpoints=True: .* on a CPU"):
+        step(model, batch)
+    model.eval()(input_ids=batch.tokens)
+    model.train().gradient_checkpointing_disable()
+    with pytest.raises(InputError, match=r"^offload_checkpoints=True: gradient checkpointing was turned off"):
+        step(model, batch)
+
+
+def test_a_trainer_that_sets_checkpoints_again_leaves_them_on_the_host(host: list[int]) -> None:
+    model, batch = (
+        adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train(),
+        batches()["plain"],
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    step(model, batch)
+    assert host == [batch.tokens.numel() * 32] * 2
