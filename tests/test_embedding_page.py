@@ -1,11 +1,13 @@
-"""docs/embedding.md and docs/embedding-fsdp.md do what they say, on processes that torchrun starts."""
+"""docs/embedding.md and its pages of other packages do what they say, on processes that torchrun starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from ringattn.testing import dense_attention
 from tests.doc_code import run_page, run_page_under_torchrun
 
 
@@ -25,3 +27,17 @@ def test_replicas_of_rings_train_like_one_process(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     printed = run_page_under_torchrun("embedding-fsdp.md", tmp_path, 4)
     assert printed.count("FSDP2: ") == 4 and printed.count("accelerate: the same gradients") == 4
+
+
+def test_the_page_for_users_of_other_packages() -> None:
+    """What stands in its last example is attention of the documents that it names, whole on every rank."""
+    names = run_page("embedding-coming-from.md")
+    q, k, v = (names[name].detach() for name in "qkv")
+    expected, lse = dense_attention(q, k, v, causal=True, cu_seqlens=[0, 200, 601])
+    torch.testing.assert_close(names["whole"].double(), expected, rtol=1e-5, atol=1e-5)
+    assert names["lse"].shape == lse.shape
+
+
+@pytest.mark.slow
+def test_the_page_for_users_of_other_packages_on_two_ranks(tmp_path: Path) -> None:
+    run_page_under_torchrun("embedding-coming-from.md", tmp_path, 2)

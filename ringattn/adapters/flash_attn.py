@@ -10,6 +10,7 @@ tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group
 `deterministic` asks for nothing more: what a ring adds repeats its bits, and so do its own kernels; in backward on
 CUDA, torch's and flash-attn's (engines `aten`, `flash`) do only under `torch.use_deterministic_algorithms(True)`.
 Guarantees: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
+The way into Hugging Face models, `substitute_hf_flash_attn`, is in `flash_attn_hf`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.flash_attn_hf import substitute_hf_flash_attn as substitute_hf_flash_attn
+from ringattn.adapters.flash_attn_hf import update_ring_flash_attn_params as update_ring_flash_attn_params
+from ringattn.adapters.flash_attn_hf import use_ring_attn as use_ring_attn
 from ringattn.adapters.groups import ring_of
 from ringattn.core.layout import Layout, make_layout
 from ringattn.errors import InputError

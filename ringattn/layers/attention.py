@@ -9,13 +9,14 @@ ranks (`ring.all_reduce`).
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ringattn.attention import attend
-from ringattn.errors import InputError
+from ringattn.core.mask import Banded, check_causal
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers.overlapped import Heads, projected_attention
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions, Window
@@ -144,6 +145,8 @@ class Projections(Reports, nn.Module):
     ) -> None:
         """Raises `InputError` for heads that do not fit each other, and rotary positions that do not fit heads."""
         super().__init__()
+        if num_kv_heads is not None and not hasattr(num_kv_heads, "__index__"):
+            raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; give options by name")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
@@ -191,10 +194,11 @@ class RingMultiheadAttention(Projections):
     """Self-attention with its projections: x to queries, keys and values by one weight, attention, output projection.
 
     The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
-    dictionaries load. Weights are alike on all ranks; gradients are this rank's part, to be summed (`Ring.all_reduce`).
+    dictionaries load, and its options are known by their names: those that a ring does not compute are refused.
+    Weights are alike on all ranks; gradients are this rank's part, to be summed (`Ring.all_reduce`).
 
     Example:
-        layer = ringattn.RingMultiheadAttention(4096, 32, num_kv_heads=8, rope="neox", causal=True)
+        layer = ringattn.RingMultiheadAttention(4096, 32, num_kv_heads=8, bias=False, rope="neox", causal=True)
         y = layer(seq.shard(x), seq)
     """
 
@@ -205,7 +209,15 @@ class RingMultiheadAttention(Projections):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
-        bias: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
         rope: RopeStyle | None = None,
@@ -222,7 +234,15 @@ class RingMultiheadAttention(Projections):
             num_heads: Query heads.
             num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
             head_dim: Elements of a head. None: embed_dim / num_heads.
+            dropout: 0; a ring has none.
             bias: The projections have biases.
+            add_bias_kv: False; no key is added to the tokens'.
+            add_zero_attn: False; the same.
+            kdim: None or `embed_dim`; keys are made of the tokens.
+            vdim: None or `embed_dim`.
+            batch_first: True; tensors are (batch, tokens, embed_dim).
+            device: Of the weights. None: torch's default.
+            dtype: Of the weights. None: torch's default.
             qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
             norm_eps: Added to the mean square in that normalization.
             rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
@@ -236,20 +256,43 @@ class RingMultiheadAttention(Projections):
 
         Raises:
             InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or the mask is wrong.
+            UnsupportedError: An option of `torch.nn.MultiheadAttention` is not what a ring computes.
         """
+        _refuse_options({
+            "dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn,
+            "kdim": kdim not in (None, embed_dim), "vdim": vdim not in (None, embed_dim),
+            "batch_first": not batch_first,
+        })  # fmt: skip
         super().__init__(
             embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
-            rope=None if rope is None else Rope(rope, rope_base), device=None, dtype=None,
+            rope=None if rope is None else Rope(rope, rope_base), device=device, dtype=dtype,
         )  # fmt: skip
         self.attention = RingAttention(causal=causal, window=window, sink_heads=num_heads if sinks else None, **softmax)
+        if device is not None or dtype is not None:
+            self.attention.to(device=device, dtype=dtype)
         self.reset_parameters()
 
-    def forward(self, x: Tensor, seq: Sequence) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        seq: Sequence,
+        *,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Tensor:
         """Self-attention of this rank's tokens to those of all ranks. A collective call.
 
         Args:
             x: This rank's shard of `seq`.
             seq: The sequence, which brings the ring.
+            key_padding_mask: None; padding is a document of its own (`Sequence.with_documents`).
+            need_weights: False; a ring never holds the weights.
+            attn_mask: None; masks are the layer's options and the documents of `seq`.
+            average_attn_weights: Only beside need_weights=True.
+            is_causal: True: causal in this call, whether or not the layer is.
 
         Shape:
             x: (batch, tokens, embed_dim)
@@ -259,15 +302,53 @@ class RingMultiheadAttention(Projections):
 
         Raises:
             InputError: A tensor or an option is wrong, on any rank; every rank raises.
-            UnsupportedError: The engine does not compute this call.
+            UnsupportedError: The engine does not compute this call, or an option of `torch.nn.MultiheadAttention` is
+                not what a ring computes.
             DisagreementError: The ranks do not make the same call.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
             OutOfMemoryError: A rank had no memory for the pass.
         """
+        if not isinstance(seq, Sequence):
+            raise InputError(
+                f"the second argument is a {type(seq).__name__}: this layer makes queries, keys and values of x itself "
+                "and is called with (x, seq), seq being ring.sequence(...)"
+            )
+        spec = self.attention.spec
+        with seq.ring.refused_by_all():
+            _refuse_options({
+                "key_padding_mask": key_padding_mask is not None, "need_weights": need_weights,
+                "attn_mask": attn_mask is not None,
+            })  # fmt: skip
+            check_causal(is_causal)
+        if is_causal and isinstance(spec.mask, Banded):
+            spec = replace(spec, mask=replace(spec.mask, causal=True))
         attended = projected_attention(
             x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=self.attention.spec,
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=spec,
         )  # fmt: skip
         out: Tensor = self.out_proj(attended.flatten(2))
         return out
+
+
+_INSTEAD = {
+    "dropout": "attention over a ring has no dropout; set it to 0",
+    "add_bias_kv": "no key is added to the tokens'; leave it out",
+    "add_zero_attn": "no key is added to the tokens'; sinks=True has a learned logit for each head, zero at first",
+    "kdim": "keys are made of the tokens, with embed_dim numbers; for keys of another sequence call ring.attention("
+    "q, k, v, seq, kv_seq=...)",
+    "vdim": "values are made of the tokens, with embed_dim numbers; project them, and call ring.attention",
+    "batch_first": "tensors are (batch, tokens, embed_dim) here; pass batch_first=True and transpose before and after",
+    "key_padding_mask": "a ring takes no mask tensors; make padding a document of its own, with "
+    "ring.sequence(cu_seqlens=...) for all rows alike, or seq.with_documents(...)",
+    "need_weights": "the weights are never held; pass need_weights=False",
+    "attn_mask": "a ring takes no mask tensors; causal=, window= of the layer and documents of the sequence say masks",
+}
+"""What to do instead of an option of `torch.nn.MultiheadAttention`."""
+
+
+def _refuse_options(given: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for the first option that is on."""
+    for name, value in given.items():
+        if value:
+            raise UnsupportedError(f"{name}: {_INSTEAD[name]}")

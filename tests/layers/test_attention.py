@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import Ring, RingAttention, RingMultiheadAttention, RingMultiheadDilatedAttention
-from ringattn.errors import InputError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
 from tests.face import errors
 
@@ -20,7 +21,15 @@ SEED = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Genera
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal-rope": {"causal": True, "rope": "neox"},
-    "llm": {"num_kv_heads": 2, "qk_norm": True, "rope": "neox", "rope_base": 500.0, "causal": True, "head_dim": 10},
+    "llm": {
+        "num_kv_heads": 2,
+        "bias": False,
+        "qk_norm": True,
+        "rope": "neox",
+        "rope_base": 500.0,
+        "causal": True,
+        "head_dim": 10,
+    },
     "gpt-oss": {"num_kv_heads": 1, "bias": True, "rope": "interleaved", "window": (5, 0), "sinks": True},
     "gemma": {"softcap": 2.0, "scale": 0.3, "causal": True, "qk_norm": True, "norm_eps": 0.1},
 }
@@ -77,13 +86,90 @@ def test_autocast_leaves_float64_as_torchs_layers_do(name: str, dtype: torch.dty
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_state_of_torchs_own_layer_loads(bias: bool) -> None:
-    other = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True, dtype=torch.float64)
-    made = RingMultiheadAttention(EMBED, HEADS, bias=bias).double()
-    made.load_state_dict(other.state_dict())
-    (out,) = run_ranks(1, lambda ring: made(X, ring.sequence(TOKENS)).detach())
-    torch.testing.assert_close(out, other(X, X, X, need_weights=False)[0], rtol=1e-10, atol=1e-10)
+# --- beside torch.nn.MultiheadAttention ------------------------------------------------------------------------------
+
+MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
+    "full": ({}, {}, None),
+    "causal": ({"causal": True}, {}, torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)),
+    "is_causal": ({}, {"is_causal": True, "need_weights": False}, torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)),
+    "is_causal window": (
+        {"window": (4, None)}, {"is_causal": True}, ~torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-4)
+    ),
+}  # fmt: skip
+"""Options of the layer, of its call, and the same as torch's attn_mask."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("bias", [{}, {"bias": False}])
+def test_torchs_own_layer(name: str, bias: dict[str, Any]) -> None:
+    """The same defaults: its state loads; output and every gradient, over two ranks."""
+    options, called, attn_mask = MASKS[name]
+    other = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias)
+    for weight in other.parameters():
+        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
+    x = X.clone().requires_grad_()
+    true = other(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
+    true.backward(SEED)
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        made = RingMultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias, **options)
+        made.load_state_dict(other.state_dict())
+        seq, mine = ring.sequence(TOKENS), X.clone().requires_grad_()
+        out = made(seq.shard(mine), seq, **called)
+        out.backward(seq.shard(SEED))
+        grads = {key: weight.grad for key, weight in made.named_parameters()} | {"x": mine.grad}
+        ring.all_reduce([grad for grad in grads.values() if grad is not None])
+        return {"out": seq.gather(out.detach()), **{key: grad for key, grad in grads.items() if grad is not None}}
+
+    expected = {"out": true.detach(), "x": x.grad, **{key: weight.grad for key, weight in other.named_parameters()}}
+    for found in run_ranks(2, body):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dropout": 0.1}, "dropout: .* set it to 0"),
+        ({"add_bias_kv": True}, "add_bias_kv: .* leave it out"),
+        ({"add_zero_attn": True}, "add_zero_attn: .* sinks=True"),
+        ({"kdim": 12}, "kdim: .* ring.attention"),
+        ({"vdim": 0}, "vdim: .* ring.attention"),
+        ({"batch_first": False}, "batch_first: .* transpose"),
+    ],
+)
+def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedError, match=told):
+        RingMultiheadAttention(EMBED, HEADS, **options)
+    RingMultiheadAttention(EMBED, HEADS, dropout=0.0, kdim=EMBED, vdim=EMBED, add_bias_kv=False, add_zero_attn=False)
+    with pytest.raises(InputError, match=r"num_kv_heads must be a number of heads, got 0\.1; give options by name"):
+        RingMultiheadAttention(EMBED, HEADS, 0.1)  # type: ignore[arg-type]  # where torch's layer has dropout
+
+
+@pytest.mark.parametrize(
+    ("called", "told"),
+    [
+        ({"key_padding_mask": torch.zeros(2, 12, dtype=torch.bool)}, "key_padding_mask: .* document of its own"),
+        ({"attn_mask": torch.zeros(12, 12)}, "attn_mask: .* causal="),
+        ({"need_weights": True}, "need_weights: .* need_weights=False"),
+        ({"is_causal": "no"}, "causal must be True or False"),
+    ],
+)
+def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, Any], told: str) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        layer()(seq.shard(X), seq, **called if ring.rank else {"average_attn_weights": False})
+
+    for error in errors(body):
+        assert isinstance(error, InputError) and re.search(told, str(error))
+    with pytest.raises(InputError, match=r"second argument is a Tensor: .*\(x, seq\)"):
+        layer()(X, X)
+
+
+def test_device_and_dtype() -> None:
+    made = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
+    assert {(weight.device.type, weight.dtype) for weight in made.parameters()} == {("meta", torch.bfloat16)}
 
 
 def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
@@ -96,7 +182,7 @@ def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
     assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
     assert all(made.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
     assert not any(made.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
-    assert set(RingMultiheadAttention(EMBED, HEADS).state_dict()) == {"in_proj_weight", "out_proj.weight"}
+    assert set(RingMultiheadAttention(EMBED, HEADS, bias=False).state_dict()) == {"in_proj_weight", "out_proj.weight"}
 
 
 def test_attention_alone_keeps_its_options() -> None:
@@ -184,7 +270,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
 
 
 def test_memory_info() -> None:
-    made = RingMultiheadAttention(EMBED, HEADS, 2, qk_norm=True).bfloat16()
+    made = RingMultiheadAttention(EMBED, HEADS, 2, bias=False, qk_norm=True).bfloat16()
     own = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 12), "kv_bytes_per_token": 2 * 2 * 6 * 2}
     assert made.get_memory_info() == own
 
