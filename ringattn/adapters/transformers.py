@@ -9,7 +9,7 @@
 Guarantees: what one process would compute with `attn_implementation="eager"`, or an error that says what to do: masks,
 windows, softcap, sinks and documents are taken or refused, positions are compared with the sequence's. Without a
 sequence it attends locally, as `sdpa` does, where `context.sequence_of` allows that.
-Checked with transformers 5.23.
+Runs with the versions of transformers that `transformers_versions` names.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_memory import save_memory
 from ringattn.adapters.transformers_rotary import watch_rotary
 from ringattn.adapters.transformers_towers import is_tower, mark_parts, refuse_text_towers
+from ringattn.adapters.transformers_versions import require_known
 from ringattn.errors import UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence, attended
 
@@ -52,12 +53,13 @@ def register() -> None:
     """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent.
 
     Raises:
-        Nothing.
+        UnsupportedError: The installed transformers is none of those that this adapter was checked with.
 
     Example:
         register()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
     """
+    require_known()
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -85,7 +87,8 @@ def prepare(
     Raises:
         InputError: One of the numbers is below 1, or another than the model was prepared with.
         UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own;
-            its feed-forwards are experts, or its loss is another than transformers' causal one.
+            its feed-forwards are experts, or its loss is another than transformers' causal one; the installed
+            transformers is none of those that this adapter was checked with.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))
@@ -197,8 +200,10 @@ def _locally(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if isinstance(mask, MaskSpec):
-        kwargs = {**kwargs, "is_causal": mask.causal}
+        is_causal = mask.causal
         mask = mask.local(may_be_none=plain)
+        # Some versions hand it to torch as it is, which takes no mask beside it, and shows a lone query the first key.
+        kwargs = {**kwargs, "is_causal": is_causal and mask is None and q.shape[2] > 1}
     if plain:
         sdpa = cast(Any, AttentionInterface()["sdpa"])
         return sdpa(module, q, k, v, mask, dropout=dropout, scaling=scaling, **kwargs)[0]

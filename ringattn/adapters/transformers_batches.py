@@ -1,7 +1,6 @@
 """Batches for models of transformers: how a whole batch, the same on every rank, lies over the ranks of a ring.
 
 Guarantees: the loss and gradients of one process; labels are shifted before they are sharded.
-Checked with transformers 5.23.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Guarantees: over a ring of several ranks all of them refuse inputs that are not a shard, a loss or an output that would
 be of a rank's tokens alone, and a model that mixes tokens without attention.
-Checked with transformers 5.23.
 """
 
 from __future__ import annotations

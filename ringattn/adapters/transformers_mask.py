@@ -3,7 +3,7 @@
 transformers builds masks out of small functions of (batch, head, query, key) indices. Here they are recognized by name,
 never evaluated: what comes out is a `MaskSpec` of constant size, whatever the number of tokens.
 Guarantees: every function of the host that is not known by name is refused, so that no mask is dropped or guessed.
-Names as in transformers 5.23, `transformers.masking_utils`.
+The names are those of `transformers.masking_utils`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.adapters.transformers_versions import chunks_begin_with_documents, mask_functions, query_places
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
@@ -119,7 +120,9 @@ class MaskSpec:
         if real is not None and real[0] < real[1]:
             edges |= {real[0]} if self.causal else set(real)  # causal: real tokens do not see what follows them
         if self.chunk_tokens is not None:
-            for start, stop in pairwise(sorted(edges)):
+            first = real[0] if real is not None and real[0] < real[1] else 0
+            parts = sorted(edges) if chunks_begin_with_documents() else [first, seq.length]
+            for start, stop in pairwise(parts):
                 edges |= set(range(start, stop, self.chunk_tokens))
         return None if edges <= {0, seq.length} else tuple(sorted(edges))
 
@@ -138,10 +141,8 @@ class MaskSpec:
 @torch.compiler.disable
 def mask_spec(
     *,
-    q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any],
-    q_offset: int | Tensor = 0,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     config: Any = None,
@@ -158,33 +159,21 @@ def mask_spec(
             window = (local_size, local_size)
         elif "chunks" in meanings:
             chunk = local_size
+    queries, offset = query_places(others)
     arguments = {
-        "q_length": q_length, "kv_length": kv_length, "mask_function": mask_function, "q_offset": q_offset,
-        "attention_mask": attention_mask, "local_size": local_size, "config": config, **others,
+        "kv_length": kv_length, "mask_function": mask_function, "attention_mask": attention_mask,
+        "local_size": local_size, "config": config, **others,
     }  # fmt: skip
     return MaskSpec(
-        "causal" in meanings, window, chunk, attention_mask, tuple(sorted(found - set(known))), q_length, kv_length,
-        isinstance(q_offset, Tensor) or q_offset != 0, config, arguments,
+        "causal" in meanings, window, chunk, attention_mask, tuple(sorted(found - set(known))), queries, kv_length,
+        isinstance(offset, Tensor) or offset != 0, config, arguments,
     )  # fmt: skip
 
 
 @cache
 def _known_functions() -> Mapping[str, str]:
-    """What the host's functions mean, by name. Documents are those of the sequence, whatever the host found."""
-    from transformers import masking_utils as host
-
-    nothing: Any = None
-    meanings = {
-        host.causal_mask_function: "causal",
-        host.bidirectional_mask_function: "full",
-        host.sliding_window_overlay(nothing): "window",
-        host.sliding_window_bidirectional_overlay(nothing): "both ways",
-        host.chunked_overlay(nothing, nothing): "chunks",
-        host.packed_sequence_mask_function(nothing): "documents",
-        host.remap_positions_for_packed_sequence(nothing, nothing): "documents",
-        host.and_masks(): "and",
-    }
-    return {_name(function): meaning for function, meaning in meanings.items()}
+    """What the host's functions mean, by name."""
+    return {_name(function): meaning for function, meaning in mask_functions().items()}
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -4,7 +4,6 @@ Most models count 0, 1, ...; RoBERTa's family starts behind its padding index an
 tokens of its mask. Which places these are is asked of the model: its own forward pass runs as far as the table of its
 positions, every table it passes on the way replaced by zeros, and what it would look up there is what is wanted.
 Guarantees: no weight is read, and nothing is computed beyond the places.
-Checked with transformers 5.23.
 """
 
 from __future__ import annotations

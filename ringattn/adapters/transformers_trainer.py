@@ -3,7 +3,7 @@
 `RingTrainerMixin` overrides one private method of Trainer, the one that shards batches for context parallelism, and
 refuses a Trainer that has it in another form.
 Guarantees: the loss and gradients of one process, also in evaluation; labels are counted whole.
-Checked with transformers 5.23 and accelerate 1.15.
+Checked with transformers 5.20 to 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -78,7 +78,18 @@ class RingTrainerMixin:
         Returns:
             The ranks of the ring.
         """
-        return self.ring.world_size
+        return 1 if self._is_counting else self.ring.world_size
+
+    _is_counting = False
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Labels of all ranks, each once: before 5.23 Trainer rounds down as it divides by `get_cp_size`."""
+        self._is_counting = True
+        try:
+            found = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._is_counting = False
+        return None if found is None else found / self.ring.world_size
 
     def get_train_dataloader(self) -> Any:
         """Trainer's own, which all ranks of a ring read alike.
@@ -325,10 +336,11 @@ def check_trainer(kind: type[Any]) -> None:
     method = getattr(transformers.Trainer, "_prepare_context_parallel_inputs", None)
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
-    if method is None or list(inspect.signature(method).parameters) != ["self", "model", "inputs"]:
+    is_known = method is not None and list(inspect.signature(method).parameters) == ["self", "model", "inputs"]
+    if not is_known or not hasattr(transformers.Trainer, "get_cp_size"):
         raise UnsupportedError(
-            f"the Trainer of transformers {transformers.__version__} shards batches in another way than that of 5.23, "
-            "which this was checked with; write the loop with shard_batch, or take that version"
+            f"the Trainer of transformers {transformers.__version__} shards batches in another way than those of 5.20 "
+            "to 5.23, which this was checked with; write the loop with shard_batch, or take one of those versions"
         )
     if kind.compute_loss is not transformers.Trainer.compute_loss:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers_batches import WHOLE, shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.ranks import InDouble, gradients
 
@@ -63,3 +63,46 @@ def far_off(
     assert any(bool(grad.any()) for grad in true.values())
     floor = 1e-3 * max(grad.abs().max().item() for grad in true.values())
     return max((grads[k] - true[k]).abs().max().item() / max(true[k].abs().max().item(), floor) for k in true)
+
+
+def far_from_one(
+    make: Callable[[], Any], whole: Mapping[str, Tensor], *, train: Callable[[Any], Any] | None = None,
+    layout: str = "zigzag",
+) -> float:  # fmt: skip
+    """The greatest error of logits, loss and gradients of a step of training, relative to their greatest, at least 1.
+
+    `whole`: the batch, with labels. `train`: what is done to either model before.
+    """
+    labels = int((whole["labels"][:, 1:] != -100).sum())
+    mask = whole.get("attention_mask")
+    real = slice(None) if mask is None else mask.bool()
+    given = {name: x for name, x in whole.items() if name not in WHOLE}  # eager attention has no use for lengths
+
+    def made() -> Any:
+        model = make()
+        return model if train is None else train(model)
+
+    def named(model: Any) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    with InDouble():
+        model = made()
+        out = model(**given, num_items_in_batch=labels)
+        out.loss.backward()
+        true, theirs = named(model), out
+
+    def body(ring: Ring) -> float:
+        with InDouble():
+            ours = prepare(made())
+            seq, mine = shard_batch(ring, whole, layout=layout, model=ours)
+            with ring.activate(seq):
+                out = ours(**mine, num_items_in_batch=labels)
+            out.loss.backward()
+            grads, loss = named(ours), out.loss.detach().clone()
+            ring.all_reduce([loss, *grads.values()])
+        assert grads.keys() == true.keys()
+        pairs = [(seq.gather(out.logits.detach())[real], theirs.logits[real]), (loss, theirs.loss)]
+        pairs += [(grads[of], true[of]) for of in true]
+        return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
+
+    return max(run_ranks(2, body))

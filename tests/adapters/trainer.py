@@ -69,9 +69,13 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
     }  # fmt: skip
     uneven = sorted(texts()[:7], key=lambda row: -len(row["input_ids"]))
     trainer: dict[str, Any] = {"train_dataset": uneven, "eval_dataset": uneven, "data_collator": padded}
-    if case == "packed":
+    if case.startswith("packed"):
         args |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3}
         trainer = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": DataCollatorWithFlattening()}
+    if case == "packed, labels of each process":
+        (first, *others) = texts()
+        args |= {"average_tokens_across_devices": False}
+        trainer |= {"train_dataset": [{"input_ids": first["input_ids"][1:]}, *others]}  # an odd number of labels
     if case == "streamed":
         args |= {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
         trainer |= {"train_dataset": Stream(uneven), "eval_dataset": {"some": Stream(uneven), "all": texts()[:7]}}
@@ -109,18 +113,18 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float]]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses
 
 
-def alone(folder: Path) -> None:
+def alone(folder: Path, *cases: str) -> None:
     """Save what one process does."""
-    torch.save({case: trained(folder, case) for cases in CASES.values() for case in cases}, folder / "alone.pt")
+    torch.save({case: trained(folder, case) for case in cases}, folder / "alone.pt")
 
 
-def rank(folder: Path, number: int, world_size: int) -> None:
+def rank(folder: Path, number: int, world_size: int, *cases: str) -> None:
     """One of several processes; the last saves how far its weights and losses are from one process's."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     true = torch.load(folder / "alone.pt")
     found = {}
-    for case in CASES[world_size]:
+    for case in cases:
         mine, losses = trained(folder, case, rings=world_size // 2)
         theirs, true_losses = true[case]
         errors = {of: ((mine[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs}
@@ -129,13 +133,20 @@ def rank(folder: Path, number: int, world_size: int) -> None:
         (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
+def over_processes(folder: Path, world_size: int, *cases: str) -> dict[str, Any]:
+    """What `rank` saves, of processes that are forked from this one; `alone` has run."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    forked(*(partial(rank, folder, number, world_size, *cases) for number in range(world_size)))
+    found: dict[str, Any] = json.loads((folder / f"trainer-{world_size}.json").read_text(encoding="utf-8"))
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     tiny_model("qwen2", "eager")
-    forked(partial(alone, folder))
-    for world_size in CASES:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        forked(*(partial(rank, folder, number, world_size) for number in range(world_size)))
+    forked(partial(alone, folder, *(case for cases in CASES.values() for case in cases)))
+    for world_size, cases in CASES.items():
+        over_processes(folder, world_size, *cases)

@@ -1,0 +1,207 @@
+"""What one version of transformers does over two ranks: `python -m tests.adapters.version_cells FOLDER` prints JSON.
+
+Run with that version first on the path, by tests.adapters.versions. Each cell is the worst error against one process,
+in float64 throughout, or the words of the refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, LlamaConfig
+
+from ringattn import InputError, Ring
+from ringattn.adapters.context import recompute_context
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_trainer import check_trainer
+from ringattn.testing import run_ranks
+from tests.adapters.compare import far_from_one, far_off
+from tests.adapters.models import tiny_model
+from tests.adapters.ranks import DOCUMENTS, TOKENS, InDouble, batches, forked, forward, restarting
+from tests.adapters.trainer import RingTrainer, alone, over_processes
+
+Cell = Callable[[], float]
+
+
+def plain() -> dict[str, Tensor]:
+    """Two rows."""
+    tokens = batches()["plain"].tokens
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def packed() -> dict[str, Tensor]:
+    """Three documents in a row, which their positions tell."""
+    batch = batches()["packed"]
+    return {"input_ids": batch.tokens, "labels": batch.labels, "position_ids": restarting(DOCUMENTS)}
+
+
+def flattened() -> dict[str, Any]:
+    """The same documents as the host's collator packs them, with their cumulative lengths."""
+    row = batches()["packed"].tokens[0].tolist()
+    texts = [{"input_ids": row[start:stop]} for start, stop in pairwise(DOCUMENTS)]
+    made: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
+    return made
+
+
+def padded() -> dict[str, Tensor]:
+    """Four rows with padding before, after and on both sides."""
+    batch = batches()["padded"]
+    assert batch.mask is not None
+    return {"input_ids": batch.tokens, "labels": batch.labels, "attention_mask": batch.mask}
+
+
+def eager(name: str, **other: Any) -> Callable[[], Any]:
+    """How a model with eager attention is made."""
+    return lambda: tiny_model(name, "eager", **other)
+
+
+# --- exact ----------------------------------------------------------------------------------------------------------
+
+
+def rotary(kind: str) -> Any:
+    """A model whose frequencies depend on the length, which a rank's part of the text does not reach."""
+    if kind == "dynamic":
+        rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+        return tiny_model("llama", "eager", **rope_options(rope), max_position_embeddings=16)
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.5, 1.0, 2.0], "long_factor": [4.0, 3.0, 9.0, 5.0]}  # fmt: skip
+    return tiny_model("phi3", "eager", **rope_options(rope), original_max_position_embeddings=16, sliding_window=None)
+
+
+def rope_options(rope: dict[str, Any]) -> dict[str, Any]:
+    """The option of a configuration that 4.57 spells otherwise."""
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        return {"rope_parameters": rope}
+    kept = {k: v for k, v in rope.items() if k in ("factor", "short_factor", "long_factor")}
+    return {"rope_scaling": {"type": rope["rope_type"], **kept}, "rope_theta": rope["rope_theta"]}
+
+
+def checkpointed(model: Any) -> Any:
+    """Every layer is computed again in backward, in float64 there too."""
+
+    def contexts() -> Any:
+        first, again = recompute_context()
+
+        @contextmanager
+        def doubled() -> Iterator[None]:
+            with again, InDouble():
+                yield
+
+        return first, doubled()
+
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    return model
+
+
+def with_lora(model: Any) -> Any:
+    """Adapters beside two projections, with random weights, since theirs begin as zeros."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return wrapped
+
+
+def trained(folder: Path) -> float:
+    """Trainer's weights, and the loss of its evaluation; losses of steps are rounded to float32 by it."""
+    check_trainer(RingTrainer)  # what a process raises is lost
+    cases = ("packed", "packed, labels of each process")
+    forked(partial(alone, folder, *cases))
+    errors = []
+    for found in over_processes(folder, 2, *cases).values():
+        (*steps, evaluated), (*true_steps, truly) = found["losses"]
+        assert len(steps) == 3
+        rounded = [abs(a / b - 1) for a, b in zip(steps, true_steps, strict=True)]
+        errors += [*found["weights"].values(), abs(evaluated / truly - 1), *(x for x in rounded if x > 1e-6)]
+    return max(errors)
+
+
+EXACT: dict[str, Cell] = {
+    "Llama": lambda: far_from_one(eager("llama"), plain()),
+    "Llama, padded rows": lambda: far_from_one(eager("llama"), padded()),
+    "Llama, packed, `position_ids`": lambda: far_from_one(eager("llama"), packed()),
+    "Llama, packed, `cu_seq_lens_q`": lambda: far_from_one(eager("llama"), flattened()),
+    "Mistral: window, GQA": lambda: far_from_one(eager("mistral"), plain()),
+    "Mistral, packed": lambda: far_from_one(eager("mistral"), packed()),
+    "Gemma 2: windows in turn, softcap": lambda: far_from_one(eager("gemma2"), packed()),
+    "GPT-OSS: sinks, experts": lambda: far_from_one(eager("gpt_oss"), plain()),
+    "Llama 4: chunks, packed": lambda: far_from_one(eager("llama4_text", attn_temperature_tuning=False), packed()),
+    "gradient checkpointing": lambda: far_from_one(eager("mistral"), packed(), train=checkpointed),
+    "LoRA of PEFT": lambda: far_from_one(eager("llama"), packed(), train=with_lora),
+    "RoPE `dynamic`": lambda: far_off(partial(rotary, "dynamic"), {"input_ids": plain()["input_ids"]}),
+    "RoPE `longrope`": lambda: far_off(partial(rotary, "longrope"), {"input_ids": plain()["input_ids"]}),
+}
+
+
+# --- what was silently wrong once -----------------------------------------------------------------------------------
+
+
+def refused(call: Callable[[Ring], Any]) -> float:
+    """Raises what `call` does on both ranks; 1.0 where one of them raises nothing."""
+
+    def body(ring: Ring) -> InputError | None:
+        try:
+            call(ring)
+        except InputError as error:
+            return error
+        return None
+
+    found = run_ranks(2, body, timeout_s=20.0)
+    for error in found:
+        if error is None:
+            return 1.0
+    raise found[0] or AssertionError
+
+
+def unprepared(ring: Ring) -> None:
+    forward(ring.sequence(TOKENS), tiny_model("llama", "sdpa"))
+
+
+def some_logits(ring: Ring) -> None:
+    forward(ring.sequence(TOKENS), prepare(tiny_model("llama", "eager")), logits_to_keep=1)
+
+
+def decoded_alone(ring: Ring) -> None:
+    model, seq = prepare(tiny_model("llama", "eager", use_cache=True).eval()), ring.sequence(TOKENS)
+    cache = forward(seq, model, use_cache=True).past_key_values
+    with ring.activate(None):
+        model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[TOKENS]]), past_key_values=cache)
+
+
+REFUSED: dict[str, Cell] = {
+    "forgotten `prepare`": lambda: refused(unprepared),
+    "`logits_to_keep=1`": lambda: refused(some_logits),
+    "a sharded cache decoded locally": lambda: refused(decoded_alone),
+}
+
+
+def verdict(cell: Cell) -> float | str:
+    """Its error, or the words of the refusal."""
+    try:
+        return cell()
+    except InputError as error:
+        return str(error)
+
+
+def main(folder: Path) -> None:
+    """All cells, Trainer's first, since its processes are forked before any thread is there."""
+    torch.set_num_threads(1)
+    found: dict[str, float | str] = {"Trainer, 3 steps, packed": verdict(lambda: trained(folder))}
+    found |= {name: verdict(cell) for name, cell in (EXACT | REFUSED).items()}
+    (folder / "cells.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

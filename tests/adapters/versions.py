@@ -1,0 +1,101 @@
+"""Versions of transformers, each in an environment of its own: `python -m tests.adapters.versions` writes their table.
+
+See tests.adapters.environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.adapters.environments import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "embedding-transformers.md"
+TABLE = re.compile(r"(^<!-- versions -->\n).*?(^<!-- end of versions -->$)", re.MULTILINE | re.DOTALL)
+TOLERANCE = 1e-9
+PEFT = "peft==0.21.2"
+VERSIONS: dict[str, tuple[str, ...]] = {
+    "4.57.6": ("huggingface_hub==0.36.2", "tokenizers==0.22.2"),
+    "5.20.2": (),
+    "5.21.1": (),
+    "5.22.2": (),
+    "5.23.0": (),
+}
+"""The newest patch of each minor version, and what of its requirements the tests' own environment does not meet."""
+Verdict = float | str
+"""The worst error, or the words of a refusal."""
+
+
+def cells(version: str, folder: Path) -> dict[str, Verdict]:
+    """What this version does, by cell; `folder` is for files. Raises where the script fails."""
+    packages = environment(f"transformers=={version}", *VERSIONS[version], PEFT)
+    path = os.pathsep.join([str(packages), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adapters.version_cells", str(folder)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=280,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"transformers {version}: {done.stderr[-4000:]}")
+    found: dict[str, Verdict] = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
+    return found
+
+
+def told(verdict: Verdict) -> str:
+    """A cell of the table."""
+    if isinstance(verdict, str):
+        return "refused"
+    return f"exact ({verdict:.0e})" if verdict <= TOLERANCE else f"WRONG ({verdict:.0e})"
+
+
+def table(found: Mapping[str, Mapping[str, Verdict]]) -> str:
+    """The table, in Markdown."""
+    names = list(next(iter(found.values())))
+    lines = ["| over 2 ranks | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    lines += ["| " + " | ".join([name, *(told(one[name]) for one in found.values())]) + " |" for name in names]
+    worst = [max((x for x in one.values() if isinstance(x, float)), default=0.0) for one in found.values()]
+    return "\n".join([*lines, "| worst error | " + " | ".join(f"{x:.0e}" for x in worst) + " |"])
+
+
+def reasons(found: Mapping[str, Mapping[str, Verdict]]) -> str:
+    """Why cells are refused, one line for each reason and row."""
+    whose: dict[tuple[str, str], list[str]] = {}
+    for version, one in found.items():
+        for name, verdict in one.items():
+            if isinstance(verdict, str):
+                why = re.split(r"[;:] ", re.sub(r"^rank \d+: ", "", verdict))[0].replace(version, "…")
+                whose.setdefault((name, why), []).append(version)
+    lines = []
+    for (name, why), versions in whose.items():
+        lines.append(f"- {name}" + ("" if len(versions) == len(found) else f", {', '.join(versions)}") + f": {why}.")
+    return "\n".join(lines)
+
+
+def documented(version: str) -> dict[str, str]:
+    """What the page says of a version, by cell, without errors: "exact" or "refused"."""
+    block = TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert block is not None
+    head, _, *rows = [line.strip("| ").split(" | ") for line in block[0].splitlines() if line.startswith("|")]
+    column = head.index(version)
+    return {row[0]: row[column].split()[0] for row in rows if row[0] != "worst error"}
+
+
+def main() -> None:
+    """Write the table into the page."""
+    found = {}
+    for version in VERSIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[version] = cells(version, Path(folder))
+    written = f"{table(found)}\n\n{reasons(found)}"
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(TABLE.sub(lambda block: f"{block[1]}\n{written}\n\n{block[2]}", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
