@@ -62,7 +62,7 @@ def help_text(command: str, purpose: str, schema: type) -> str:
     for key, value, described in leaves(schema()):
         choices = described.metadata.get("choices")
         about = described.metadata["about"] + (f" ({', '.join(choices)})" if choices else "")
-        rows.append((key, "" if value in (None, "") else str(value), about))
+        rows.append((key, "" if value in (None, "") else str(value).replace("\n", r"\n"), about))
     # A default that is much longer than the others must not push the meanings off the screen.
     wide, middle = max(len(row[0]) for row in rows), min(24, max(len(row[1]) for row in rows))
     lines = [f"  {key:<{wide}}  {default:<{middle}}  {about}" for key, default, about in rows]

@@ -28,6 +28,8 @@ from ringattn.launch.failures import RanksError, root_cause
 
 GRACE_S = 10.0
 """How long torchrun may take to end its processes before they are killed."""
+SOON_S = 0.5
+"""The same after Ctrl-C and SIGTERM, where somebody waits: long enough for flight records."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def run_ranks_in_processes(
                     parent.__file__,
                     str(os.getpid()),
                     *_agent_words(ranks, nodes),
+                    f"--log-dir={folder}",  # torchrun's own folder, which goes with this one however it ends
                     "-m",
                     "ringattn.launch.worker",
                     str(job),
@@ -156,6 +159,9 @@ def run_ranks_in_processes(
             except subprocess.TimeoutExpired:
                 message = f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended; raise timeout_s"
                 raise RanksError(message, "timeout") from None
+            except (KeyboardInterrupt, SystemExit):
+                _end(agent, job, SOON_S)
+                raise
             finally:
                 _end(agent, job)
         if code:
@@ -189,13 +195,17 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(agent: subprocess.Popen[bytes], job: Path) -> None:
+def _end(agent: subprocess.Popen[bytes], job: Path, grace_s: float = GRACE_S) -> None:
     """End torchrun and its ranks, which lead sessions of their own. It ends them itself when it is asked to; what is
-    left after `GRACE_S`, or when torchrun was killed, is found by the job file that its command line names."""
+    left after `grace_s`, or when torchrun was killed, is found by the job file that its command line names."""
     if agent.poll() is None:
         agent.terminate()
+        for pid in _processes_of(job):  # torchrun passes the signal on after up to a second
+            with suppress(ProcessLookupError):
+                if pid != agent.pid:
+                    os.kill(pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            agent.wait(GRACE_S)
+            agent.wait(grace_s)
     deadline = time.monotonic() + GRACE_S
     while (left := _processes_of(job)) and time.monotonic() < deadline:
         for pid in left:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType
 
 import ringattn
@@ -47,6 +50,9 @@ AGAIN = {
 }
 """How to go on after Ctrl-C; other commands keep nothing."""
 
+REFUSED_S = 10.0
+"""How long a rank that refuses waits for torchrun to end it, because the first rank refuses too."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 good, 1 a check failed, 2 bad options or a failed run."""
@@ -67,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _say_what_starts(words)
             run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
-            return run(words[1:])
+            return _one_block(words[0], run(words[1:]))
         except RingError as error:
             print(f"ringattn {words[0]}: {error}", file=sys.stderr)
-            return 2
+            return _one_block(words[0], 2)
         except ModuleNotFoundError as error:
             if (told := advice(error)) is None:
                 raise
@@ -89,6 +95,21 @@ def _say_what_starts(words: Sequence[str]) -> None:
     told = [STARTS[words[0]]] if words[0] in STARTS else []
     for line in (*told, *lengths_told(words[1:])):
         print(f"ringattn {words[0]}: {line}", file=sys.stderr, flush=True)
+
+
+def _one_block(command: str, code: int) -> int:
+    """The exit code. Under torchrun, words that all ranks refuse end in one block of its own, which says so: the first
+    rank of a machine ends, and the others wait for the signal that torchrun sends them then."""
+    if code != 2 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return code
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            told = {"message": f"ringattn {command} refused its words, see above", "timestamp": int(time.time())}
+            Path(path).write_text(json.dumps(told), encoding="utf-8")
+        return code
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    time.sleep(REFUSED_S)
+    return code  # it was this rank alone that refused
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Explanation:
     `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
     GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
     pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
-    over which; else empty.
+    over which; else empty. `predicts`: whether the text has times; without, nobody named the machines of `cluster`.
     """
 
     problem: Problem
@@ -67,6 +67,7 @@ class Explanation:
     margin_us: float = 0.0
     crossed: tuple[tuple[Crossed, ...], ...] = ()
     ways: str = ""
+    predicts: bool = True
 
     @property
     def balance(self) -> float:
@@ -90,13 +91,14 @@ class Explanation:
         lines += ["", *_table(self)]
         lines.append(
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
-            f"on a rank, predicted {self.predicted_us:.0f} us on {self.cluster.name}"
+            "on a rank" + (f", predicted {self.predicted_us:.0f} us on {self.cluster.name}" if self.predicts else "")
         )
         lines += _links(self)
         if self.ways:
             lines.append(f"messages go over {self.ways}")
-        lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
-        if self.sm_margin and self.cluster.sms:
+        if self.predicts:
+            lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
+        if self.predicts and self.sm_margin and self.cluster.sms:
             lines.append(
                 f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
                 f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: {self.margin_us:.0f} us of that prediction"

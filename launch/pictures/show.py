@@ -6,14 +6,15 @@ Not covered: processes; the ranks are only planned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.core.presets import OFFSETS
+from ringattn.launch.measure.own_cluster import NONE, own_cluster
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
 from ringattn.schedule.routes import ROUTES
 from ringattn.schedule.text import to_text
 
@@ -47,8 +48,9 @@ class ExplainConfig:
     head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
     dtype: str = option("bfloat16", "of the inputs", choices=DTYPES)
     backward: bool = option(True, "also the backward pass")
-    cluster: str = option("reference", "what times are predicted for: a file of `ringattn calibrate`, or one of "
-                          + ", ".join(CLUSTERS), names=tuple(CLUSTERS))  # fmt: skip
+    cluster: str = option("", "what times are predicted for: a file of `ringattn calibrate`, or one of "
+                          + ", ".join(CLUSTERS) + "; this machine if not set and calibrated",
+                          names=tuple(CLUSTERS))  # fmt: skip
     sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
     operations: bool = option(False, "also list every operation, one a line")
     picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
@@ -66,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     config = load(argv, schema=ExplainConfig)
     explanation = explanation_of(config)
     print(explanation)
+    if not explanation.predicts:
+        print(f"predicted: {NONE}")
     if config.operations:
         passes = (explanation.forward, explanation.backward)
         print("\n" + "\n\n".join(to_text(schedule) for schedule in passes if schedule is not None))
@@ -90,6 +94,8 @@ def explanation_of(config: ExplainConfig) -> Explanation:
 
     from ringattn.testing import run_ranks
 
+    cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
+
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:
             return None
@@ -111,10 +117,10 @@ def explanation_of(config: ExplainConfig) -> Explanation:
             offset=config.offset,
             schedule=config.schedule,
             backward=config.backward,
-            cluster=config.cluster,
+            cluster=cluster or REFERENCE,
             sm_margin=config.sm_margin,
         )
 
     explanation = run_ranks(config.ranks, of_rank)[0]
     assert explanation is not None
-    return explanation
+    return replace(explanation, predicts=cluster is not None)

@@ -131,7 +131,7 @@ UNITS = {
 }  # fmt: skip
 
 REFERENCE = Cluster(
-    "H100 with NVLink (published: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
+    "no machine, but round constants (stated: 600 TFLOP/s, 400 GB/s, 15 us a message)", 600e12, 400e9, 15e-6,
     node_bandwidth=50e9, node_latency_s=30e-6, pcie_bandwidth=63e9,
     source="a stated point of reference, not a measurement of the machine at hand; 50 GB/s and 30 us between nodes, 63 "
     "GB/s over PCIe", sms=132,
@@ -140,7 +140,6 @@ REFERENCE = Cluster(
 _STATED = "latency: stated, not measured; NICs: line rate"
 
 CLUSTERS: dict[str, Cluster] = {
-    "reference": REFERENCE,
     "a100": Cluster(
         "A100 SXM 80 GB, 8 a machine, 200G NICs (published)", 230e12, 240e9, 15e-6, backward_flops=196e12,
         copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128, sms=108,

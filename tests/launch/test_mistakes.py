@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -150,9 +151,10 @@ def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed() -> None:
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ringattn", "run", "ranks=2", "tokens=2048", "repeats=100000"]
-    running = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RINGATTN_FLIGHT_DIR": str(tmp_path)}
+    running = subprocess.Popen(words, cwd=ROOT, env=env, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=1)  # fmt: skip
     assert running.stdout is not None
     for line in running.stdout:
@@ -164,6 +166,9 @@ def test_a_rank_that_is_killed() -> None:
     _, errors = running.communicate(timeout=120)
     assert running.returncode == 1 and time.monotonic() - start < 60
     assert "rank 1 was killed (SIGKILL)" in errors and "use fewer tokens" in errors
+    (left,) = tmp_path.iterdir()  # by the other rank, which torchrun ended
+    assert left.name == "flight-0.json" and json.loads(left.read_text())["exchanges"] > 0
+    assert cli.main(["flight", str(tmp_path)]) == 1
 
 
 def ranks_below(parent: int) -> list[tuple[int, str]]:

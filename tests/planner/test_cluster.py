@@ -13,6 +13,7 @@ import pytest
 from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.capacity.hardware import PRESETS
+from ringattn.launch.measure.own_cluster import hardware
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, UNITS, Cluster, cluster_named
 from ringattn.planner.links import LinkClass, Links
 
@@ -27,7 +28,7 @@ def written(folder: Path, constants: Any) -> str:
 
 
 def test_presets_say_where_they_come_from() -> None:
-    assert {"reference", "a100", "h100", "h200", "b200", "rtx4090", "cpu"} == set(CLUSTERS)
+    assert {"a100", "h100", "h200", "b200", "rtx4090", "cpu"} == set(CLUSTERS)
     for name, cluster in CLUSTERS.items():
         assert cluster_named(name) is cluster
         assert cluster.source and not cluster.calibrated  # a preset was not measured on the machine at hand
@@ -80,7 +81,7 @@ def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
     assert [joined.link_class(rank, 0) for rank in (1, 2)] == [LinkClass.NVLINK, LinkClass.NETWORK]
     assert joined.joined(Links((0, 1, 2))) is joined and REFERENCE.joined(None) is REFERENCE
     assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # says eight a machine, of machines that are not at hand
-    with pytest.raises(InputError, match=r"links of H100 with NVLink .* join 3 ranks, and there are 4"):
+    with pytest.raises(InputError, match=r"links of no machine, .* join 3 ranks, and there are 4"):
         joined.check_ranks(4)
 
 
@@ -123,6 +124,35 @@ def test_names_that_are_none(tmp_path: Path) -> None:
         cluster_named(str(broken))
 
 
+def test_explain_predicts_for_no_machine_that_nobody_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def told() -> str:
+        assert main(["explain", "ranks=2", "tokens=4096"]) == 0
+        return capsys.readouterr().out
+
+    without = told()
+    assert "predicted: none: this machine is not calibrated" in without and not re.search(r"\d us on", without)
+    own = {"constants": GOOD, "hardware": hardware()}
+    (tmp_path / "calibrated.json").write_text(json.dumps(own))
+    assert "us on mine" in told()
+    (tmp_path / "calibrated.json").write_text(json.dumps({**own, "hardware": "8 x another GPU"}))
+    assert "predicted: none" in told()
+    (tmp_path / "elsewhere.json").write_text(json.dumps(own))
+    monkeypatch.setenv("RINGATTN_CALIBRATION", "elsewhere.json")
+    assert "us on mine" in told()
+    monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")
+    assert main(["explain", "ranks=2", "tokens=4096"]) == 2
+    assert "RINGATTN_CALIBRATION=none.json: there is no such file" in capsys.readouterr().err
+
+
+def test_there_is_one_h100() -> None:
+    assert [name for name, cluster in CLUSTERS.items() if "H100" in cluster.name] == ["h100"]
+    assert "H100" not in REFERENCE.name
+
+
 def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["ranks=2", "tokens=4096"]
     shown = {}
@@ -146,7 +176,7 @@ def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> Non
     assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops) == h100
     assert REFERENCE.leaving(4).backward_flops is None and h100.leaving(0) is h100
     assert {name: cluster.sms for name, cluster in CLUSTERS.items()} == {
-        "reference": 132, "a100": 108, "h100": 132, "h200": 132, "b200": 148, "rtx4090": 128, "cpu": None
+        "a100": 108, "h100": 132, "h200": 132, "b200": 148, "rtx4090": 128, "cpu": None
     }  # fmt: skip
 
 

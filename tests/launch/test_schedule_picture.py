@@ -1,0 +1,111 @@
+"""The picture of a schedule: every box, arrow and number of every schedule says what the schedule does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from ringattn.core.dilation import Dilated
+from ringattn.core.layout import make_layout
+from ringattn.core.problem import Problem
+from ringattn.explain import Explanation
+from ringattn.launch.pictures.rows import bin_width
+from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of, spans
+from ringattn.launch.pictures.show import ExplainConfig, explanation_of
+from ringattn.schedule.ops import Merge, Schedule
+from ringattn.schedule.routes import ROUTES
+
+
+@pytest.fixture(scope="module", params=[(name, ranks) for name in ROUTES for ranks in (2, 4)], ids=str)
+def explained(request: pytest.FixtureRequest) -> Iterator[tuple[Explanation, Figure]]:
+    name, ranks = request.param
+    segments = {"segment_lengths": [64, 256], "dilation_rates": [1, 4], "causal": False, "kv_heads": 8}
+    more = segments if name == "sub_rings" else {}
+    explanation = explanation_of(ExplainConfig(ranks=ranks, tokens=256, schedule=name, head_dim=8, **more))
+    figure = figure_of(explanation)
+    yield explanation, figure
+    plt.close(figure)
+
+
+def passes(explanation: Explanation) -> list[Schedule]:
+    assert explanation.backward is not None
+    return [explanation.forward, explanation.backward]
+
+
+def test_steps_are_numbered_without_gaps_and_boxes_are_not_empty(explained: tuple[Explanation, Figure]) -> None:
+    explanation, figure = explained
+    for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
+        shown = [step for step in schedule.steps if step.copies or step.work]
+        assert [label.get_text() for label in ax.get_yticklabels()] == [f"step {n}" for n in range(len(shown))]
+        busy = sum(len({item.rank for item in step.work} | {copy.src for copy in step.copies}) for step in shown)
+        assert len([patch for patch in ax.patches if isinstance(patch, FancyBboxPatch)]) == busy == len(ax.texts)
+        assert all(text.get_text() for text in ax.texts)
+
+
+def test_arrows_have_the_color_of_what_they_carry_and_the_legend_tells_it(
+    explained: tuple[Explanation, Figure],
+) -> None:
+    explanation, figure = explained
+    carried = set()
+    for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
+        kinds = [copy.block.kind for step in schedule.steps for copy in step.copies]
+        drawn = [to_hex(patch.get_edgecolor()) for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+        assert sorted(drawn) == sorted(TRAVELS[kind][0] for kind in kinds)
+        carried |= set(kinds)
+    (legend,) = figure.legends
+    told = {text.get_text() for text in legend.get_texts()}
+    assert told - {one for one in told if one.startswith("box")} == {f"arrow: {TRAVELS[kind][1]}" for kind in carried}
+
+
+def test_no_label_is_wider_than_its_box(explained: tuple[Explanation, Figure]) -> None:
+    _, figure = explained
+    figure.canvas.draw()
+    for ax in figure.axes:
+        boxes = [patch.get_window_extent() for patch in ax.patches if isinstance(patch, FancyBboxPatch)]
+        for text, box in zip(ax.texts, boxes, strict=True):
+            inside = text.get_window_extent()
+            assert box.x0 <= inside.x0 and inside.x1 <= box.x1, text.get_text()
+            assert box.y0 <= inside.y0 and inside.y1 <= box.y1, text.get_text()
+
+
+def test_labels_say_what_is_attended_and_what_is_merged(explained: tuple[Explanation, Figure]) -> None:
+    explanation, _ = explained
+    for schedule in passes(explanation):
+        for step in schedule.steps:
+            for rank in range(explanation.problem.world_size):
+                work = [item for item in step.work if item.rank == rank]
+                label = " ".join(label_of(work))
+                names = {"OUT": "OUT", "DQ": "dQ", "DKV": "dKV"}
+                for item in work:
+                    if isinstance(item, Merge):
+                        assert f"+ {names[item.into.kind]}" in label
+                    else:
+                        assert f"KV{item.kv.owner}" in label or "–" in label or "," in label
+                        assert item.q.ring is None or "×" in label
+                if not work:
+                    assert label == "only sends"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0], "0"), ([0, 1], "0,1"), ([3, 1, 2, 0], "0–3"), ([0, 1, 2, 5], "0–2,5"), ([1, 3], "1,3")]
+)
+def test_numbers_in_short(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
+
+
+@pytest.mark.parametrize("rates", [(1, 4, 8), (1, 12), (3, 20), (1, 7, 49), (1, 1000)])
+def test_stripes_of_one_rate_are_equally_wide(rates: tuple[int, ...]) -> None:
+    """Rows of a rate lie in bins that are equally far apart, or in all bins."""
+    layout = make_layout("contiguous", 9000, 2)
+    mask = Dilated((500, 9000, 9000)[: len(rates)], rates).mask(9000, 9000, None, None, 1, 1)
+    width = bin_width(Problem(layout, layout, mask, 1, 1, 1, 8, 8, "float32"))
+    assert 9000 / width <= 1024
+    for rate in rates:
+        bins = np.unique(np.arange(0, 9000, rate) // width)
+        assert len(set(np.diff(bins))) == 1
