@@ -34,13 +34,12 @@ def _weighed(
         right = gl.expand_dims(last - at * BLOCK_N, 1) - own_base
         s = gl.where((fixed >= left) & (fixed <= right), s, float("-inf"))
     # The scale of a row's greatest product, not of all 128; the order of logits is that of products if it is positive.
+    # Never -inf, as the first peak is not: a row's exponents are -inf, and no NaN, where all its logits are.
     new_peak = gl.maximum(peak, gl.max(s, 1) * scale if RAW_PEAK else gl.max(s, 1))
-    # A row without a logit above -inf so far keeps its peak of -inf, which no exponent may be taken from.
-    shift = gl.maximum(new_peak, LOWEST)
     # A product and a difference become one instruction (FFMA); a masked product stays -inf, as scale > 0.
-    p = gl.exp2((s * scale if RAW_PEAK else s) - gl.expand_dims(shift, 1))
-    # The share of the old accumulator; 0 for a row without any key so far.
-    keep = gl.exp2(peak - shift)
+    p = gl.exp2((s * scale if RAW_PEAK else s) - gl.expand_dims(new_peak, 1))
+    # The share that the old accumulator keeps.
+    keep = gl.exp2(peak - new_peak)
     return p, new_peak, weight * keep + gl.sum(p, 1), keep
 
 
@@ -65,11 +64,13 @@ def earlier(state, own, own_out, DIM: gl.constexpr, o_layout: gl.constexpr):
         out_at = over_dims(places(out, out_strides, block, batch, head, own_out), DIM, o_layout)
         acc = gl.load(out_at, mask=gl.expand_dims(own_out < live, 1) & known, other=0.0)
     lse_at = places(lse, lse_strides, block, batch, head, own)
-    # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
     peak = gl.load(lse_at, mask=(own < live) & known, other=float("-inf")) * LOG2_E
     if sinks is not None:
         peak = gl.where(begins, gl.load(sinks + head).to(gl.float32) * LOG2_E, peak)
-    return acc, peak, gl.full([own.shape[0]], 1.0, gl.float32, own.type.layout)
+    # A normalized state weighs 1 at its own peak, and nothing where it has none.
+    nothing = peak == float("-inf")
+    ones = gl.full([own.shape[0]], 1.0, gl.float32, own.type.layout)
+    return acc, gl.where(nothing, LOWEST, peak), gl.where(nothing, 0.0, ones)
 
 
 @gluon.jit
