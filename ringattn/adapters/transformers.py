@@ -33,6 +33,7 @@ from ringattn.adapters.transformers_checks import (
     refuse_inputs,
     refuse_options,
 )
+from ringattn.adapters.transformers_images import watch_images
 from ringattn.adapters.transformers_mask import MaskSpec, Rows, mask_spec
 from ringattn.adapters.transformers_memory import save_memory
 from ringattn.adapters.transformers_rotary import watch_rotary
@@ -112,6 +113,7 @@ def prepare(
     if model not in prepared_models:
         watch(model)
         watch_rotary(model)
+        watch_images(model)
         prepared_models.add(model)
     save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
     return model

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.adapters import transformers_images as images
 from ringattn.adapters.alike import check_alike
 from ringattn.adapters.transformers_checks import check_nobody_is_empty
 from ringattn.adapters.transformers_places import own_places
@@ -19,10 +20,10 @@ from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
-SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "shift_labels")
+SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids", "shift_labels")
 """Inputs with one entry a token in dimension 1."""
 
-WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
+WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", *images.WHOLE)
 """Inputs that every rank gets as they are."""
 
 
@@ -33,15 +34,16 @@ def shard_batch(
 
     Documents are those of `cu_seq_lens_q`, begin where `position_ids` of a lone row are 0, or where its `seq_idx`
     changes; where several of these are given they have to agree. `position_ids` are sharded as they are given. Where
-    they are not given they are 0, 1, ..., or what `model` would make of whole rows. `labels` are shifted over the whole
-    sequence. A collective call, on the host.
+    they are not given they are 0, 1, ..., or what `model` would make of whole rows, which it has to beside images.
+    `labels` are shifted over the whole sequence. A collective call, on the host.
 
     Args:
         ring: The ring.
         batch: Inputs of a model by name, whole. The names are those of `SHARDED` and `WHOLE`, labels, position_ids and
             seq_idx.
         layout: As in `Ring.sequence`.
-        model: The model that gets the batch, where it counts positions by itself. None: positions are 0, 1, ....
+        model: The model that gets the batch, where it counts positions by itself or sees images. None: positions are 0,
+            1, ....
 
     Shape:
         inputs_embeds: (rows, tokens, numbers)
@@ -68,6 +70,7 @@ def shard_batch(
         raise InputError(f"how {', '.join(sorted(others))} lies over ranks is not known; take it out of the batch")
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
     _check_shapes(batch, tokens)
+    pictured = images.image_places(model, batch)
     places = batch.get("position_ids")
     cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
     own = _own_places(model, batch, cuts)
@@ -79,7 +82,7 @@ def shard_batch(
     mine |= {name: seq.shard(batch[name]) for name in SHARDED if batch.get(name) is not None}
     places = own if places is None else places
     shard = seq.positions(per_document=True)[None] if places is None else seq.shard(places)
-    mine["position_ids"] = shard.expand(len(tokens), -1)
+    mine["position_ids"] = shard.expand(len(tokens), -1) if pictured is None else seq.shard(pictured, 2)
     if "shift_labels" not in mine and batch.get("labels") is not None:
         _refuse_first_labels(batch["labels"], seq.documents)
         mine["shift_labels"] = seq.shard_labels(batch["labels"])

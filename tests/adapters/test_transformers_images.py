@@ -1,0 +1,177 @@
+"""Images and videos in a text whose positions have three rows: over a ring as on one process, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from ringattn import InputError, Ring
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.testing import run_ranks
+from tests.adapters.compare import far_off
+from tests.adapters.models import filled
+
+IMAGE, VIDEO = 60, 61
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "use_cache": False,
+    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+}  # fmt: skip
+TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", {}, {"embed_dim": 16, "hidden_size": 32}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {}, {
+        "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "window_size": 8,
+        "fullatt_block_indexes": [1],
+    }),
+    "qwen3_vl": ("Qwen3VL", {}, {
+        "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, {
+        "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }),
+}  # fmt: skip
+"""By name: its classes, and what differs from the small text and tower."""
+
+
+def model(name: str, of: str = "ForConditionalGeneration") -> Any:
+    classes, text, tower = MODELS[name]
+    config = getattr(transformers, f"{classes}Config")(
+        text_config={**TEXT, **text}, vision_config={**TOWER, **tower}, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+    made = getattr(transformers, f"{classes}{of}")._from_config(config, experts_implementation="eager")
+    return filled(made)
+
+
+def batch(name: str, videos: bool = True) -> dict[str, Tensor]:
+    """Two rows: images of 4 and 3 tokens, which ranks share; one of 2 tokens, and a video of 4."""
+    ids = torch.randint(3, 59, (2, 27), generator=torch.Generator().manual_seed(1))
+    ids[0, 5:9] = ids[0, 12:15] = ids[1, 3:5] = IMAGE
+    grids = [[1, 4, 4], [1, 2, 6], [1, 2, 4]]
+    given = {"input_ids": ids, "image_grid_thw": torch.tensor(grids), "pixel_values": pixels(grids)}
+    if videos:
+        for start in (10, 13) if "qwen3" in name else (10, 12):  # Qwen3 has text between the frames
+            ids[1, start : start + 2] = VIDEO
+        given |= {"video_grid_thw": torch.tensor([[2, 2, 4]]), "pixel_values_videos": pixels([[2, 2, 4]])}
+    given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    return given
+
+
+def pixels(grids: list[list[int]]) -> Tensor:
+    count = sum(t * h * w for t, h, w in grids)
+    return torch.randn(count, 3 * 2 * 2 * 2, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+
+
+def logits(out: Any) -> Tensor:
+    found: Tensor = out.logits
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), [
+    ("qwen2_vl", "zigzag"), ("qwen3_vl", "contiguous"),
+    pytest.param("qwen2_5_vl", "striped", marks=pytest.mark.slow),
+    pytest.param("qwen3_vl_moe", "zigzag", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_every_gradient(name: str, layout: str) -> None:
+    """Those of the tower too; features of the lower layers (Qwen3) reach their tokens."""
+    assert far_off(lambda: model(name), batch(name), score=logits, layout=layout) < 1e-9
+
+
+def test_padding_and_loss() -> None:
+    whole = batch("qwen2_vl", videos=False)
+    mask = torch.ones_like(whole["input_ids"])
+    mask[1, 20:] = 0
+    assert far_off(lambda: model("qwen2_vl"), {**whole, "attention_mask": mask}, score=logits) < 1e-9
+    labels = torch.where(whole["input_ids"] == IMAGE, -100, whole["input_ids"])
+    count = int((labels[:, 1:] != -100).sum())
+    true = model("qwen2_vl")(**whole, labels=labels, num_items_in_batch=count).loss
+
+    def body(ring: Ring) -> Tensor:
+        ours = prepare(model("qwen2_vl"))
+        seq, mine = shard_batch(ring, {**whole, "labels": labels}, model=ours)
+        with ring.activate(seq):
+            loss = ours(**mine, num_items_in_batch=count).loss.detach()
+        ring.all_reduce([loss])
+        return loss
+
+    for loss in run_ranks(2, body, timeout_s=20.0):
+        torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5)  # rotary positions in float32
+
+
+def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **other: Any) -> None:
+    """On all ranks, where one of them is given this."""
+
+    def body(ring: Ring) -> None:
+        ours = prepare(model(name))
+        seq, mine = shard_batch(ring, batch(name, videos=False), model=ours)
+        mine |= {key: make(seq, mine) for key, make in other.items()} if ring.rank == 1 else {}
+        with pytest.raises(error, match=match), ring.activate(seq):
+            ours(**{key: x for key, x in mine.items() if x is not None})
+        ring.barrier()
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+def test_positions_of_a_text_beside_images() -> None:
+    """The model would take them, and rotate images as if they were text."""
+    refused(r"rank 1: position_ids \(2, 14\) are not the \(3, rows, tokens\)", position_ids=lambda seq, mine: (
+        seq.positions()[None].expand(2, -1)))  # fmt: skip
+    refused(r"rank 1: position_ids \(3, 2, 14\) are not", position_ids=lambda seq, mine: mine["position_ids"] + 1)
+
+
+def test_positions_of_images_without_images() -> None:
+    refused("in the 3 rows, and not .* of a text without images", pixel_values=lambda seq, mine: None,
+            image_grid_thw=lambda seq, mine: None)  # fmt: skip
+
+
+def test_images_in_another_form() -> None:
+    refused("takes images as pixel_values, .* without input_ids", InputError, input_ids=lambda seq, mine: None,
+            inputs_embeds=lambda seq, mine: torch.zeros(2, 14, 32, dtype=torch.float64))  # fmt: skip
+    refused("finds no positions of whole rows with 9 tokens of images", image_grid_thw=lambda seq, mine: (
+        mine["image_grid_thw"][:1]))  # fmt: skip
+    more = [[1, 4, 4], [1, 2, 6], [1, 2, 4], [1, 4, 4]]
+    refused("13 features of images for 9 tokens in the whole batch", pixel_values=lambda seq, mine: pixels(more),
+            image_grid_thw=lambda seq, mine: torch.tensor(more))  # fmt: skip
+
+
+def test_batches_that_cannot_be_placed() -> None:
+    def body(ring: Ring) -> None:
+        whole, ours = batch("qwen2_vl"), prepare(model("qwen2_vl"))
+        with pytest.raises(InputError, match="a batch with images needs input_ids and model="):
+            shard_batch(ring, whole)
+        with pytest.raises(InputError, match="position_ids beside images: leave them out"):
+            shard_batch(ring, {**whole, "position_ids": torch.arange(27).expand(2, -1)}, model=ours)
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+def test_other_models_with_images_in_their_text() -> None:
+    """Their tokens lie over ranks, the images do not: one rank would find too few features, or too many."""
+    config = transformers.LlavaConfig(
+        text_config={**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,
+                       "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
+        image_token_index=IMAGE,
+    )  # fmt: skip
+
+    def body(ring: Ring) -> None:
+        ours = prepare(filled(transformers.LlavaForConditionalGeneration(config)))
+        seq, mine = shard_batch(ring, {"input_ids": batch("qwen2_vl", videos=False)["input_ids"]})
+        told = r"LlavaModel puts images .*seq\.shard\(inputs_embeds\)"
+        with pytest.raises(InputError, match=told), ring.activate(seq):
+            ours(**mine, pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.float64) if ring.rank else None)
+        ring.barrier()
+
+    run_ranks(2, body, timeout_s=20.0)
