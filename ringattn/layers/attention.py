@@ -74,7 +74,7 @@ class RingAttention(Reports, nn.Module):
                 sinks.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: `causal` or `window` is wrong.
@@ -252,7 +252,7 @@ class RingMultiheadAttention(Projections):
             sinks: One learned logit per query head that takes weight and gives no value.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: ring, all_gather, direct, sub_rings or all_to_all. auto: chosen for each call.
+            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or the mask is wrong.

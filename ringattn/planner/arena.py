@@ -18,6 +18,7 @@ from ringattn.planner.plan import (
     AttendReceivedOp,
     Buffer,
     Plan,
+    Recv,
     buffer_bytes,
     record_bytes,
     record_elements,
@@ -68,9 +69,12 @@ def verify_placement(plan: Plan) -> None:
 
     Of a fused buffer its parts are checked instead. Lifetimes are derived again, from the steps alone.
     """
-    # Steps in which each buffer is filled and last used; a received one is filled in its step and readable after it.
+    # Steps in which each buffer is first filled, wholly filled, and last used; what messages fill is readable after the
+    # step of the last of them.
     written: dict[int, int] = {}
+    whole: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
+    arrived: dict[int, int] = defaultdict(int)  # elements, from the first on
 
     parts: dict[int, list[int]] = defaultdict(list)
     for index, one in enumerate(plan.buffers):
@@ -84,14 +88,32 @@ def verify_placement(plan: Plan) -> None:
             return
         if buffer in written:
             raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is filled twice")
-        written[buffer] = used[buffer] = now
+        written[buffer] = whole[buffer] = used[buffer] = now
+
+    def elements(buffer: int) -> int:
+        held = plan.buffers[buffer]
+        return size(held.content) * record_elements(plan.problem, held.dtype, held.kind)
+
+    def receive(recv: Recv, now: int) -> None:
+        told = f"rank {plan.rank}, step {now}: the message {recv.label}"
+        if not arrived[recv.buffer]:
+            write(recv.buffer, now)
+        if recv.first < arrived[recv.buffer]:
+            raise PlanError(f"{told}: {plan.buffers[recv.buffer].label} is filled twice")
+        if recv.first > arrived[recv.buffer]:
+            raise PlanError(f"{told} leaves a gap in its buffer")
+        arrived[recv.buffer] += recv.elements
+        if arrived[recv.buffer] > elements(recv.buffer):
+            raise PlanError(f"{told} ends outside its buffer")
+        used[recv.buffer] = now
+        whole[recv.buffer] = now if arrived[recv.buffer] == elements(recv.buffer) else len(plan.steps)
 
     def read(buffer: int, now: int, after: int = 0) -> None:
         for part in parts[buffer] if buffer != LOCAL else ():
             read(part, now, after if part in received else 0)
         if buffer != LOCAL and not parts[buffer]:
             # `after` = 1: what this step's message fills can be read in the next step. Never filled counts as now + 1.
-            if written.get(buffer, now + 1) > now - after:
+            if whole.get(buffer, now + 1) > now - after:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
             used[buffer] = now
 
@@ -105,12 +127,10 @@ def verify_placement(plan: Plan) -> None:
         # Order of a step: pack, send and receive, zero, restore, compute.
         for send in step.sends:
             read(send.buffer, now, after=send.buffer in received)
-            sent = plan.buffers[send.buffer]
-            held = size(sent.content) * record_elements(plan.problem, sent.dtype, sent.kind)
-            if not 0 <= send.first <= send.first + send.elements <= held:
+            if not 0 <= send.first <= send.first + send.elements <= elements(send.buffer):
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
-            write(recv.buffer, now)
+            receive(recv, now)
         # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
         firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.first}
         for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
@@ -131,6 +151,10 @@ def verify_placement(plan: Plan) -> None:
                 read(source, now, after=source in received)
     for buffer in () if plan.backward else plan.kept:
         read(buffer, len(plan.steps) - 1)
+    sums = {item.into for step in plan.steps for item in step.work if isinstance(item, Add)} - {LOCAL}
+    sent = {send.buffer for step in plan.steps for send in step.sends}
+    for buffer in sorted(sums - sent - {pack.source for step in plan.steps for pack in step.packs}):
+        raise PlanError(f"rank {plan.rank}: {plan.buffers[buffer].label} is added to and never sent")
     # Any two buffers that live in a common step must lie in disjoint bytes.
     spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
     for n, (start, nbytes, this) in enumerate(spans):
@@ -145,7 +169,7 @@ def verify_placement(plan: Plan) -> None:
     for inner in plan.buffers:
         if inner.inside is None:
             continue
-        whole = plan.buffers[inner.inside.buffer]
+        outer = plan.buffers[inner.inside.buffer]
         before = inner.inside.row * record_bytes(plan.problem, inner.dtype, inner.kind)
-        if inner.offset_bytes != whole.offset_bytes + before:
-            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {whole.label}")
+        if inner.offset_bytes != outer.offset_bytes + before:
+            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {outer.label}")

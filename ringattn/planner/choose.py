@@ -12,6 +12,7 @@ from ringattn.planner.cost import forward_seconds
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.content import size
+from ringattn.schedule.double_ring import grid_of
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
@@ -41,18 +42,25 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
 
     Dilated rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that),
     the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
-    anyway, it is kept for the backward pass if it is little. Raises `InputError` for an unknown schedule.
+    anyway, it is kept for the backward pass if it is little. "double_ring" has an inner ring in each node of `cluster`,
+    and on one node rings of equal length. Raises `InputError` for an unknown schedule and for inner rings of unlike
+    length.
     """
     cluster.check_ranks(problem.world_size)
-    name = schedule if schedule == "auto" else route_named(schedule).name
+    if schedule != "auto":
+        route_named(schedule)
     with _alone:
-        return _chosen(problem, name, cluster)
+        return _chosen(problem, schedule, cluster)
 
 
 @lru_cache(maxsize=256)
 def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
-        route = route_named(schedule)
+        route = route_named(schedule, problem.world_size)
+        nodes = tuple(map(cluster.node_of, range(problem.world_size)))
+        # A double ring that is not told its inner rings has one in each node.
+        if route.by_node and not route.grid and len(set(nodes)) > 1:
+            route = replace(route, grid=grid_of(nodes))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
     else:

@@ -7,7 +7,7 @@ Block A with head 0 rows 2..4 and head 1 rows 0..1, and block B with head 0 rows
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -75,10 +75,18 @@ def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Conten
         (at, copy.block, copy.content) for at, step in enumerate(steps) for copy in step.copies if copy.dst == rank
     ]
     received += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
-    # Grouped by (step received, step read): only those live and are attended together.
+    # A sum that others were merged into before the own work on it lies alone; it cannot begin in a fused buffer.
+    merged = {item.into: at for at, step in reversed(list(enumerate(steps))) for item in step.work
+              if isinstance(item, Merge)}  # fmt: skip
+    reads = {
+        kv: (at, item) for kv, (at, item) in reads.items()
+        if isinstance(item, Attend) or merged.get(item.dkv, at) >= at
+    }  # fmt: skip
+    messages = Counter(block for _, block, _ in received)
+    # Grouped by (step received, step read): only those live and are attended together. Of pieces no step brings all.
     groups: dict[tuple[int, int], dict[Block, Content]] = defaultdict(dict)
     for arrival, block, content in received:
-        if block in reads:
+        if block in reads and messages[block] == 1:
             groups[arrival, reads[block][0]][block] = content
     for (arrival, _), contents in groups.items():
         items = [reads[block][1] for block in contents]

@@ -40,7 +40,7 @@ from ringattn.planner.plan import (
 )
 from ringattn.planner.received_heads import ReceivedHeads
 from ringattn.planner.visits import rows_of, with_visits
-from ringattn.schedule.content import Content, HeadRows, piece_of, size, union
+from ringattn.schedule.content import Content, HeadRows, chained, piece_of, size, union
 from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
 from ringattn.schedule.passes import is_on_received
 
@@ -85,13 +85,11 @@ class _Projection:
         self.buffers: list[Buffer] = []
         # The buffer with a block's rows at this point of the walk; a later one takes the place of an earlier.
         self.held: dict[Block, int] = {}
-        # The rows of each dK/dV sum that this rank returns: the size of its accumulator.
-        self.sums = {
-            copy.block: copy.content
-            for _, step in self.steps
-            for copy in step.copies
-            if copy.block.kind is Kind.DKV and copy.src == rank
-        }
+        copies = [copy for _, step in self.steps for copy in step.copies]
+        # The rows of each dK/dV sum that this rank returns: the size of its accumulator. Pieces return in reverse.
+        self.sums = _together(copy for copy in reversed(copies) if copy.block.kind is Kind.DKV and copy.src == rank)
+        # All rows of each input block that arrive, in one message or in pieces.
+        self.arrivals = _together(copy for copy in copies if copy.block.kind in INPUTS and copy.dst == rank)
         self.own = self._own_blocks()
         work = [item for _, step in self.steps for item in step.work if not isinstance(item, Merge)]
         self.received = ReceivedHeads(item for item in work if is_on_received(item))
@@ -286,8 +284,15 @@ class _Projection:
 
     def _recv(self, copy: Copy, now: int) -> Recv:
         label = f"{copy.block} from rank {copy.src}"
-        self.held[copy.block] = self._arriving(copy.block, copy.content, label, now)
-        return Recv(copy.src, self.held[copy.block], label)
+        block, whole = copy.block, self.arrivals.get(copy.block, copy.content)
+        # The first piece of a block makes the buffer for all of them. Sums are merged piece by piece.
+        if whole == copy.content or block not in self.held:
+            self.held[block] = self._arriving(block, whole, label, now)
+        buffer = self._use(self.held[block], now)
+        first = piece_of(whole, copy.content)
+        assert first is not None  # `passes.spread` cuts in wire order
+        elements = record_elements(self.problem, self.buffers[buffer].dtype, block.kind)
+        return Recv(copy.src, buffer, first * elements, size(copy.content) * elements, label)
 
     def _arriving(self, block: Block, content: Content, label: str, now: int) -> int:
         """The buffer for what arrives of a block: in the fused buffer, if it needs no restoring."""
@@ -349,3 +354,14 @@ class _Projection:
         if buffer == LOCAL:
             return None
         return next(part for part in self.buffers[buffer].content if part.heads == tiles.heads)
+
+
+def _together(copies: Iterable[Copy]) -> dict[Block, Content]:
+    """The rows of each block that these copies carry, its pieces put together in their order."""
+    found: dict[Block, list[Content]] = defaultdict(list)
+    for copy in copies:
+        found[copy.block].append(copy.content)
+    return {
+        block: pieces[0] if len(pieces) == 1 else chained(part for piece in pieces for part in piece)
+        for block, pieces in found.items()
+    }

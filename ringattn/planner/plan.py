@@ -61,10 +61,12 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive a whole buffer."""
+    """Receive some elements of a buffer, from element `first` on; together the messages for a buffer fill all of it."""
 
     peer: int
     buffer: int
+    first: int
+    elements: int
     label: str
 
 

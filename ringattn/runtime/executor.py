@@ -351,9 +351,10 @@ class Executor:
     def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
         # In every label, so that an error names the pass and the step that was pending.
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
-        sends = [
-            # A send may be a slice of its buffer; a receive always fills a whole one.
-            Message(send.peer, buffers[send.buffer].flat[send.first : send.first + send.elements], where + send.label)
-            for send in step.sends
-        ]
-        return sends, [Message(recv.peer, buffers[recv.buffer].flat, where + recv.label) for recv in step.recvs]
+        sends, recvs = (
+            # A message may be a slice of its buffer, at either end.
+            [Message(one.peer, buffers[one.buffer].flat[one.first : one.first + one.elements], where + one.label)
+             for one in messages]
+            for messages in (step.sends, step.recvs)
+        )  # fmt: skip
+        return sends, recvs

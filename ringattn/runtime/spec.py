@@ -49,8 +49,8 @@ class AttentionSpec:
     """Everything about an attention call but q, k, v and their sequences.
 
     `scale`: any finite number, None for 1/sqrt(head_dim). `softcap`: scores become softcap * tanh(score / softcap).
-    `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: auto, ring,
-    all_gather, direct, sub_rings or all_to_all.
+    `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: a name of
+    `ScheduleName`, or double_ring:M for inner rings of M ranks.
     """
 
     mask: MaskSpec = field(default_factory=Banded)

@@ -144,6 +144,46 @@ def without(outer: Content, inner: Content) -> Content:
     return tuple(found)
 
 
+def common(outer: Content, inner: Content) -> Content:
+    """What is in both, for head parts of equal start; `outer` itself where all of it is."""
+    return outer if contains(inner, outer) else without(outer, without(outer, inner))
+
+
+def cut(content: Content, pieces: int) -> tuple[Content, ...]:
+    """A packed content as `pieces` that follow one another in wire order, of nearly equal size; some may be empty."""
+    total = size(content)
+    # Ends of the pieces, in rows times heads. A row of a part with several heads is not cut: it goes with its start.
+    #    total 10, 3 pieces    ends 3 6 10
+    ends = [total * n // pieces for n in range(1, pieces + 1)]
+    found: list[list[HeadRows]] = [[] for _ in ends]
+    begun, piece = 0, 0
+    for heads, rows in content:
+        for run in rows:
+            first = 0
+            while first < run.count:
+                while piece < pieces - 1 and begun >= ends[piece]:
+                    piece += 1
+                count = min(run.count - first, -(-(ends[piece] - begun) // heads.count))
+                found[piece].append(HeadRows(heads, (run.pick(StridedRange(first, count)),)))
+                first, begun = first + count, begun + count * heads.count
+    return tuple(map(chained, found))
+
+
+def chained(parts: Iterable[HeadRows]) -> Content:
+    """Parts that follow one another in wire order as one content: puts together what `cut` has cut."""
+    found: list[tuple[StridedRange, list[StridedRange]]] = []
+    for heads, rows in parts:
+        if not found or found[-1][0] != heads:
+            found.append((heads, []))
+        held = found[-1][1]
+        for run in rows:
+            if held and held[-1].stride == run.stride and run.start == held[-1].last + run.stride:
+                held[-1] = held[-1]._replace(count=held[-1].count + run.count)
+            else:
+                held.append(run)
+    return tuple(HeadRows(heads, tuple(rows)) for heads, rows in found)
+
+
 def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The union of intervals (start, count) as ascending ones that do not touch."""
     #    |---|  |-----|

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable
+from ringattn.core.tiling import TileTable, tiles_of
 from ringattn.schedule.content import Content
 
 NONE = StridedRange(0, 0)
@@ -165,3 +165,11 @@ def attend_grad(item: Attend) -> AttendGrad:
     rank, kv = item.rank, item.kv
     seed, dq, dkv = Block(Kind.GRAD_OUT, rank), Block(Kind.DQ, rank), Block(Kind.DKV, kv.owner, rank, kv.ring)
     return AttendGrad(rank, item.q, kv, seed, dq, dkv, item.tiles)
+
+
+def work_of(problem: Problem, rank: int) -> dict[int, tuple[HeadTiles, ...]]:
+    """The tiles of `rank`'s queries by owner of the keys."""
+    found: dict[int, tuple[HeadTiles, ...]] = {}
+    for (owner, part), table in tiles_of(problem, rank).items():
+        found[owner] = (*found.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
+    return found

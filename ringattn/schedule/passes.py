@@ -7,11 +7,11 @@ forward schedule into its backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ringattn.core.geometry import StridedRange
-from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
+from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, size, union, without
 from ringattn.schedule.ops import (
     INPUTS,
     Attend,
@@ -86,11 +86,15 @@ def prune(schedule: Schedule) -> Schedule:
     for step in reversed(schedule.steps):
         copies = []
         for copy in step.copies:
-            # `pop`: what is received in this step need not be held before it.
             if copy.block.kind not in INPUTS:
                 copies.append(copy)
-            elif content := wanted.pop((copy.dst, copy.block), NOTHING):
+                continue
+            # What is received in this step need not be held before it. A piece brings its own rows only.
+            spot = copy.dst, copy.block
+            asked = wanted.pop(spot, NOTHING)
+            if content := common(asked, copy.content):
                 copies.append(copy._replace(content=content))
+                wanted[spot] = NOTHING if content is asked else without(asked, content)
         # Copies run beside the step's work, so what they send must be held when the step begins: the same as what is
         # read.
         work = tuple(item for item in step.work if isinstance(item, Merge) or item.tiles)
@@ -145,34 +149,49 @@ def deliveries_of(schedule: Schedule) -> list[Delivery]:
     """The K/V copies of the backward.
 
     Where an owner's block was relayed, it goes from its owner to the last receiver and back along the reversed edges if
-    that sends no more than its owner sending to every reader, else the owner sends to every reader.
+    that sends no more than its owner sending to every reader, else the owner sends to every reader. An owner that sends
+    in two directions has a chain in each.
     """
-    # In a relay every rank sends a block at most once, so the edges by sender form the chain.
-    edges: dict[Block, dict[int, tuple[int, Copy]]] = defaultdict(dict)  # block: {src: (step, copy)}
-    reads: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)  # block: [(step, reader, rows)]
+    edges: dict[Block, dict[int, list[tuple[int, Copy]]]] = defaultdict(lambda: defaultdict(list))  # block: {src: ...}
     for s, step in enumerate(schedule.steps):
         for copy in step.copies:
-            edges[copy.block][copy.src] = s, copy
-        for item in step.work:
-            if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
-                reads[item.kv].append((s, item.rank, rows_read(item.tiles)))
+            edges[copy.block][copy.src].append((s, copy))
     found: list[Delivery] = []
-    for block, readers in reads.items():
-        # The block is read in main step s, so it travels beside the main step before, that of forward step s + 1.
-        direct = [(s + 1, Copy(block, block.owner, reader, rows)) for s, reader, rows in readers]
-        back = _relay_back(block, edges[block], {reader: rows for _, reader, rows in readers})
-        found += back if back and _cost(back) <= _cost(direct) else direct
+    for block, readers in readers_of(schedule).items():
+        rows = {reader: content for _, reader, content in readers}
+        for first in edges[block][block.owner]:
+            chain = _chain(first, edges[block])
+            reached = {rank for _, rank in chain}
+            # The block is read in main step s, so it travels beside the main step before, that of forward step s + 1.
+            direct = [(s + 1, Copy(block, block.owner, to, content)) for s, to, content in readers if to in reached]
+            back = _relay_back(block, chain, rows)
+            found += back if back and delivered(back) <= delivered(direct) else direct
     return found
 
 
-def _relay_back(block: Block, edges: dict[int, tuple[int, Copy]], rows: dict[int, Content]) -> list[Delivery]:
-    """From the owner to the last receiver of a chain and back to the owner; nothing where the block was not relayed."""
-    # Follow the chain from the owner: 0 -> 1 -> 2 -> 3.
-    chain, at = [], block.owner
-    while at in edges:
-        step, copy = edges[at]
+def readers_of(schedule: Schedule) -> dict[Block, list[tuple[int, int, Content]]]:
+    """By block of another rank: the steps in which it is read, the readers and the rows."""
+    found: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)
+    for s, step in enumerate(schedule.steps):
+        for item in step.work:
+            if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
+                found[item.kv].append((s, item.rank, rows_read(item.tiles)))
+    return found
+
+
+def _chain(first: tuple[int, Copy], edges: dict[int, list[tuple[int, Copy]]]) -> list[tuple[int, int]]:
+    """The receivers of a block one after another, each with the step of its copy: 0 -> 1 -> 2 -> 3."""
+    chain, (step, copy) = [], first
+    chain.append((step, copy.dst))
+    # A relay sends a block at most once, so its edges form a chain.
+    while edges[copy.dst]:
+        ((step, copy),) = edges[copy.dst]
         chain.append((step, copy.dst))
-        at = copy.dst
+    return chain
+
+
+def _relay_back(block: Block, chain: list[tuple[int, int]], rows: dict[int, Content]) -> list[Delivery]:
+    """From the owner to the last receiver of a chain and back to the owner; nothing where the block was not relayed."""
     if len(chain) < 2:
         return []
     # Backward undoes the farthest reader first: owner -> 3, then 3 -> 2, 2 -> 1, each carrying what it and all nearer
@@ -185,5 +204,28 @@ def _relay_back(block: Block, edges: dict[int, tuple[int, Copy]], rows: dict[int
     return [(at, copy) for at, copy in copies if copy.content]
 
 
-def _cost(copies: list[Delivery]) -> int:
+def delivered(copies: Iterable[Delivery]) -> int:
+    """Rows times heads that deliveries send."""
     return sum(size(copy.content) for _, copy in copies)
+
+
+def spread(schedule: Schedule, is_slow: Callable[[Copy], bool], window: Callable[[int], Sequence[int]]) -> Schedule:
+    """Cut each K/V copy over a slow link into pieces, one for each step of `window(step)` of its own step.
+
+    So a slow link is busy beside several steps of work, and no step waits for all of a block.
+       step     0       1       2       3                 step     0       1       2       3
+       fast     n>1     1>2     2>3                        fast     n>1     1>2     2>3
+       slow                             all of KV  ->      slow     1/4     1/4     1/4     1/4
+    """
+    copies: list[list[Copy]] = [[] for _ in schedule.steps]
+    for index, step in enumerate(schedule.steps):
+        for copy in step.copies:
+            if copy.block.kind is not Kind.KV or not is_slow(copy):
+                copies[index].append(copy)
+                continue
+            among = window(index)
+            for at, content in zip(among, cut(copy.content, len(among)), strict=True):
+                if content:
+                    copies[at].append(copy._replace(content=content))
+    steps = (ordered_step(new, step.work) for new, step in zip(copies, schedule.steps, strict=True))
+    return replace(schedule, steps=tuple(steps))

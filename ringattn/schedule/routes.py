@@ -8,7 +8,7 @@ received; otherwise the owner sends straight to the reader. *At once* (all-gathe
        ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
        direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
        all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Two routes are not made turn by turn: see `sub_rings` and `all_to_all`.
+Four routes are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional` and `double_ring`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,39 @@ from functools import lru_cache
 from typing import Literal
 
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import tiles_of
 from ringattn.errors import InputError
-from ringattn.schedule import all_to_all, sub_rings
+from ringattn.schedule import all_to_all, bidirectional, double_ring, sub_rings
 from ringattn.schedule.content import whole
-from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
+from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery, prune, transpose
 from ringattn.schedule.read_sets import read_sets_of
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way for blocks to travel. `keeps`: what a forward pass received is kept for its backward, not sent again."""
+    """One way for blocks to travel. `keeps`: what a forward pass received is kept for its backward, not sent again.
+
+    `grid`: of a double ring, the ranks of each node; empty for the most nearly square one.
+    """
 
     name: str
     relay: bool = False
     at_once: bool = False
     by_segment: bool = False
     by_head: bool = False
+    both_ways: bool = False
+    by_node: bool = False
     keeps: bool = False
+    grid: double_ring.Grid = ()
 
     @property
     def by_turn(self) -> bool:
         """Whether each rank's part follows from the readers' read sets alone."""
-        return not (self.by_segment or self.by_head)
+        return not (self.by_segment or self.by_head or self.both_ways or self.by_node)
+
+    def grid_for(self, ranks: int) -> double_ring.Grid:
+        """The ranks of each node of a double ring."""
+        return self.grid or double_ring.square(ranks)
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
         """The rank that hands `owner`'s block to `reader`."""
@@ -58,6 +67,8 @@ class Route:
         """Steps of a forward pass."""
         if self.by_head:
             return all_to_all.STEPS
+        if self.both_ways:
+            return ranks // 2 + 1
         # The farthest block is read in the last step.
         return self.read_step(ranks - 1) + 1
 
@@ -67,15 +78,27 @@ DIRECT = Route("direct")
 ALL_GATHER = Route("all_gather", at_once=True)
 SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
 ALL_TO_ALL = Route("all_to_all", by_head=True)
-ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL)}
-ScheduleName = Literal["auto", "ring", "all_gather", "direct", "sub_rings", "all_to_all"]
+BIDIRECTIONAL = Route("bidirectional", relay=True, both_ways=True)
+DOUBLE_RING = Route("double_ring", relay=True, by_node=True)
+ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL, BIDIRECTIONAL, DOUBLE_RING)}
+ScheduleName = Literal[
+    "auto", "ring", "all_gather", "direct", "sub_rings", "all_to_all", "bidirectional", "double_ring"
+]
 
 
-def route_named(name: str) -> Route:
-    """The route called `name`. Raises `InputError` for others."""
-    if not isinstance(name, str) or name not in ROUTES:
-        raise InputError(f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}")
-    return ROUTES[name]
+def route_named(name: str, ranks: int | None = None) -> Route:
+    """The route called `name`; "double_ring:M" has inner rings of M neighboring ranks, of `ranks` in all.
+
+    Raises `InputError` for others.
+    """
+    word, colon, inner = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if word not in ROUTES or (colon and not (ROUTES[word].by_node and inner.isdecimal())):
+        raise InputError(
+            f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or double_ring:M for inner "
+            "rings of M ranks"
+        )
+    route = ROUTES[word]
+    return replace(route, grid=double_ring.blocks_of(ranks, int(inner))) if colon and ranks else route
 
 
 def forward(problem: Problem, route: Route) -> Schedule:
@@ -84,6 +107,10 @@ def forward(problem: Problem, route: Route) -> Schedule:
         return sub_rings.forward(problem, route.name)
     if route.by_head:
         return all_to_all.exchange(problem, route.name, backward=False)
+    if route.both_ways:
+        return bidirectional.forward(problem, route.name)
+    if route.by_node:
+        return double_ring.forward(problem, route.name, route.grid_for(problem.world_size))
     ranks = problem.world_size
     heads = [part.kv_heads for part in problem.parts]
     tiles = [work_of(problem, rank) for rank in range(ranks)]
@@ -99,14 +126,6 @@ def forward(problem: Problem, route: Route) -> Schedule:
                 copies[step - 1].append(Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content))
             work[step].append(attend(rank, owner, tiles[rank].get(owner, ())))
     return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
-
-
-def work_of(problem: Problem, rank: int) -> dict[int, tuple[HeadTiles, ...]]:
-    """The tiles of `rank`'s queries by owner of the keys."""
-    found: dict[int, tuple[HeadTiles, ...]] = {}
-    for (owner, part), table in tiles_of(problem, rank).items():
-        found[owner] = (*found.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -149,12 +168,13 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
 @lru_cache(maxsize=32)
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
-    # Built from the rows that are read, so there is nothing to prune.
-    if route.by_head and not backward:
-        return forward(problem, route)
     if not backward:
-        return prune(forward(problem, route))
+        found = forward(problem, route)
+        # Built from the rows that are read, so there is nothing to prune.
+        return found if route.by_head or route.by_node else prune(found)
     there = schedule_of(problem, route, False)
+    if route.by_node:
+        return double_ring.backward(there, route.grid_for(problem.world_size))
     # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
         return all_to_all.exchange(problem, route.name, backward, there.arrivals() if route.keeps else ())

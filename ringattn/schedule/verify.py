@@ -13,10 +13,9 @@ from typing import NoReturn
 
 from ringattn.core.geometry import StridedRange, Tile
 from ringattn.errors import PlanError
-from ringattn.schedule.content import NOTHING, Content, contains, union
-from ringattn.schedule.ops import INPUTS, Block, Copy, HeadTiles, Kind, Merge, Schedule
+from ringattn.schedule.content import NOTHING, Content, common, contains, union
+from ringattn.schedule.ops import INPUTS, Block, Copy, HeadTiles, Kind, Merge, Schedule, work_of
 from ringattn.schedule.passes import RankBlock, inputs_of, is_on_received, prune, result_of
-from ringattn.schedule.routes import work_of
 from ringattn.schedule.text import grid
 
 Fail = Callable[[int, int, str], NoReturn]
@@ -104,22 +103,30 @@ def _check_payload(schedule: Schedule, fail: Fail) -> None:
 
 
 def _check_sums(schedule: Schedule, fail: Fail) -> None:
-    """Each partial sum: all additions, then one copy, then one merge, up to the owner; there a merge alone will do."""
+    """Each partial sum: all additions, then one copy or a copy of each piece, each merged where it arrives.
+
+    So up to the owner; there a merge alone will do.
+    """
     added: dict[Block, Content] = defaultdict(tuple)
     arrived: dict[RankBlock, Content] = {}
-    sent: set[Block] = set()
+    sent: dict[Block, Content] = {}
+    copies = [(index, copy) for index, step in enumerate(schedule.steps) for copy in step.copies]
+    last_sent = {copy.block: index for index, copy in copies if copy.block.kind not in INPUTS}
     for index, step in enumerate(schedule.steps):
         incoming: dict[RankBlock, Content] = {}
         for copy in step.copies:
             if copy.block.kind in INPUTS:
                 continue
-            if copy.block.origin != copy.src or copy.block in sent:
+            before = sent.get(copy.block, NOTHING)
+            if copy.block.origin != copy.src or common(before, copy.content):
                 fail(index, copy.src, f"sends {copy.block} twice or for somebody else")
-            if not contains(copy.content, added[copy.block]):
+            sent[copy.block] = union((before, copy.content))
+            if index == last_sent[copy.block] and not contains(sent[copy.block], added[copy.block]):
                 fail(index, copy.src, f"leaves rows of {copy.block} behind")
             if not contains(added[copy.block], copy.content):
                 fail(index, copy.src, f"sends rows of {copy.block} that nothing was added to")
-            sent.add(copy.block)
+            if (copy.dst, copy.block) in arrived:
+                fail(index, copy.dst, f"{copy.block} arrived and was never merged")
             incoming[copy.dst, copy.block] = copy.content
         for item in step.work:
             if isinstance(item, Merge):

@@ -22,8 +22,6 @@ import torch
 
 from ringattn import Ring
 from ringattn.errors import UnsupportedError
-from ringattn.planner.plan import record_elements
-from ringattn.schedule.content import size
 from ringattn.testing import dense_attention
 from ringattn.transport import rendezvous
 
@@ -108,9 +106,7 @@ def in_order(ring: Ring) -> list[list[Any]]:
         plan = executor.plan
         item = {at: plan.element_bytes(at) for at in range(len(plan.buffers))}
         for step in plan.steps:
-            whole = {recv.buffer: size(plan.buffers[recv.buffer].content) for recv in step.recvs}
-            record = [record_elements(plan.problem, held.dtype, held.kind) for held in plan.buffers]
-            planned += [["Recv", r.peer, whole[r.buffer] * record[r.buffer] * item[r.buffer]] for r in step.recvs]
+            planned += [["Recv", r.peer, r.elements * item[r.buffer]] for r in step.recvs]
             planned += [["Send", s.peer, s.elements * item[s.buffer]] for s in step.sends]
     return planned
 

@@ -13,7 +13,7 @@ from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.place import project
-from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendReceivedOp, Plan, Send
+from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendReceivedOp, Plan, Recv, Send
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, schedule_of
@@ -112,7 +112,7 @@ def gist(plan: Plan) -> list:
     """The messages of each step, in whatever order their rows lie: dilated rows may lie in several."""
     return [
         (step.number, [(send.peer, send.label, sorted(message(plan, send))) for send in step.sends],
-         [(recv.peer, recv.label, sorted(wire_order(plan.buffers[recv.buffer].content))) for recv in step.recvs])
+         [(recv.peer, recv.label, sorted(message(plan, recv))) for recv in step.recvs])
         for step in plan.steps
     ]  # fmt: skip
 
@@ -142,17 +142,17 @@ def check_messages_of_two_plans_meet(passes: Passes) -> None:
                     dtype = plan.buffers[send.buffer].dtype
                     sent[plan.rank, send.peer].append((step.number, message(plan, send), dtype))
                 for recv in step.recvs:
-                    buffer = plan.buffers[recv.buffer]
-                    received[recv.peer, plan.rank].append((step.number, wire_order(buffer.content), buffer.dtype))
+                    dtype = plan.buffers[recv.buffer].dtype
+                    received[recv.peer, plan.rank].append((step.number, message(plan, recv), dtype))
         assert sent == received
 
 
-def message(plan: Plan, send: Send) -> list[tuple[int, int]]:
+def message(plan: Plan, one: Send | Recv) -> list[tuple[int, int]]:
     """The (head, row) records of a message, in order."""
-    nbytes = (elements * plan.element_bytes(send.buffer) for elements in (send.first, send.elements))
-    first, count = (divmod(each, record_of(plan, send.buffer)) for each in nbytes)
+    nbytes = (elements * plan.element_bytes(one.buffer) for elements in (one.first, one.elements))
+    first, count = (divmod(each, record_of(plan, one.buffer)) for each in nbytes)
     assert first[1] == count[1] == 0
-    return wire_order(plan.buffers[send.buffer].content)[first[0] : first[0] + count[0]]
+    return wire_order(plan.buffers[one.buffer].content)[first[0] : first[0] + count[0]]
 
 
 def check_packs_only_what_does_not_lie_in_one_piece(passes: Passes) -> None:

@@ -1,0 +1,164 @@
+"""Double and bidirectional rings: what crosses between nodes, how often, and in which steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.core.dilation import Dilated
+from ringattn.core.layout import make_layout
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError, PlanError
+from ringattn.planner.arena import verify_placement
+from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.links import Links
+from ringattn.planner.plan import LOCAL, Add
+from ringattn.schedule.content import chained, contains, cut, size
+from ringattn.schedule.double_ring import blocks_of, square
+from ringattn.schedule.ops import Copy, Kind, Schedule
+from ringattn.schedule.routes import BIDIRECTIONAL, DOUBLE_RING, RING, Route, route_named, schedule_of
+from ringattn.schedule.verify import verify
+from tests.strategies import Case, cases, simple, wire_order
+
+INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
+"""Ranks, and ranks of an inner ring."""
+
+
+def crossings(schedule: Schedule, inner: int, kinds: tuple[Kind, ...]) -> list[tuple[int, Copy]]:
+    """The copies between nodes of `inner` ranks, with their steps."""
+    return [
+        (at, copy) for at, step in enumerate(schedule.steps) for copy in step.copies
+        if copy.block.kind in kinds and copy.src // inner != copy.dst // inner
+    ]  # fmt: skip
+
+
+@given(cases(), st.data())
+def test_every_grid_is_verified_and_placed(case: Case, data: st.DataObject) -> None:
+    ranks = case.ranks
+    inner = data.draw(st.sampled_from([m for m in range(1, ranks + 1) if ranks % m == 0]))
+    for route in (route_named(f"double_ring:{inner}", ranks), BIDIRECTIONAL):
+        for backward in (False, True):
+            verify(schedule_of(case.problem, route, backward))
+            for rank in range(ranks):
+                verify_placement(plan_of(case.problem, route, rank, backward))
+
+
+@pytest.mark.parametrize(("ranks", "inner"), INNER)
+def test_each_block_crosses_to_each_node_once(ranks: int, inner: int) -> None:
+    problem = simple("contiguous", 24 * ranks, ranks).problem
+    route, nodes = route_named(f"double_ring:{inner}", ranks), ranks // inner
+    for backward in (False, True):
+        schedule = schedule_of(problem, route, backward)
+        for kind in (Kind.KV, Kind.DKV) if backward else (Kind.KV,):
+            rows = Counter()
+            for _, copy in crossings(schedule, inner, (kind,)):
+                rows[copy.block.owner, copy.dst // inner] += size(copy.content)
+            # dK/dV return along the chain of nodes: they reach the owner's node and not the last one.
+            skipped = {owner: (owner // inner - (kind is Kind.DKV)) % nodes for owner in range(ranks)}
+            every = [(owner, node) for owner in range(ranks) for node in range(nodes) if node != skipped[owner]]
+            assert rows == dict.fromkeys(every, 24)
+
+
+@pytest.mark.parametrize(("ranks", "inner"), [(4, 2), (6, 3), (8, 4)])
+def test_no_step_sends_more_than_its_share_between_nodes(ranks: int, inner: int) -> None:
+    problem = simple("contiguous", 25 * ranks, ranks).problem
+    route = route_named(f"double_ring:{inner}", ranks)
+    for backward in (False, True):
+        most = Counter()
+        for at, copy in crossings(schedule_of(problem, route, backward), inner, (Kind.KV,)):
+            most[at, copy.src] += size(copy.content)
+        # The backward opens with a fetch from the owner that nothing hides, see decision 0002.
+        assert {rows for (at, _), rows in most.items() if at or not backward} <= {25 // inner, ceil(25 / inner)}
+        flat = crossings(schedule_of(problem, RING, backward), inner, (Kind.KV,))
+        assert max(size(copy.content) for _, copy in flat) == 25
+
+
+def test_a_bidirectional_ring_takes_half_the_steps_and_uses_both_directions() -> None:
+    for ranks in (2, 3, 4, 5, 8):
+        problem = simple("contiguous", 4 * ranks, ranks).problem
+        schedule = schedule_of(problem, BIDIRECTIONAL, False)
+        assert len(schedule.steps) == ranks // 2 + 1
+        ways = Counter((copy.dst - copy.src) % ranks for step in schedule.steps for copy in step.copies)
+        assert set(ways) <= {1, ranks - 1} and sum(ways.values()) == ranks * (ranks - 1)
+        assert ranks == 2 or abs(ways[1] - ways[ranks - 1]) <= ranks
+        sent = sum(size(copy.content) for step in schedule.steps for copy in step.copies)
+        flat = schedule_of(problem, RING, False)
+        assert sent == sum(size(copy.content) for step in flat.steps for copy in step.copies)
+
+
+def test_inner_rings_are_the_nodes_of_the_cluster() -> None:
+    problem = simple("zigzag", 64, 4).problem
+    scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
+    assert choose_route(problem, "double_ring", scattered).grid == ((0, 2), (1, 3))
+    assert choose_route(problem, "double_ring", CLUSTERS["cpu"]).grid == ()
+    assert DOUBLE_RING.grid_for(4) == square(4) == ((0, 1), (2, 3)) == route_named("double_ring:2", 4).grid
+    assert square(6) == ((0, 1), (2, 3), (4, 5)) and square(5) == ((0,), (1,), (2,), (3,), (4,))
+    with pytest.raises(InputError, match=r"as many ranks on each node, and the nodes have 3, 1;.*'double_ring:2'"):
+        choose_route(problem, "double_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
+    assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == blocks_of(4, 2)
+    with pytest.raises(InputError, match="inner rings of 3 ranks do not divide 4 ranks"):
+        choose_route(problem, "double_ring:3", CLUSTERS["cpu"])
+
+
+@pytest.mark.parametrize("name", ["ring:2", "double_ring:", "double_ring:x", "double_ring:-1"])
+def test_only_a_double_ring_takes_a_number(name: str) -> None:
+    with pytest.raises(InputError, match=f"schedule='{name}' is not known"):
+        route_named(name, 4)
+
+
+@given(cases(), st.integers(1, 5))
+def test_pieces_follow_one_another_in_wire_order(case: Case, pieces: int) -> None:
+    contents = {copy.content for step in schedule_of(case.problem, RING, False).steps for copy in step.copies}
+    for content in contents:
+        parts = cut(content, pieces)
+        assert len(parts) == pieces
+        assert [spot for part in parts for spot in wire_order(part)] == wire_order(content)
+        together = chained(one for part in parts for one in part)
+        assert wire_order(together) == wire_order(content) and contains(content, together)
+        most = max((part.heads.count for part in content), default=0)
+        assert all(abs(size(part) - size(content) / pieces) < 1 + most for part in parts)
+
+
+def arriving(route: Route) -> list[tuple[int, int]]:
+    """Of a plan of rank 0: elements that arrive in each message, and their place, by step."""
+    plan = plan_of(simple("contiguous", 100, 4).problem, route, 0, False)
+    return [(recv.first, recv.elements) for step in plan.steps for recv in step.recvs if recv.peer == 2]
+
+
+def test_a_receive_in_pieces_fills_one_buffer() -> None:
+    (first, begun), (second, rest) = arriving(DOUBLE_RING)
+    assert (first, second) == (0, begun) and begun + rest == 25 * 128
+
+
+def dilated_on_eight() -> Problem:
+    """Keys that one branch reads everywhere and another near by, so that sums arrive before a rank's own work."""
+    documents = (0, 117, 384)
+    layout = make_layout("contiguous", 384, 8, documents)
+    mask = Dilated((384, 32), (2, 8)).mask(384, 384, documents, documents, 4, 1)
+    return Problem(layout, layout, mask, 1, 4, 1, 8, 8, "float64")
+
+
+def test_a_sum_that_was_merged_into_before_the_own_work_is_kept() -> None:
+    # Once it began anew in a fused buffer, and what other nodes had returned was lost.
+    problem = dilated_on_eight()
+    for rank in range(8):
+        verify_placement(plan_of(problem, DOUBLE_RING, rank, True))
+
+
+def test_a_sum_that_is_never_sent_is_found() -> None:
+    plan = plan_of(simple("contiguous", 100, 4).problem, DOUBLE_RING, 1, True)
+    sums = [item.into for step in plan.steps for item in step.work if isinstance(item, Add) and item.into != LOCAL]
+    assert sums
+    steps = [
+        step._replace(sends=tuple(send for send in step.sends if send.buffer != sums[0]),
+                      packs=tuple(pack for pack in step.packs if pack.source != sums[0]))
+        for step in plan.steps
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match=r"rank 1: DKV\d@1 in DKV of step 1 is added to and never sent"):
+        verify_placement(replace(plan, steps=tuple(steps)))
