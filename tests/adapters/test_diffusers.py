@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 
 from ringattn.adapters.diffusers import JointSequence, RingAttnProcessor, RingFluxAttnProcessor
+from tests.adapters.hosts import record
 
 DIM = 16
 
@@ -58,12 +60,15 @@ def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
     return [torch.zeros_like(weight) if grad is None else grad for weight, grad in zip(weights, found, strict=True)]
 
 
-def check(ring: Ring, model: nn.Module, out: Tensor, expected: list[Tensor]) -> None:
-    """Gradients of the ranks' parts sum to those of one process."""
+def check(ring: Ring, model: nn.Module, out: Tensor, expected: list[Tensor]) -> float:
+    """Gradients of the ranks' parts sum to those of one process; the greatest difference, relative to the greatest."""
     found = gradients(model, out)
     ring.all_reduce(found)
     for grad, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-10)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / max(
+        float(one.abs().max()) for one in expected
+    )
 
 
 # --- text and image attend jointly -----------------------------------------------------------------------------------
@@ -89,16 +94,17 @@ def test_a_flux_transformer_equals_one_process(ranks: int) -> None:
     (reference,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
     expected = gradients(alone, reference)
 
-    def body(ring: Ring) -> None:
+    def body(ring: Ring) -> float:
         model = flux()
         model.set_attn_processor(RingFluxAttnProcessor())
         joint = JointSequence(ring, TEXT, IMAGE)
         with ring.activate(joint):
             (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
         torch.testing.assert_close(joint.gather_image(out), reference, rtol=1e-10, atol=1e-10)
-        check(ring, model, out, expected)
+        return check(ring, model, out, expected)
 
-    run_ranks(ranks, body)
+    worst, words = max(run_ranks(ranks, body)), "gradients of a Flux transformer, float64"
+    record("diffusers", version("diffusers"), "plain", "exact", ranks=ranks, worst=worst, words=words)
 
 
 def test_a_joint_sequence_deals_out_both_streams() -> None:

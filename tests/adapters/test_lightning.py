@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.lightning import RingMixin
+from tests.adapters.hosts import record
 
 DIM, VOCABULARY, TOKENS = 16, 30, 13
 
@@ -136,17 +138,22 @@ def alone(replicas: int) -> tuple[list[Tensor], float]:
 
 @pytest.mark.slow
 def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
-    expected = {"one ring": alone(1), "two rings": alone(2), "again": alone(1)}
+    expected, worst = {"one ring": alone(1), "two rings": alone(2), "again": alone(1)}, 0.0
     for answers in run_ranks_in_processes("tests.adapters.test_lightning:of_processes", {}, 2, 120, 1):
         for case, (weights, loss) in expected.items():
             answer = answers[case]
             for found, wanted in zip(answer["weights"], weights, strict=True):
-                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-10, atol=1e-10)
+                weight = torch.tensor(found, dtype=torch.float64)
+                torch.testing.assert_close(weight, wanted, rtol=1e-10, atol=1e-10)
+                worst = max(worst, float((weight - wanted.detach()).abs().max() / wanted.detach().abs().max()))
             assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
             assert not answer["open"]
         assert answers["after a fault"] == [False, False]
         assert "the ranks of a ring hold different batches" in answers["refusal"]
         assert "use_distributed_sampler=False" in answers["refusal"]
+    words = "weights after an epoch of Trainer.fit under DDP, float64"
+    for mode in ("plain", "Trainer"):
+        record("Lightning", version("lightning"), mode, "exact", ranks=2, worst=worst, words=words)
 
 
 def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:

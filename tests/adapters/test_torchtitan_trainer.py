@@ -18,7 +18,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
 
 STEPS = 10
-AT_TWO = ("plain", "packed", "full checkpointing", "no checkpointing", "partial_dtensor", "contiguous")
+AT_TWO = ("plain", "packed", "full checkpointing", "partial_dtensor")
 OF_THE_TABLE = {"plain": ("plain", "Trainer", "FSDP2"), "packed": ("packed", "checkpointing")}
 """Which modes of the table of hosts a case is of; checkpointing is torchtitan's default, SelectiveAC."""
 

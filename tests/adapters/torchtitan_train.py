@@ -108,9 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"packed": False},
     "packed": {},
     "full checkpointing": {"checkpointing": FullAC.Config()},
-    "no checkpointing": {"checkpointing": None},
     "partial_dtensor": {"backend": "partial_dtensor"},
-    "contiguous": {"balancer": None},
 }
 """What differs from the defaults of `trained`, by name."""
 
@@ -246,7 +244,6 @@ def trained(
     packed: bool = True,
     checkpointing: Any = SelectiveAC.Config(),  # noqa: B008
     backend: str = "spmd_types",
-    balancer: str | None = "headtail",
 ) -> list[tuple[float, float]]:
     """The loss and the norm of the gradients of each of ten steps, over all ranks."""
     attention = {"ring": RingAttention, "dense": Dense, "torchtitan": ScaledDotProductAttention}[inner]
@@ -266,8 +263,7 @@ def trained(
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            context_parallel_degree=int(os.environ["WORLD_SIZE"]), spmd_backend=backend,
-            context_parallel_load_balancer=balancer,
+            context_parallel_degree=int(os.environ["WORLD_SIZE"]), spmd_backend=backend
         ),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=checkpointing,
