@@ -5,11 +5,7 @@ Numbers on a GPU are compared in `tests/gpu/test_gluon.py`.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -34,7 +30,7 @@ from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_missin
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling import exponentials_under_products, hasty_arrivals
 from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
-from tests.kernels.once import once
+from tests.kernels.once import once, written_by
 
 ROOT = Path(__file__).resolve().parents[2]
 DIM = 16
@@ -305,18 +301,14 @@ SEEING = (
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """In a child, since a compiler that fails an assertion ends its process."""
-    return dict(once(tmp_path_factory, "gluon", _compiled))
-
-
-def _compiled(folder: Path) -> dict[str, dict[str, Any]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
-    command = [sys.executable, "-m", "tests.kernels.gluon_gate.compiling", str(folder / "found"), "64", "128"]
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found").read_text(encoding="utf-8"))
-    return found
+    """By head dimension and form."""
+    return dict(
+        once(
+            tmp_path_factory,
+            "gluon",
+            lambda folder: written_by("tests.kernels.gluon_gate.compiling", folder, "64", "128"),
+        )
+    )
 
 
 @pytest.mark.unchanged("compile gate of Gluon")

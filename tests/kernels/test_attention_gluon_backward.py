@@ -5,11 +5,7 @@ No GPU has run these kernels yet.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -33,7 +29,7 @@ from ringattn.kernels.attention_gluon_backward import gluon_backward_takes, grad
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
 from tests.kernels.gluon_gate.simulator import Fault, simulate, source_of
-from tests.kernels.once import once
+from tests.kernels.once import once, written_by
 from tests.kernels.test_attention_gluon import PLAIN, SCALE, SEEING, Pass, _counts, rows_like
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,17 +328,14 @@ TELLING = (*SEEING, PLAIN["part-of-the-heads"])
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """In a child, since a compiler that fails an assertion ends its process."""
-    return dict(once(tmp_path_factory, "gluon-backward", _compiled))
-
-
-def _compiled(folder: Path) -> dict[str, dict[str, Any]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.gluon_gate.compiling_backward", str(folder / "found")]
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found").read_text(encoding="utf-8"))
-    return found
+    """By head dimension and form."""
+    return dict(
+        once(
+            tmp_path_factory,
+            "gluon-backward",
+            lambda folder: written_by("tests.kernels.gluon_gate.compiling_backward", folder),
+        )
+    )
 
 
 MOST = {"grad_kv/64": (265, 375), "grad_kv/128": (310, 410), "grad_q/64": (375, 660), "grad_q/128": (420, 695)}
