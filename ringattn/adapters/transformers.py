@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.liger import know_liger
+from ringattn.adapters.peft import base_of
 from ringattn.adapters.tensor_parallel import local_sinks
 from ringattn.adapters.transformers_calls import attending, watch
 from ringattn.adapters.transformers_checks import (
@@ -77,7 +79,7 @@ def prepare(
     shift_labels and num_items_in_batch, and no loss of routers; else the call raises `InputError`.
 
     Args:
-        model: A PreTrainedModel of transformers. It is changed in place.
+        model: A PreTrainedModel of transformers, or a PeftModel around one. It is changed in place.
         tiled_mlp: Tokens in a feed-forward at once, computed again in backward. None: all, kept.
         chunked_loss: Tokens whose logits exist at once where there are labels; no logits are returned then. None: all.
         offload_checkpoints: Layers are checkpointed, and their inputs wait in host memory.
@@ -87,7 +89,8 @@ def prepare(
 
     Raises:
         InputError: One of the numbers is below 1, or another than the model was prepared with.
-        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own;
+        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own,
+            or adapters of PEFT that do not work on one token at a time;
             its feed-forwards are experts, or its loss is another than transformers' causal one; the installed
             transformers is none of those that this adapter was checked with.
 
@@ -97,6 +100,7 @@ def prepare(
             logits = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None]).logits
     """
     register()
+    whole, model = model, base_of(model)
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     if text is model.config:
         model.set_attn_implementation(NAME)
@@ -110,13 +114,14 @@ def prepare(
         )
     mark_parts(model, text)
     refuse_text_towers(model)
+    know_liger(model)
+    watch(model)  # a model that was prepared before may have got another forward since
     if model not in prepared_models:
-        watch(model)
         watch_rotary(model)
         watch_images(model)
         prepared_models.add(model)
     save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
-    return model
+    return whole
 
 
 @torch.compiler.disable

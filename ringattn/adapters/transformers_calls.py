@@ -7,6 +7,7 @@ be of a rank's tokens alone, and a model that mixes tokens without attention.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.peft import refuse_adapters
 from ringattn.adapters.transformers_checks import check_encoder, check_tokens, refuse_layers, short
+from ringattn.adapters.transformers_forward import around_forward, stands_around
 from ringattn.adapters.transformers_outputs import LEAVE_OUT, check_output, token_shape
 from ringattn.adapters.transformers_places import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
@@ -78,8 +81,29 @@ def watch(model: Any) -> None:
     """Check every call of a PreTrainedModel from now on."""
     if hasattr(model, "loss_function") and not isinstance(model.loss_function, WatchedLoss):
         model.loss_function = WatchedLoss(model.loss_function)
-    model.register_forward_pre_hook(_before, with_kwargs=True)
-    model.register_forward_hook(_after, always_call=True)
+    around_forward(model, _before, _after)
+    inner = getattr(model, "base_model", model)
+    if inner is not model and inner not in _outer:
+        _outer[inner] = weakref.ref(model)
+        inner.register_forward_pre_hook(_refuse_replaced)
+
+
+_outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Of a model without its head: the whole model."""
+
+
+def _refuse_replaced(inner: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise `InputError` where the model's forward was replaced since, and its calls are not checked any more."""
+    seq = active_sequence()
+    if torch.compiler.is_compiling() or seq is None or seq.ring.world_size == 1:
+        return
+    model = _outer[inner]() if inner in _outer else None  # none of a copy's, until that is prepared
+    if model is not None and not stands_around(model):
+        with refused_by_all(seq.ring):
+            raise InputError(
+                f"the forward of {type(model).__name__} was replaced after prepare(model), by Liger or another patch, "
+                "and its calls would not be checked: call prepare(model) once more"
+            )
 
 
 def under_way() -> ModelCall | None:
@@ -118,6 +142,7 @@ def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> 
     """Raise `InputError`, on all ranks, for what is not a shard, or would give something of this rank's tokens."""
     with refused_by_all(seq.ring):
         refuse_layers(_text_config(model))  # those before the first attention would have run by then
+        refuse_adapters(model)
         _refuse_picking(model)
         if given.get("labels") is not None:
             _check_loss(model, given)

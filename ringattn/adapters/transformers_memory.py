@@ -218,11 +218,12 @@ class ChunkedLoss:
 
         @wraps(forward)
         def told(*args: Any, **named: Any) -> Any:
+            outer = self.has_labels  # a call that is checked asks the model for its positions, without labels
             self.has_labels = (args[place] if place < len(args) else named.get("labels")) is not None
             try:
                 out = forward(*args, **named)
             finally:
-                self.has_labels = False
+                self.has_labels = outer
             if isinstance(out, tuple) and any(isinstance(one, LaterLogits) for one in out):
                 raise InputError("return_dict=False: beside chunked_loss there are no logits to return; leave it out")
             if isinstance(out, tuple) or not hasattr(out, "items"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -19,6 +20,14 @@ LEAVE_OUT = (
     "leave labels out and make the loss of the logits of every token, added over ranks and divided by the number of "
     "labels of all"
 )
+
+
+_known: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def know_outputs(model: nn.Module, *names: str) -> None:
+    """Tell that a model makes these outputs of its tokens, and `loss` as a part of that of all ranks."""
+    _known[model] = frozenset(names)
 
 
 def token_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
@@ -40,14 +49,15 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
         raise InputError("return_dict=False: outputs of whole rows cannot be told from those of tokens; leave it out")
     if not hasattr(out, "items"):
         return out
-    if out.get("loss") is not None and not makes_loss:
+    known = _known.get(model, frozenset())
+    if out.get("loss") is not None and not makes_loss and "loss" not in known:
         raise UnsupportedError(
             f"{name} made its loss by itself, of labels, start_positions or whatever asked for it, and {OF_THIS_RANK}: "
             f"{LEAVE_OUT}"
         )
     left_out = {"pooler_output"} - _required(type(out))
     for of, x in out.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or of in left_out | {"loss"}:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or of in left_out | known | {"loss"}:
             continue
         if x.dim() == 0:
             left_out.add(of)  # such as a loss of routers

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-KEPT = Path(__file__).resolve().parents[2] / "build" / "environments"
+KEPT = Path(__file__).resolve().parents[2] / "build" / "environments" / "site-packages"
+"""dill, with which data sets are hashed, takes modules that lie elsewhere for the user's own."""
 _UNREACHABLE = "connection", "temporary failure", "timed out", "name or service not known", "proxy"
 
 

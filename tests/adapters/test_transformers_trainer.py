@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
+import accelerate
+import torch
 import transformers
 from accelerate.data_loader import IterableDatasetShard
 
@@ -45,6 +47,10 @@ def test_trainer_over_processes(tmp_path: Path) -> None:
             (*mine, evaluated), (*true, truly) = errors["losses"]
             assert len(mine) >= 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
             assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
+            counted, truly_counted = errors["counted"]
+            assert counted.pop("right", None) == truly_counted.pop("right", None), case
+            assert counted == pytest.approx(truly_counted, rel=TOLERANCE), case
+            assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -78,14 +84,58 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
         RingTrainer(ring=ring)
 
 
-def test_metrics_and_losses_of_logits(tmp_path: Path, ring: Ring) -> None:
-    with pytest.raises(UnsupportedError, match="compute_metrics needs logits of whole texts"):
-        made(tmp_path, ring, compute_metrics=lambda found: {})
-    shifted = "would shift labels that are shifted already"
-    with pytest.raises(UnsupportedError, match=f"label_smoothing_factor {shifted}.*leave it at 0"):
-        made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
-    with pytest.raises(UnsupportedError, match=f"compute_loss_func {shifted}.*leave it out, or .* shard_batch"):
+def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
+    shifted = "compute_loss_func would shift labels that are shifted already.*leave it out, or .* shard_batch"
+    with pytest.raises(UnsupportedError, match=shifted):
         made(tmp_path, ring, compute_loss_func=lambda out, labels, num_items_in_batch: out.loss)
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha: the noise is scaled by the tokens of a row"):
+        made(tmp_path, ring, args={"neftune_noise_alpha": 5.0})
+
+
+def test_metrics_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RingTrainer, "_rings", lambda self: (2, 0))
+    with pytest.raises(UnsupportedError, match=r"compute_metrics over several rings .*open one ring over all ranks"):
+        made(tmp_path, ring, compute_metrics=lambda found: {})
+    trainer = made(tmp_path, ring, eval_dataset=texts())
+    with pytest.raises(UnsupportedError, match=r"logits over several rings.*ask for the loss only"):
+        trainer.predict(texts())
+
+
+def test_smoothed_labels_are_counted_on_all_ranks(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+    with pytest.raises(UnsupportedError, match="num_items_in_batch is missing"):
+        trainer.label_smoother({"logits": None}, None, shift_labels=True)
+    monkeypatch.setattr(type(trainer.model), "accepts_loss_kwargs", False, raising=False)
+    with pytest.raises(UnsupportedError, match="label_smoothing_factor: LlamaForCausalLM takes no num_items_in_batch"):
+        made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+
+
+def test_a_configuration_that_shards_too(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = accelerate.ParallelismConfig()
+    trainer_args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    for name in ("cp_size", "sp_size"):
+        monkeypatch.setattr(config, name, 2)
+        trainer_args.parallelism_config = config
+        with pytest.raises(UnsupportedError, match=f"{name}=2 of accelerate's .*second time.*RingParallelismConfig"):
+            RingTrainer(ring=ring, args=trainer_args, model=tiny_model("llama", "eager"))
+        monkeypatch.setattr(config, name, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DPOTrainer", "makes its loss of the probabilities of whole texts"),
+        ("GRPOTrainer", "generates texts and weighs whole ones"),
+        ("KTOTrainer", "of the whole batch"),
+        ("RewardTrainer", "takes one token of each text"),
+        ("ORPOTrainer", "has a loss of its own, which was not compared with one process"),
+        ("SFTTrainer", r"take ringattn\.adapters\.trl\.RingSFTTrainer"),
+    ],
+)
+def test_trainers_of_trl(name: str, reason: str) -> None:
+    theirs = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name.lower()}"})
+    with pytest.raises(UnsupportedError, match=f"TRL's {name} .*{reason}"):
+        check_trainer(type("Ours", (RingTrainerMixin, theirs), {}))
 
 
 class OwnLoss:
@@ -117,12 +167,13 @@ def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
     assert trainer.model is not first and trainer.model.config._attn_implementation == "ringattn"
 
 
-def test_predictions(tmp_path: Path, ring: Ring) -> None:
-    trainer = made(tmp_path, ring, eval_dataset=texts())
-    with pytest.raises(UnsupportedError, match=r"predict gives the logits of whole texts.*call evaluate for the loss"):
-        trainer.predict(texts())
-    with pytest.raises(UnsupportedError, match="no rank has the logits of whole texts; ask for the loss only"):
-        trainer.evaluation_loop(trainer.get_eval_dataloader(), "", prediction_loss_only=False)
+def test_outputs_that_are_not_of_tokens(tmp_path: Path, ring: Ring) -> None:
+    trainer = made(
+        tmp_path, ring, eval_dataset=texts(), compute_metrics=lambda found: {"texts": len(found.predictions)}
+    )
+    assert trainer.evaluate()["eval_texts"] == len(texts())
+    with pytest.raises(UnsupportedError, match=r"the model returns \(3, 5\) beside logits, .*name it in ignore_keys"):
+        trainer._gather_tokens([torch.zeros(3, 5)])
 
 
 def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,18 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainingArguments
 
 from ringattn import Ring
+from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.transformers_trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import InDouble, forked
 
-CASES = {2: ("packed", "made by model_init", "streamed"), 4: ("two rings", "two rings, full batches")}
+CASES = {
+    2: ("packed", "made by model_init", "streamed", "measured", "by configuration"),
+    4: ("two rings", "two rings, full batches", "two rings by configuration"),
+}
 """By the number of processes."""
 
 
@@ -50,11 +54,27 @@ def texts() -> list[dict[str, list[int]]]:
     return [{"input_ids": torch.randint(3, 64, (9 + 2 * i,), generator=generator).tolist()} for i in range(12)]
 
 
+def equal_texts() -> list[dict[str, list[int]]]:
+    """Six texts of one length, so that means of texts are means of labels."""
+    return [{"input_ids": row["input_ids"][:9]} for row in texts()[:6]]
+
+
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """A batch (texts, tokens), padded on the right."""
     tokens = [torch.tensor(row["input_ids"]) for row in rows]
     batch = {"input_ids": pad_sequence(tokens, True, 0), "labels": pad_sequence(tokens, True, -100)}
     return {**batch, "attention_mask": (batch["labels"] != -100).long()}
+
+
+def accuracy(found: EvalPrediction) -> dict[str, float]:
+    """How many of the labels are what the model would say next."""
+    said, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    return {"accuracy": float((said == labels)[labels != -100].mean())}
+
+
+def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
+    """What the model would say next, which is less to keep than its logits."""
+    return logits.argmax(-1)
 
 
 def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -79,9 +99,19 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
     if case == "streamed":
         args |= {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
         trainer |= {"train_dataset": Stream(uneven), "eval_dataset": {"some": Stream(uneven), "all": texts()[:7]}}
+    if case == "measured":
+        args |= {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "non_padding", "num_train_epochs": 1}
+        trainer |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": likeliest}
     if case.startswith("two rings"):
         args |= {"per_device_train_batch_size": 2 if rings else 4}
         trainer |= {"train_dataset": texts()}
+    if case == "two rings by configuration":  # plain Trainer evaluates as many texts at once as there are replicas
+        args |= {"per_device_eval_batch_size": 1 if rings else 2}
+        trainer |= {"eval_dataset": equal_texts()}
+    if case.endswith("by configuration"):
+        args |= {"include_num_input_tokens_seen": "non_padding"}
+    if case.endswith("by configuration") and rings:
+        args |= {"parallelism_config": RingParallelismConfig(cp_size=2)}
     if case == "two rings, full batches":
         args |= {"dataloader_drop_last": True, "num_train_epochs": 1}
         trainer |= {"eval_dataset": texts()[:11]}
@@ -92,25 +122,41 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return args, trainer
 
 
-def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after a few steps, and all losses: of the steps, and of evaluations."""
+def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
+    """Weights after a few steps, all losses, of the steps and of evaluations, and whatever else was counted."""
     with InDouble():
         options, given = settings(case, rings)
         args = TrainingArguments(output_dir=str(folder), **options)
-        if rings:
+        if rings and not case.endswith("by configuration"):
             mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
             with Ring(mesh, timeout_s=60.0) as ring:
                 return run(RingTrainer(args=args, ring=ring, **given))
         return run(Trainer(args=args, **given))
 
 
-def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float]]:
+def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """`trained`, of a trainer."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()
     losses += [found[name] for name in sorted(found) if name.endswith("loss")]
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses
+    counted: dict[str, Any] = {"tokens": trainer.state.num_input_tokens_seen}
+    if trainer.args.per_device_train_batch_size != 4 and trainer.args.world_size < 4:  # others pad otherwise
+        counted["operations"] = trainer.state.total_flos
+    if trainer.compute_metrics is not None:
+        said = trainer.predict(texts()[:4])
+        counted |= {"evaluated": found["eval_accuracy"], "said": said.metrics["test_accuracy"]}
+        counted["loss"] = said.metrics["test_loss"]
+        counted["right"] = said.predictions[said.label_ids != -100].tolist()
+        counted["unlabeled"] = unlabeled(trainer)
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses, counted
+
+
+def unlabeled(trainer: Trainer) -> float:
+    """Of the logits of texts without labels."""
+    trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
+    trainer.data_collator = lambda rows: {name: x for name, x in padded(rows).items() if name == "input_ids"}
+    return float(trainer.predict(equal_texts()[:2]).predictions.std())
 
 
 def alone(folder: Path, *cases: str) -> None:
@@ -125,10 +171,10 @@ def rank(folder: Path, number: int, world_size: int, *cases: str) -> None:
     true = torch.load(folder / "alone.pt")
     found = {}
     for case in cases:
-        mine, losses = trained(folder, case, rings=world_size // 2)
-        theirs, true_losses = true[case]
+        mine, losses, counted = trained(folder, case, rings=world_size // 2)
+        theirs, true_losses, truly_counted = true[case]
         errors = {of: ((mine[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs}
-        found[case] = {"weights": errors, "losses": [losses, true_losses]}
+        found[case] = {"weights": errors, "losses": [losses, true_losses], "counted": [counted, truly_counted]}
     if number == world_size - 1:
         (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -1,0 +1,253 @@
+"""TRL's SFTTrainer and PEFT over two ranks against one process: `python -m tests.adapters.sft FOLDER`.
+
+Needs trl, peft and datasets, which `tests.adapters.environments` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.distributed import TCPStore
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.trl import RingSFTTrainer
+from ringattn.testing import run_ranks
+from tests.adapters.models import tiny_model
+from tests.adapters.ranks import forked, gradients
+
+RANKS = 2
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded": ("text", {}),
+    "packed": ("text", {"packing": True}),
+    "packed, split": ("text", {"packing": True, "packing_strategy": "bfd_split"}),
+    "wrapped": ("text", {"packing": True, "packing_strategy": "wrapped"}),
+    "padding-free": ("text", {"padding_free": True, "max_length": None}),
+    "completions": ("completions", {}),
+    "completions, packed": ("completions", {"packing": True}),
+    "assistants": ("messages", {"assistant_only_loss": True}),
+    "dft": ("text", {"loss_type": "dft"}),
+    "smoothed": ("text", {"label_smoothing_factor": 0.1}),
+    "checkpointed": ("text", {"gradient_checkpointing": True, "packing": True}),
+    "LoRA": ("text", {"packing": True}),
+    "LoRA, checkpointed": ("text", {"packing": True, "gradient_checkpointing": True}),
+}
+"""By name: the data, and what differs of SFTConfig."""
+METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}w1 {% generation %}{{ m.content }} w2{% endgeneration %}"
+    "{% else %}w3 {{ m.content }} w2{% endif %} {% endfor %}"
+)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside nothing becomes float32, in backward passes either: whoever asks for it gets float64."""
+    found = torch.float32, Tensor.float
+    torch.float32 = torch.float = torch.float64  # type: ignore[misc, assignment]
+    Tensor.float = Tensor.double  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:  # torch.load and torch.save compare dtypes with those of storages
+        torch.float32 = torch.float = found[0]  # type: ignore[misc]
+        Tensor.float = found[1]  # type: ignore[method-assign]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each of 64 tokens: w0, w1, ..."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", chat_template=TEMPLATE
+    )
+
+
+def data(kind: str) -> Dataset:
+    """Fourteen texts of other lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(4, 64, (count,), generator=generator).tolist())
+
+    counts = [5 + 7 * i % 23 for i in range(14)]
+    if kind == "text":
+        return Dataset.from_list([{"text": words(n) + " w2"} for n in counts])
+    if kind == "completions":
+        return Dataset.from_list([{"prompt": words(n // 2), "completion": f" {words(n)} w2"} for n in counts])
+    said = [("user", 3), ("assistant", 5), ("user", 2)]
+    turns = [[{"role": role, "content": words(n % 7 + more)} for role, more in said] for n in counts]
+    return Dataset.from_list([{"messages": [*turn, {"role": "assistant", "content": words(4)}]} for turn in turns])
+
+
+def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Weights after three steps, and what was logged: of each step, and of an evaluation."""
+    kind, differs = CASES[case]
+    settings = {
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
+        "max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
+        "disable_tqdm": True, "optim": "sgd", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "max_length": 40, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "model": tiny_model("llama", "eager"), "processing_class": tokenizer(),
+        "train_dataset": data(kind), "eval_dataset": data(kind).select(range(5)),
+        "args": SFTConfig(output_dir=str(folder / case), **{**settings, **differs}),
+    }  # fmt: skip
+    if "LoRA" in case:
+        torch.manual_seed(7)
+        given["peft_config"] = LoraConfig(**LORA)
+    trainer = SFTTrainer(**given) if ring is None else RingSFTTrainer(ring=ring, **given)
+    trainer.train()
+    trainer.evaluate()
+    logged = [[one[name] for name in METRICS if name in one] for one in trainer.state.log_history if "loss" in one]
+    found = [one for one in trainer.state.log_history if "eval_loss" in one]
+    logged += [[one[f"eval_{name}"] for name in METRICS if f"eval_{name}" in one] for one in found]
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    if case == "LoRA" and (ring is None or ring.rank == 0):
+        trainer.save_model(str(folder / f"adapter-{0 if ring is None else RANKS}"))
+    return weights, logged
+
+
+def alone(folder: Path) -> None:
+    """Save what one process does."""
+    with in_double():
+        found = {case: trained(folder, case, None) for case in CASES}
+    torch.save(found, folder / "alone.pt")
+
+
+def rank(folder: Path, number: int) -> None:
+    """One of two processes; the first saves how far it is from one process."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    true = torch.load(folder / "alone.pt")
+    found = {}
+    with Ring(timeout_s=60.0) as ring, in_double():
+        for case in CASES:
+            weights, logged = trained(folder, case, ring)
+            theirs, truly = true[case]
+            errors = [((weights[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs]
+            found[case] = {"weights": max(errors), "logged": [logged, truly]}
+    if number == 0:
+        (folder / "sft.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+@in_double()
+def adapters(folder: Path) -> None:
+    """PeftModels prepared before and after, by threads, and adapters saved by a ring."""
+    found: dict[str, Any] = {"off by": {}, "saved": 0.0}
+    tokens = torch.randint(3, 64, (2, 27), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    kinds = {
+        "LoRA": LoraConfig(**LORA),
+        "DoRA": LoraConfig(**LORA, use_dora=True),
+        **other_adapters(),
+    }
+    for kind, config in kinds.items():
+
+        def wrapped(model: Any, config: Any = config) -> Any:
+            torch.manual_seed(7)
+            return get_peft_model(model, config).double()
+
+        true_model = wrapped(tiny_model("llama", "eager"))
+        true = gradients(true_model, true_model(**batch, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss)
+        orders = {"prepare(peft)": lambda: prepare(wrapped(tiny_model("llama", "eager"))),
+                  "peft(prepare)": lambda: wrapped(prepare(tiny_model("llama", "eager")))}  # fmt: skip
+        for order, make in orders.items():
+            models_made = [make(), make()]  # here, since all threads draw random numbers from one generator
+
+            def body(ring: Ring, models_made: list[Any] = models_made) -> dict[str, Tensor]:
+                model = models_made[ring.rank]
+                seq, mine = shard_batch(ring, batch)
+                with ring.activate(seq):
+                    grads = gradients(model, model(**mine, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss)
+                ring.all_reduce(list(grads.values()))
+                return grads
+
+            grads = run_ranks(RANKS, body, timeout_s=20.0)[0]
+            learned = [name for name, grad in true.items() if grad.any()]
+            found["off by"][f"{kind}: {order}"] = max(
+                ((grads[name] - true[name]).abs().max() / true[name].abs().max()).item() for name in learned
+            )
+    one, two = (
+        PeftModel.from_pretrained(tiny_model("llama", "eager"), str(folder / f"adapter-{n}")).double()
+        for n in (0, RANKS)
+    )
+    found["saved"] = (one(tokens).logits - two(tokens).logits).abs().max().item()
+    found["changed"] = (one(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
+    found["refused"] = refused(batch)
+    (folder / "adapters.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def other_adapters() -> dict[str, Any]:
+    """The other kinds that are let through."""
+    to = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+    return {
+        "IA3": peft.IA3Config(**to, feedforward_modules=["up_proj"], init_ia3_weights=False),
+        "LoHa": peft.LoHaConfig(**to, r=4, init_weights=False),
+        "LoKr": peft.LoKrConfig(**to, r=4, init_weights=False),
+        "OFT": peft.OFTConfig(**to, oft_block_size=4, init_weights=False),
+        "VeRA": peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, init_weights=False),
+        "tokens": peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"]),
+        "LN tuning": peft.LNTuningConfig(target_modules=["norm"], task_type="CAUSAL_LM"),
+    }
+
+
+def refused(batch: dict[str, Tensor]) -> dict[str, str]:
+    """What is said of kinds of adapters that look at more than one token."""
+    to = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    lora = peft.LoraConfig(**to)
+    configs = {
+        "ADALORA": peft.AdaLoraConfig(**to, total_step=10),
+        "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "alora": peft.LoraConfig(**to, alora_invocation_tokens=[5, 6]),
+    }
+    found = {}
+    for kind, config in configs.items():
+        try:
+            prepare(get_peft_model(tiny_model("llama", "eager"), config))
+        except UnsupportedError as error:
+            found[kind] = str(error)
+        model = get_peft_model(prepare(tiny_model("llama", "eager")), config)  # nothing has seen the adapter yet
+
+        def body(ring: Ring, model: Any = model) -> str:
+            seq, mine = shard_batch(ring, batch)
+            try:
+                with ring.activate(seq):
+                    model(**mine, num_items_in_batch=9)
+            except InputError as error:
+                return str(error)
+            return ""
+
+        found[f"{kind}, later"] = run_ranks(RANKS, body, timeout_s=20.0)[0]
+    assert prepare(get_peft_model(tiny_model("llama", "eager"), lora)).peft_config
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    tiny_model("llama", "eager")
+    forked(partial(alone, folder))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    forked(*(partial(rank, folder, number) for number in range(RANKS)))
+    forked(partial(adapters, folder))

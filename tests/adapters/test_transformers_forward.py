@@ -1,0 +1,134 @@
+"""Checks stand around a prepared model's forward, whoever calls it, and are missed where it was replaced."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import inspect
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.adapters import hosts
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_forward import around_forward, stands_around
+from ringattn.testing import run_ranks
+from tests.adapters.models import tiny_model
+
+TOKENS = torch.arange(3, 17)[None]
+
+
+class Tuner(nn.Module):
+    """Calls the model's forward itself, as those of PEFT do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given: Any) -> Any:
+        return self.model.forward(**given)
+
+
+def refused(ring: Ring, model: Any, **given: Any) -> str:
+    """What every rank is told of a call without labels, of its own tokens."""
+    seq = ring.sequence(TOKENS.shape[1])
+    with pytest.raises(InputError) as told, ring.activate(seq):
+        model(input_ids=seq.shard(TOKENS), **given)
+    return str(told.value)
+
+
+def test_a_wrapper_that_calls_forward_is_checked() -> None:
+    model = Tuner(prepare(tiny_model("llama", "eager")))
+    assert all("position_ids are missing" in told for told in run_ranks(2, lambda ring: refused(ring, model)))
+
+
+def test_a_forward_that_was_replaced_is_missed() -> None:
+    model = prepare(tiny_model("llama", "eager"))
+    model.forward = MethodType(type(model).forward, model)
+
+    def body(ring: Ring) -> str:
+        return refused(ring, model, position_ids=ring.sequence(TOKENS.shape[1]).positions()[None])
+
+    for told in run_ranks(2, body):
+        assert "the forward of LlamaForCausalLM was replaced after prepare(model)" in told
+    assert not stands_around(model) and stands_around(prepare(model))
+    assert all("position_ids are missing" in told for told in run_ranks(2, lambda ring: refused(ring, model)))
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        if twice:
+            raise ValueError("twice")
+        return 2 * x
+
+
+def test_what_stands_around_a_forward() -> None:
+    seen: list[Any] = []
+    model = Doubling()
+    for _ in range(2):  # the second time changes nothing
+        around_forward(model, lambda *told: seen.append(told[1:]), lambda *told: seen.append(told[1:]))
+    copied = copy.deepcopy(model)
+    one = torch.ones(())
+    assert model.forward(one) == copied(one) == 2 and copied.forward.__self__ is copied
+    assert seen == [((one,), {}), ((one,), 2)] * 2
+    with pytest.raises(ValueError, match="twice"):
+        model(one, twice=True)
+    assert seen[-1] == ((one,), None)
+    assert list(inspect.signature(model.forward).parameters) == ["x", "twice"]
+    assert not hasattr(model.forward, "__wrapped__")  # accelerate's unwrapping ends here
+    around_forward(changed := Doubling(), lambda *_: None, lambda *_: "other")
+    assert changed(one) == "other"
+
+
+def lce_forward(self: Any, **given: Any) -> Any:
+    """As Liger's: a loss of its own, of labels that are shifted already."""
+    out = self.base_model(
+        **{name: x for name, x in given.items() if "label" not in name and name != "num_items_in_batch"}
+    )
+    logits = self.lm_head(out.last_hidden_state).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, given["shift_labels"].flatten(), reduction="sum")
+    out.loss = loss / given["num_items_in_batch"]
+    return out
+
+
+def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours(kind: str = "lce_forward") -> Any:
+        model = tiny_model("llama", "eager")
+        named: Any = lce_forward
+        monkeypatch.setattr(named, "__module__", "liger_kernel.transformers.model.llama")
+        monkeypatch.setattr(named, "__name__", kind)
+        model.forward = MethodType(named, model)
+        return model
+
+    def install(version: str) -> None:
+        real = importlib.metadata.version
+        monkeypatch.setattr(hosts, "version", lambda name: version if name == "liger-kernel" else real(name))
+
+    install("0.9.0")
+    with pytest.raises(UnsupportedError, match=r"checked with liger-kernel 0\.8"):
+        prepare(ours())
+    install("0.8.5")
+    with pytest.raises(UnsupportedError, match="Liger's mtp_forward of LlamaForCausalLM was not compared"):
+        prepare(ours("mtp_forward"))
+    model = prepare(ours())
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(TOKENS.shape[1])
+        labels = seq.shard_labels(TOKENS)
+        given = {"labels": labels, "shift_labels": labels, "position_ids": seq.positions()[None]}
+        with ring.activate(seq):
+            with pytest.raises(InputError, match="labels without shift_labels"):
+                model(input_ids=seq.shard(TOKENS), labels=labels, position_ids=given["position_ids"])
+            loss: Tensor = model(input_ids=seq.shard(TOKENS), num_items_in_batch=13, **given).loss.detach()
+        ring.all_reduce([loss])
+        return loss
+
+    logits = prepare(tiny_model("llama", "eager"))(input_ids=TOKENS).logits[0, :-1]
+    true = nn.functional.cross_entropy(logits, TOKENS[0, 1:]).detach()
+    torch.testing.assert_close(run_ranks(2, body)[1], true, rtol=1e-9, atol=0)

@@ -1,0 +1,75 @@
+"""TRL's SFTTrainer and PEFT's adapters over a ring: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+from tests.adapters.environments import environment
+from tests.adapters.hosts import record
+
+ROOT = Path(__file__).resolve().parents[2]
+TRL, PEFT = "1.16.0", "0.21.2"
+PACKAGES = (
+    f"trl=={TRL}", f"peft=={PEFT}", "datasets==5.2.0", "pyarrow==24.0.0", "pandas==3.1.1", "dill==0.4.1",
+    "multiprocess==0.70.19", "xxhash==4.1.0", "python-dateutil==4.0.0", "six==1.17.0", "pytz==2026.6", "tzdata==2026.6",
+)  # fmt: skip
+TOLERANCE = 1e-9
+REFUSED = {
+    "ADALORA": "PEFT's ADALORA adds its regularization to every rank's loss",
+    "ADALORA, later": "PEFT's ADALORA adds its regularization to every rank's loss",
+    "PROMPT_TUNING": "PEFT's PROMPT_TUNING puts tokens of its own before those of the text",
+    "PROMPT_TUNING, later": "position_ids are missing",
+    "PREFIX_TUNING": "PEFT's PREFIX_TUNING puts tokens of its own before those of the text",
+    "PREFIX_TUNING, later": "13 queries meet 16 keys",
+    "alora": "alora_invocation_tokens: activated LoRA looks for these tokens in the texts",
+    "alora, later": "alora_invocation_tokens: activated LoRA looks for these tokens in the texts",
+}
+OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
+
+
+def run_with_trl(*arguments: str, timeout_s: float = 280.0) -> str:
+    """What `python ARGUMENTS` prints where TRL and PEFT are installed."""
+    path = os.pathsep.join([str(environment(*PACKAGES)), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
+    """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
+    run_with_trl("-m", "tests.adapters.sft", str(tmp_path))
+    found = json.loads((tmp_path / "sft.json").read_text())
+    worst = {"SFTTrainer": 0.0, "PEFT": 0.0, "checkpointing": 0.0}
+    assert len(found) >= 12
+    for case, errors in found.items():
+        assert errors["weights"] <= TOLERANCE, case
+        logged, truly = errors["logged"]
+        assert len(logged) == len(truly) == 4 and {len(one) for one in truly} == {4}, case
+        for mine, true in zip(logged, truly, strict=True):
+            assert mine[0] == pytest.approx(true[0], rel=OF_LOGGED_LOSSES), case
+            assert mine[1:] == pytest.approx(true[1:], rel=TOLERANCE), case
+        mode = "PEFT" if "LoRA" in case else "checkpointing" if "checkpointed" in case else "SFTTrainer"
+        worst[mode] = max(worst[mode], errors["weights"])
+    adapters = json.loads((tmp_path / "adapters.json").read_text())
+    assert len(adapters["off by"]) == 18 and max(adapters["off by"].values()) <= TOLERANCE, adapters
+    assert adapters["saved"] <= TOLERANCE < 1e-3 < adapters["changed"]
+    for kind, says in REFUSED.items():
+        assert says in adapters["refused"][kind], adapters["refused"]
+    for mode, error in worst.items():
+        words = "weights after three steps, in float64; entropy, accuracy and token counts equal"
+        record("TRL", TRL, mode, "exact", ranks=2, worst=error, words=words)
+    words = "gradients of LoRA, DoRA, IA3, LoHa, LoKr, OFT, VeRA and norms, prepared before and after"
+    record("PEFT", PEFT, "PEFT", "exact", ranks=2, worst=max(adapters["off by"].values()), words=words)
