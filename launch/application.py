@@ -51,7 +51,7 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     from omegaconf.errors import OmegaConfBaseException
 
     flags, overrides = _divided(words)
-    overrides = _spelled(overrides, schema)
+    overrides = spelled(overrides, schema)
     own = any(flag.partition("=")[0] in OWN_CONFIGS for flag in flags)
     if not own and not any(word.startswith("hydra.searchpath=") for word in overrides):
         for one in parse(overrides):  # one's own configs may have groups and presets that only Hydra finds
@@ -116,16 +116,6 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if len(modes) > 1:
         raise InputError(f"{modes[1]}: does not go with {modes[0]}; give one of them")
     return flags, overrides
-
-
-def _spelled(words: Sequence[str], schema: Any) -> list[str]:
-    """See `spelled`; the signs before a key stay there."""
-    found = spelled([word for word in words if not word.startswith(tuple(SIGNS))], schema)
-    for word in words:
-        if word.startswith(tuple(SIGNS)):
-            bare = word.lstrip(SIGNS)
-            found += [word[: len(word) - len(bare)] + one for one in spelled([bare], schema)]
-    return found
 
 
 def _told(error: BaseException) -> str:
