@@ -43,6 +43,7 @@ def reached(products: float, source: str, cluster: Cluster) -> Reached:
 SHARE = 0.73
 """Of peak, where nobody has published it: what matrix products of language models reach on an H100 (SEMIANALYSIS)."""
 SEMIANALYSIS = "720 TFLOP/s at shapes of language models (SemiAnalysis, MI300X vs H100 vs H200, December 2024)"
+CUDA_TILE = "1,448 to 1,562 TFLOP/s of cuBLAS at Llama-7B's feed-forward (arXiv:2604.23466), the least of it taken"
 MAMF = "the best of all shapes (S. Bekman, ml-engineering, table of maximum achievable matmul FLOPS)"
 ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as FlashAttention-2 reaches on an A100"
 
@@ -131,7 +132,7 @@ PRESETS: dict[str, Hardware] = {
                  measured=reached(720e12, SEMIANALYSIS, CLUSTERS["h200"])),
         Hardware("b200", 180 * 10**9, 2250e12, 900e9, PCIE5,
                  "HGX B200 datasheet (NVIDIA 2025), 180 GB, NVLink 1.8 TB/s both ways", ROOMY, MUCH,
-                 measured=reached(1745e12, MAMF, CLUSTERS["b200"])),
+                 measured=reached(1448e12, CUDA_TILE, CLUSTERS["b200"])),
     )
 }  # fmt: skip
 """Sparse rates of datasheets are halved. 3090: products summed in float32. H200 and B200 are sold in decimal GB."""

@@ -26,7 +26,10 @@ from ringattn.launch.capacity.slots import AttentionSetup
 from ringattn.launch.capacity.step_time import (
     attention_flops,
     compute_flops,
+    estimate,
+    flops_of,
     matrix_flops,
+    model_flops,
     state_bytes_moved,
     step_seconds,
 )
@@ -128,6 +131,38 @@ def test_operations_of_a_step() -> None:
     layers = products - 2 * 32000 * 4096 * 4096
     again = {one: compute_flops(replace(run, recompute=one)) - compute_flops(run) for one in ("selective", "full")}
     assert again == {"selective": layers, "full": layers + attention_flops(run)}
+
+
+def test_tiles_cost_a_forward_only_where_nothing_else_runs_again() -> None:
+    run = TrainingSetup(model_shape("7B"), 4096)
+    feeds = 2 * 32 * 3 * 4096 * 11008 * 4096
+    again = {one: replace(run, recompute=one) for one in ("none", "selective", "full", "offloaded")}
+    more = {of: compute_flops(replace(one, tiled_mlp_tokens=512)) - compute_flops(one) for of, one in again.items()}
+    assert more == {"none": feeds, "selective": 0, "full": 0, "offloaded": 0}
+
+
+def test_a_step_at_the_rates_that_are_reached() -> None:
+    machine = hardware("h100")
+    run = TrainingSetup(model_shape("7B"), 65536, 8, zero_stage=3)
+    step, work = estimate(run, machine), flops_of(run)
+    assert step.products == work.products / 720e12
+    assert step.attention == work.attention_forward / 648e12 + work.attention_backward / 561e12
+    assert step.ring == step.state == step.host == step.bubble == 0  # all behind arithmetic
+    assert step.seconds == pytest.approx(step.products + step.attention)
+    assert step.tokens_s == pytest.approx(65536 / step.seconds)
+    assert step.mfu == pytest.approx(model_flops(run) / step.seconds / 989e12)
+    half, whole = model_flops(run), model_flops(run, half=False)
+    assert whole - half == pytest.approx(3 * attention_flops(run), rel=1e-4)  # twice the pairs
+    cut = replace(run, tensor_ranks=8, pipeline_ranks=4, micro_batches=6)
+    slower = estimate(cut, machine)
+    assert slower.products == pytest.approx(6 * step.products / 32)
+    assert slower.bubble == pytest.approx(3 / 6 * (slower.products + slower.attention + slower.tensor + slower.ring))
+    assert slower.tensor == pytest.approx(6 * 8 * 8 * 8192 * 4096 * 2 * 7 / 8 / 371e9)
+    # Few tokens hide no weights: gathered twice and scattered once, over NVLink.
+    short = estimate(replace(run, tokens=64), machine)
+    assert short.products + short.attention + short.state == pytest.approx(state_bytes_moved(run) / 371e9)
+    assert estimate(run, machine.with_peak(2 * 989e12)).products == step.products / 2
+    assert machine.with_link(1e9).reached.link_bytes_s == 1e9
 
 
 def test_sharing_weights_moves_half_as_much_again() -> None:

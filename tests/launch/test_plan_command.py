@@ -14,7 +14,7 @@ from ringattn.cli import main
 from ringattn.launch.capacity.fitting import fits
 from ringattn.launch.capacity.hardware import GIB, hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
-from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of
+from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of, shape_of
 from ringattn.launch.capacity.slots import AttentionSetup
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.config import load
@@ -62,6 +62,12 @@ def test_what_does_not_fit_is_said_and_eased(tmp_path: Path, capsys: pytest.Capt
     settings = [f"{step['key']}={step['value']}" for step in found["steps"]]
     assert all(setting in printed for setting in settings) and "then it fits" in printed
     assert "changes the arithmetic: optimizer=adamw8bit" in printed
+    # One piece of advice: no other settings beside these, and the two lengths and rings are as given and with them.
+    assert "recommended" not in printed and printed.count("smallest ring") == 2
+    assert found["after_steps"]["smallest_ring"] <= 8 and found["after_steps"]["longest_tokens"] >= 10**6
+    chunks = [step["value"] for step in found["steps"] if step["key"] == "chunked_loss_tokens"]
+    assert chunks == [dict(hardware("h100").start)["chunked_loss_tokens"]]
+    assert "a step with all of these: about" in printed
     assert sum(found["bytes_by_component"].values()) == found["total_bytes"]
     saved = sum(step["saves_bytes"] for step in found["steps"])
     assert found["after_steps"]["total_bytes"] == pytest.approx(found["total_bytes"] - saved)
@@ -78,11 +84,13 @@ def test_every_option_reaches_the_run() -> None:
     words = ("tokens=4096 ranks=4 batch=2 mask=window window_tokens=100 schedule=direct precision=fp32 "
              "optimizer=lion recompute=selective saved_activations=int8 zero_stage=3 zero_degree=16 offload=parameters "
              "chunked_loss_tokens=64 data=whole gradients_kept=false transients=false framework_gib=2 layers=3 "
-             "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu")  # fmt: skip
-    shape = ModelShape(3, 64, 8, 2, 160, 300, True)
+             "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu head_dim=16 experts=4 "
+             "experts_per_token=2 shared_experts=1 tiled_mlp_tokens=32 tensor_ranks=2 pipeline_ranks=3 "
+             "pipeline_chunks=1 micro_batches=5")  # fmt: skip
+    shape = ModelShape(3, 64, 8, 2, 160, 300, True, "swiglu", 16, 4, 2, 1)
     assert run_of(load(words.split(), PlanConfig)) == TrainingSetup(
         shape, 4096, 4, 2, AttentionSetup("window", 100), "direct", "fp32", "lion", "selective", "int8", 3, 16,
-        "parameters", 64, "whole", False, False, 2 * GIB,
+        "parameters", 64, "whole", False, False, 2 * GIB, 32, 2, 3, 1, 5,
     )  # fmt: skip
     machine = machine_of(load(["memory_gib=10", "link_gb_s=7", "tflops=3"], PlanConfig))
     assert (machine.memory_bytes, machine.link_bytes_s, machine.flops) == (10 * GIB, 7e9, 3e12)
@@ -105,6 +113,24 @@ def test_recommended_settings_start_and_given_ones_win(tmp_path: Path) -> None:
     assert found["hardware"]["longest_tokens"] == found["longest_tokens"]
 
 
+def test_a_head_follows_the_width_that_was_given() -> None:
+    assert shape_of(load(["preset=qwen3-4b"], PlanConfig)).head_dim == 128
+    assert shape_of(load(["preset=qwen3-4b", "width=2048"], PlanConfig)).head_dim == 64
+    assert shape_of(load(["preset=qwen3-4b", "width=2048", "head_dim=128"], PlanConfig)).head_dim == 128
+
+
+@pytest.mark.slow
+def test_405b_over_four_kinds_of_ranks_takes_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("preset=405B tokens=131072 ranks=16 tensor_ranks=8 pipeline_ranks=16 pipeline_chunks=7 micro_batches=16 "
+             "zero_stage=2 zero_degree=128 recompute=full").split()  # fmt: skip
+    code, found = planned(tmp_path, *words)
+    step, printed = found["step"], capsys.readouterr().out
+    assert code == 0 and f"a step: about {step['seconds']:,.2f} s (products" in printed
+    assert "tokens/s on 2,048 accelerators" in printed and f"MFU {step['mfu']:.1%} of 989 TFLOP/s" in printed
+    assert "not measured: products 720, attention 648 forward, 561 backward TFLOP/s; products: 720" in printed
+    assert "FlashAttention-3" in printed
+
+
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     assert main(["plan", "preset=7B", "ranks=2", f"picture={path}"]) == 1
@@ -123,7 +149,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("preset=1.3b",), "preset=1.3b: did you mean 1.3B"),
+        (("preset=1.4B",), "preset=1.4B: did you mean 1.3B"),
         (("hardware=a100",), "hardware=a100: did you mean a100-40"),
         (("hardware=gtx1080",), "precision=bf16_master: gtx1080 has no bf16 arithmetic; use precision=fp32"),
         (("recompute=fully",), "recompute=fully: choose one of none, selective, full, offloaded"),

@@ -13,10 +13,12 @@ from ringattn.launch.capacity.activations import PRECISIONS, head_kept, layer_pa
 from ringattn.launch.capacity.fitting import longest_tokens
 from ringattn.launch.capacity.hardware import hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
+from ringattn.launch.capacity.shares import bubble, in_flight, share_of
 from ringattn.launch.capacity.slots import AttentionSetup, _planned, ring_slots_bytes, staging_bytes
 from ringattn.launch.capacity.training_bytes import (
     GATHERED_LAYERS,
     TrainingSetup,
+    activation_bytes,
     cast_bytes,
     data_bytes,
     gradient_bytes,
@@ -71,10 +73,44 @@ def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: i
         ("405B", 405_853_388_800),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("qwen3-4b", 4_022_468_096 - 36 * 2 * 128),  # less the norms of queries and keys
+        ("qwen3-30b-a3b", 30_532_122_624 - 48 * 2 * 128),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_presets_have_the_parameters_of_the_released_models(name: str, count: int) -> None:
     assert model_shape(name).parameters == count
+
+
+def test_a_token_passes_some_of_the_experts() -> None:
+    shape = model_shape("mixtral-8x7b")
+    assert shape.layers * (shape.active_parameters + shape.layer_vectors) + shape.head_parameters == 12_879_925_248
+    dense = replace(shape, experts=0, experts_per_token=0)
+    alone, two = (layer_parts(one, PRECISIONS["bf16"]).after for one in (dense, shape))
+    # One feed-forward more, two copies of the input and two outputs, and the router's probabilities.
+    assert two.total - alone.total == 2 * (4 * 14336 + 4 * 4096) + 4 * 8
+
+
+def test_tensor_and_pipeline_ranks_share_a_model() -> None:
+    shape = model_shape("405B")
+    whole, part = share_of(shape), share_of(shape, 8, 16)
+    assert (whole.layers, whole.parameters) == (126, shape.parameters)
+    assert part.layers == 8  # of 126 / 16
+    assert part.layer == (shape.layer_parameters - 2 * 16384) / 8 + 2 * 16384
+    assert part.head == 128256 * 16384 / 8 + 16384
+    run = TrainingSetup(shape, 131072, 16, tensor_ranks=8, pipeline_ranks=16, micro_batches=16, recompute="full")
+    one = TrainingSetup(shape, 131072, 16, recompute="full")
+    assert parameter_bytes(run) == 2 * part.parameters
+    held = activation_bytes(run, 16) / activation_bytes(one)
+    assert held == pytest.approx(8 * 16 / 126 / 8)  # 16 micro batches of 8 layers of 126, in eight parts
+
+
+def test_micro_batches_in_flight_by_hand() -> None:
+    assert in_flight(1, 1, 9) == (1, 1)
+    assert in_flight(4, 1, 8) == (4, 1)
+    assert in_flight(4, 2, 8) == ((2 * 3 + 4 + 1) / 2, (4 + 1) / 2)
+    assert in_flight(4, 2, 2) == (2, 2)
+    assert bubble(4, 2, 6) == 3 / 12
 
 
 def test_presets_are_as_large_as_their_names() -> None:
@@ -287,6 +323,12 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
         (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
         (lambda: training_bytes(TrainingSetup(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
         (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
+        (lambda: replace(TRAINED, experts=4), "experts_per_token=0: of experts=4"),
+        (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: of experts=0"),
+        (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: does not divide kv_heads=2"),
+        (lambda: TrainingSetup(TRAINED, 8, pipeline_ranks=3), "pipeline_ranks=3: .* more than layers=2"),
+        (lambda: TrainingSetup(TRAINED, 8, pipeline_chunks=2), "pipeline_chunks=2: there is one stage"),
+        (lambda: TrainingSetup(TRAINED, 8, micro_batches=0), "micro_batches=0"),
         (lambda: replace(TRAINED, kv_heads=4), "kv_heads=4: does not divide heads"),
         (lambda: replace(TRAINED, layers=0), "layers=0"),
         (lambda: replace(TRAINED, block="swigelu"), "block=swigelu: did you mean swiglu"),
