@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ringattn.core.geometry import StridedRange
@@ -56,13 +58,17 @@ def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> 
     line[at] = np.maximum(line[at], value)
 
 
-def _whole_pixels(ax: Axes, bins: int) -> None:
+def _whole_pixels(figure: Figure, axes: Sequence[Axes], bins: int) -> None:
     """As many pixels for each bin, and whole ones: else bins of one width are drawn one pixel wider or not."""
-    figure_pixels = ax.figure.get_figwidth() * DPI  # type: ignore[union-attr]
-    left, bottom, width, height = ax.get_position().bounds
-    each = int(width * figure_pixels / bins)
-    if each:
-        ax.set_position((round(left * figure_pixels) / figure_pixels, bottom, each * bins / figure_pixels, height))
+    box = axes[0].get_position()
+    whole = figure.get_figwidth() * DPI
+    each = max(1, int(box.width * whole / bins))
+    left, right = round(box.x0 * whole), round((1 - box.x1) * whole)
+    pixels = left + each * bins + right
+    figure.set_figwidth(pixels / DPI)
+    for ax in axes:
+        box = ax.get_position()
+        ax.set_position((left / pixels, box.y0, each * bins / pixels, box.height))
 
 
 def branches_of(problem: Problem, head: int) -> list[Branch]:
@@ -106,7 +112,6 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     owners = [Patch(facecolor=colors(owner + 1), label=f"rank {owner}'s") for owner in range(min(ranks, 10))]
     figure.legend(handles=owners, loc="lower center", ncols=len(owners), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.04, 1, 0.99))
-    for ax in axes[:, 0]:
-        _whole_pixels(ax, bins)
+    _whole_pixels(figure, axes[:, 0], bins)
     figure.savefig(path, dpi=DPI)
     plt.close(figure)

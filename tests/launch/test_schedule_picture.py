@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
@@ -15,7 +17,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.explain import Explanation
-from ringattn.launch.pictures.rows import bin_width
+from ringattn.launch.pictures.rows import bin_width, draw_rows
 from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of, spans
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.schedule.ops import Merge, Schedule
@@ -109,3 +111,13 @@ def test_stripes_of_one_rate_are_equally_wide(rates: tuple[int, ...]) -> None:
     for rate in rates:
         bins = np.unique(np.arange(0, 9000, rate) // width)
         assert len(set(np.diff(bins))) == 1
+
+
+def test_bins_are_drawn_with_whole_pixels(tmp_path: Path) -> None:
+    config = ExplainConfig(ranks=2, tokens=600, causal=False, segment_lengths=[100, 600], dilation_rates=[1, 8])
+    draw_rows(explanation_of(config), tmp_path / "rows.png")
+    image = matplotlib.image.imread(tmp_path / "rows.png")[:, :, :3]
+    blue = (np.abs(image - to_rgb("#1f77b4")).max(2) < 0.02).astype(int)
+    gaps = [np.diff(np.flatnonzero(np.diff(line) == 1)) for line in blue]
+    striped = [line for line in gaps if len(line) > 20]  # 300 rows of the first rank, every eighth
+    assert striped and all(len(set(line.tolist())) == 1 for line in striped)
