@@ -112,6 +112,6 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     owners = [Patch(facecolor=colors(owner + 1), label=f"rank {owner}'s") for owner in range(min(ranks, 10))]
     figure.legend(handles=owners, loc="lower center", ncols=len(owners), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.04, 1, 0.99))
-    _whole_pixels(figure, axes[:, 0], bins)
+    _whole_pixels(figure, list(axes[:, 0]), bins)
     figure.savefig(path, dpi=DPI)
     plt.close(figure)
