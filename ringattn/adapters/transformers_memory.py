@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers_calls import WatchedLoss
+from ringattn.adapters.transformers_forward import AROUND
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers.offload import check_device, inputs_on_host
 from ringattn.layers.tiled import Tiling, tiled
@@ -40,7 +40,8 @@ class Saving:
     offload_checkpoints: bool
 
 
-_prepared: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()
+SAVING = "ringattn_saving"
+"""The attribute of a prepared model that holds its `Saving`; copies have it too."""
 
 
 def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, offload_checkpoints: bool) -> None:
@@ -51,7 +52,7 @@ def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, off
     for name, number in (("tiled_mlp", tiled_mlp), ("chunked_loss", chunked_loss)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError(f"{name}={number!r}: is a number of tokens, at least 1, or None")
-    before = _prepared.get(model, Saving(None, None, False))
+    before = getattr(model, SAVING, Saving(None, None, False))
     wanted = Saving(tiled_mlp or before.tiled_mlp, chunked_loss or before.chunked_loss,
                     offload_checkpoints or before.offload_checkpoints)  # fmt: skip
     for name in ("tiled_mlp", "chunked_loss"):
@@ -66,7 +67,16 @@ def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, off
         chunks.install()
     if wanted.offload_checkpoints and not before.offload_checkpoints:
         OffloadedCheckpoints(model).install()
-    _prepared[model] = wanted
+    setattr(model, SAVING, wanted)
+
+
+def refuse_logits(model: Any, what: str) -> None:
+    """Raise `UnsupportedError` for `what`, which needs the logits of a model that makes none beside labels."""
+    if getattr(model, SAVING, Saving(None, None, False)).chunked_loss is not None:
+        raise UnsupportedError(
+            f"{what} needs logits, and this model was prepared with chunked_loss, which makes none beside labels; "
+            "leave one of the two out"
+        )
 
 
 # --- feed-forwards ---------------------------------------------------------------------------------------------------
@@ -198,7 +208,8 @@ class ChunkedLoss:
                 f"chunked_loss: {type(model).__name__} has no output embeddings with transformers' {LOSS}; leave it out"
             )
         self.model, self.head, self.tokens = model, head, tokens
-        self.head_forward, self.loss = head.forward, loss
+        self.head_forward, self.loss, self.forward = head.forward, loss, model.forward
+        self.place = list(takes).index("labels")
         self.has_labels = False
         self.__name__ = LOSS
 
@@ -209,28 +220,32 @@ class ChunkedLoss:
             self.loss.loss = self
         else:
             self.model.loss_function = self
-        # Not by hooks: PEFT calls a model's forward past them.
-        self.model.forward = self._told(self.model.forward)
+        # Not by hooks: PEFT calls a model's forward past them. Bound to this object, so that copies of a model have
+        # their own; without `__wrapped__`, by which accelerate would take it away.
+        signature = inspect.signature(self.forward)
+        first = inspect.Parameter("chunks", inspect.Parameter.POSITIONAL_ONLY)
 
-    def _told(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward`, whose head knows whether there are labels."""
-        place = list(inspect.signature(forward).parameters).index("labels")
+        def told(chunks: ChunkedLoss, *args: Any, **named: Any) -> Any:
+            return chunks.run(args, named)
 
-        @wraps(forward)
-        def told(*args: Any, **named: Any) -> Any:
-            outer = self.has_labels  # a call that is checked asks the model for its positions, without labels
-            self.has_labels = (args[place] if place < len(args) else named.get("labels")) is not None
-            try:
-                out = forward(*args, **named)
-            finally:
-                self.has_labels = outer
-            if isinstance(out, tuple) and any(isinstance(one, LaterLogits) for one in out):
-                raise InputError("return_dict=False: beside chunked_loss there are no logits to return; leave it out")
-            if isinstance(out, tuple) or not hasattr(out, "items"):
-                return out
-            return type(out)(**{name: one for name, one in out.items() if not isinstance(one, LaterLogits)})
+        marked: Any = told
+        marked.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+        setattr(marked, AROUND, True)  # the checks of a call stand inside
+        self.model.forward = MethodType(told, self)
 
-        return told
+    def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's forward, whose head knows whether there are labels; without what stands for logits."""
+        outer = self.has_labels  # the checks of a call may run the model once more inside
+        self.has_labels = (args[self.place] if self.place < len(args) else named.get("labels")) is not None
+        try:
+            out = self.forward(*args, **named)
+        finally:
+            self.has_labels = outer
+        if isinstance(out, tuple) and any(isinstance(one, LaterLogits) for one in out):
+            raise InputError("return_dict=False: beside chunked_loss there are no logits to return; leave it out")
+        if isinstance(out, tuple) or not hasattr(out, "items"):
+            return out
+        return type(out)(**{name: one for name, one in out.items() if not isinstance(one, LaterLogits)})
 
     @torch.compiler.disable
     def forward_head(self, hidden: Tensor, *others: Any, later: Later | None = None) -> Any:

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ringattn.adapters.peft import base_of
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers_batches import shard_batch
 from ringattn.adapters.transformers_forward import stands_around
 from ringattn.adapters.transformers_loaders import refuse_data, share_evaluation, share_training
+from ringattn.adapters.transformers_memory import refuse_logits
 from ringattn.adapters.transformers_trainer_checks import (
     ShardLoss,
     check_trainer,
@@ -204,6 +206,8 @@ class RingTrainerMixin:
                 "logits over several rings: a ring has those of its own texts only; open one ring over all ranks, or "
                 "ask for the loss only, as evaluate does"
             )
+        if not prediction_loss_only and inputs.get("labels") is not None:
+            refuse_logits(base_of(host.model), "prediction")
         active: Callable[[], Any] = nullcontext
         args, whole = host.args, inputs
         if inputs.get("labels") is None or not self.shards_evaluation:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ringattn.adapters.peft import base_of
+from ringattn.adapters.transformers_memory import refuse_logits
 from ringattn.errors import UnsupportedError
 
 _TRL = {
@@ -94,6 +96,9 @@ def refuse_options(host: Any, rings: int) -> None:
             "compute_metrics over several rings needs the logits of other rings' texts; open one ring over all "
             "ranks, or leave it out"
         )
+    for name in ("compute_loss_func", "label_smoother", "compute_metrics"):
+        if getattr(host, name) is not None:
+            refuse_logits(base_of(host.model), name)
     if host.compute_loss_func is not None and not isinstance(host.compute_loss_func, ShardLoss):
         raise UnsupportedError(
             "compute_loss_func would shift labels that are shifted already, and needs labels whose neighbors this "

@@ -21,6 +21,7 @@ from trl import SFTTrainer
 from ringattn.adapters.hosts import require_checked
 from ringattn.adapters.peft import base_of
 from ringattn.adapters.transformers_loaders import last_turn
+from ringattn.adapters.transformers_memory import refuse_logits
 from ringattn.adapters.transformers_outputs import know_outputs
 from ringattn.adapters.transformers_trainer import RingTrainerMixin
 from ringattn.errors import UnsupportedError
@@ -58,6 +59,7 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
                 "router_aux_loss_coef: the loss of routers is made of whole texts, of which a rank has a part; set it "
                 "to 0.0"
             )
+        refuse_logits(base_of(host.model), "SFTTrainer, whose metrics are made of them,")
         know_outputs(base_of(host.model), "loss", "log_probs", "entropy")
 
     def compute_loss(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -215,6 +217,19 @@ def test_a_second_prepare_keeps_the_first_or_is_refused() -> None:
     assert step(model, batch)[0].logits is None
     with pytest.raises(InputError, match="chunked_loss=8: this model was prepared with chunked_loss=7"):
         adapter.prepare(model, chunked_loss=8)
+
+
+def test_copies_of_a_model_save_memory_too() -> None:
+    model, batch = adapter.prepare(tiny_model("llama", "ringattn"), **ALL), batches()["plain"]
+    copied = copy.deepcopy(model)
+    assert adapter.prepare(copied, **ALL) is copied
+    assert list(inspect.signature(copied.forward).parameters)[:2] == ["input_ids", "attention_mask"]
+    (out, grads), (again, found) = step(model, batch), step(copied, batch)
+    assert again.logits is None and torch.equal(out.loss, again.loss)
+    assert all(torch.equal(found[of], grads[of]) for of in grads)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert step(copied, batch)[0].loss == again.loss != step(model, batch)[0].loss
 
 
 def test_no_loss_of_another_kind() -> None:

@@ -22,6 +22,7 @@ import transformers
 from accelerate.data_loader import IterableDatasetShard
 
 from ringattn import InputError, Ring
+from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
@@ -82,6 +83,16 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
     monkeypatch.delattr(transformers.Trainer, "get_cp_size")  # as 4.57's, which counts the labels of every process
     with pytest.raises(UnsupportedError, match=other):
         RingTrainer(ring=ring)
+
+
+def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:
+    model = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7, tiled_mlp=5)
+    plain = made(tmp_path, ring, model=tiny_model("llama", "ringattn"), args={"seed": 3}).train().training_loss
+    assert made(tmp_path, ring, model=model, args={"seed": 3}).train().training_loss == pytest.approx(plain, rel=1e-6)
+    with pytest.raises(UnsupportedError, match=r"^compute_metrics needs logits, .* chunked_loss"):
+        made(tmp_path, ring, model=model, compute_metrics=lambda found: {})
+    with pytest.raises(UnsupportedError, match=r"^prediction needs logits, .* chunked_loss"):
+        made(tmp_path, ring, model=model, eval_dataset=texts()).predict(texts())
 
 
 def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
