@@ -78,14 +78,17 @@ def test_commands_say_what_to_install() -> None:
     done = without(code, *asked)
     assert done.stdout.split() == ["2"] * len(asked), done.stderr
     needs = r"needs (hydra|rich), which is not installed: pip install 'ringattn\[launch\]'\n"
-    assert re.fullmatch("".join(f"ringattn {one.split()[0]}: {needs}" for one in asked), done.stderr), done.stderr
+    begun = {name: f"ringattn {name}: {line}\n" for name, line in cli.STARTS.items()}
+    names = [one.split()[0] for one in asked]
+    wanted = "".join(f"{begun.get(name, '')}ringattn {name}: {needs}" for name in names)
+    assert re.fullmatch(wanted, done.stderr), done.stderr
 
 
 def test_hydra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert cli.main(["run", "tokens=64"]) == 2
     told = "ringattn run: needs hydra, which is not installed: pip install 'ringattn[launch]'\n"
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == f"ringattn run: {cli.STARTS['run']}\n{told}"
 
 
 def test_other_packages_are_nobodys_extra() -> None:

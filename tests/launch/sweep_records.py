@@ -76,6 +76,14 @@ def _timed(median_ms: float, noise: random.Random) -> Record:
     return {"median": median_ms, "p10": median_ms * low, "p90": median_ms * high, "samples": 10}
 
 
+def quiet(line: Record) -> Record:
+    """The record of a machine without noise."""
+    if line["status"] != "ok":
+        return line
+    total = line["forward_ms"]["median"] + line["backward_ms"]["median"]
+    return {**line, "pass_ms": {"median": total, "p10": total, "p90": total, "samples": 10}}
+
+
 def strong() -> list[Record]:
     """Three schedules on 1, 2, 4 and 8 ranks; one point ran out of memory, one took too long."""
     records = [record(ranks, 16384, schedule) for schedule, ranks in product(SLOWER, (1, 2, 4, 8))]

@@ -11,24 +11,26 @@ from typing import Any
 
 import pytest
 
-from ringattn.cli import main
+from ringattn.cli import STARTS, main
 from ringattn.launch.config import load
 from ringattn.launch.measure.points import read_points
 from ringattn.launch.measure.run_config import RunConfig
 from ringattn.launch.options import MOST_SEED
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.text import load_text, windows
-from tests.launch.sweep_records import folder, record, strong
+from tests.launch.sweep_records import folder, quiet, record, strong
 
 DIGITS = "9" * 400
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that refuses its words."""
+    """The one line of a command that refuses its words, after that of what it began."""
     assert main(words) == 2
     told = capsys.readouterr()
-    assert told.out == "" and len(told.err.splitlines()) == 1
-    return told.err
+    begun = [f"ringattn {words[0]}: {STARTS[words[0]]}"] if words[0] in STARTS else []
+    *before, line = told.err.splitlines()
+    assert told.out == "" and before == begun
+    return line
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_bytes_that_are_no_text_and_lines_that_are_no_records(tmp_path: Path, ca
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_unicode(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = [folder(tmp_path / name, strong()) for name in ("a", "b")]
+    sides = [folder(tmp_path / name, strong(), quiet) for name in ("a", "b")]
     lines = [json.loads(line) for line in (sides[1] / "points.jsonl").read_text().splitlines()]
     lines[0] |= {"forward_ms": {**lines[0]["forward_ms"], "median": 1e6}, "message": "größer ★"}
     (sides[1] / "points.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -189,7 +189,7 @@ def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) ->
 def test_bad_options_start_nothing(tmp_path: Path) -> None:
     done = ringattn("ranks=2", "text=nowhere.txt", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ringattn train: text=nowhere.txt: No such file or directory\n"
+    assert done.stderr == "ringattn train: training\nringattn train: text=nowhere.txt: No such file or directory\n"
 
 
 def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
