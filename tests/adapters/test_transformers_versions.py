@@ -12,8 +12,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 from ringattn.adapters import hosts, transformers_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.errors import UnsupportedError
+from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
 from tests.adapters.versions import TOLERANCE, VERSIONS, cells, documented
+
+OF_THE_TABLE = {"plain": "Llama", "packed": "Llama, packed, `position_ids`",
+                "Trainer": "Trainer, 3 steps, packed", "checkpointing": "gradient checkpointing"}  # fmt: skip
+"""By mode of the table of hosts, the cell of a version."""
 
 
 @pytest.mark.slow
@@ -22,6 +27,13 @@ def test_a_version_in_an_environment_of_its_own(version: str, tmp_path: Path) ->
     found = cells(version, tmp_path)
     assert not {name: x for name, x in found.items() if isinstance(x, float) and not x <= TOLERANCE}
     assert {name: "refused" if isinstance(x, str) else "exact" for name, x in found.items()} == documented(version)
+    for mode, name in OF_THE_TABLE.items():
+        verdict = found[name]
+        if isinstance(verdict, str):
+            record("transformers", version, mode, "refused", words=verdict)
+        else:
+            words = f"{name}, against eager attention, float64"
+            record("transformers", version, mode, "exact", ranks=2, worst=verdict, words=words)
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "5.0.0", "5.19.0", "5.24.0", "6.0.0"])
