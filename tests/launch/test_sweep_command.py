@@ -94,7 +94,12 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_masks_layouts_dtypes_and_branches_are_axes_too(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path / "a", "mask=dilated", "mask.branches=1,2", "dtype=fp32,bf16", "layout=zigzag,striped") == 0
+    assert (
+        swept(
+            tmp_path / "a", "ranks=2", "mask=dilated", "mask.branches=1,2", "dtype=fp32,bf16", "layout=zigzag,striped"
+        )
+        == 0
+    )
     assert len({hash_of(config) for config in ranks.ran}) == 8
     assert swept(tmp_path / "b", "mask=causal,window", "mask.window_tokens=5") == 0
     assert [config.mask.kind for config in ranks.ran[8:]] == ["causal", "window"]
