@@ -166,7 +166,7 @@ def _kept(of: Any, facts: tuple[int, ...], find: Callable[[], T]) -> T:
     try:
         _collect(of, reads, set())
         known = _found.get(of)
-    except (_OpaqueError, TypeError):  # it may read anything, or cannot be referred to weakly
+    except (_OpaqueError, TypeError, ValueError):  # it may read anything, not be referred to weakly, or not be made yet
         return find()
     if known is None or known[0] != facts or not _alike(known[1], reads):
         known = _found[of] = facts, reads, find()
@@ -205,7 +205,7 @@ def _collect(one: Any, reads: list[Any], seen: set[int]) -> None:
     elif isinstance(one, FunctionType):
         seen.add(id(one))
         cells = [cell.cell_contents for cell in one.__closure__ or ()]
-        names = () if one.__module__.startswith("torch.") else one.__code__.co_names
+        names = () if str(one.__module__).startswith("torch.") else one.__code__.co_names
         if any(hasattr(constant, "co_names") for constant in one.__code__.co_consts):
             raise _OpaqueError  # a function in it, with names of its own
         own = [one.__globals__[name] for name in names if name in one.__globals__]

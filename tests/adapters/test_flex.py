@@ -324,6 +324,13 @@ def test_what_was_found_is_kept_until_what_it_reads_changes(monkeypatch: pytest.
         for found in (3, 4):
             flex_attention(q, k, v, block_mask=opaque)
             assert len(calls) == found
+        names: dict[str, Any] = {}
+        exec("def nowhere(b, h, q, k): return q >= k", names)
+        assert names["nowhere"].__module__ is None
+        homeless = block_mask(names["nowhere"])
+        for _ in range(2):
+            flex_attention(q, k, v, block_mask=homeless)
+            assert len(calls) == 5
 
 
 class Opaque:
