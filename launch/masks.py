@@ -1,6 +1,6 @@
 """Masks in the words of each command: `mask=window mask.window_tokens=512` is `causal=true left=511` elsewhere.
 
-`mask.window_tokens` counts the query's own key, `left` does not, and neither does `window_tokens` of `ringattn plan`.
+`mask.window_tokens`, and `window_tokens` of `ringattn plan`, count the query's own key; `left` does not.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def mask_words(words: Sequence[str], known: Collection[str]) -> list[str]:
     if "causal" in known:
         return rest + _as_bounds(given, asked, known)
     if "mask.kind" in known:
-        return rest + _as_mask(given, asked, "mask.window_tokens", own=1)
+        return rest + _as_mask(given, asked, "mask.window_tokens")
     if "mask" in known:
-        return rest + _as_mask(given, asked, "window_tokens", own=0)
+        return rest + _as_mask(given, asked, "window_tokens")
     return list(words)
 
 
@@ -61,8 +61,8 @@ def _tokens(asked: Sequence[str], given: dict[str, str]) -> int:
     return int(text)
 
 
-def _as_mask(given: dict[str, str], asked: Sequence[str], size: str, own: int) -> list[str]:
-    """`mask=`, for commands that have it. `own`: 1 where a window counts the query's own key."""
+def _as_mask(given: dict[str, str], asked: Sequence[str], size: str) -> list[str]:
+    """`mask=`, for commands that have it; a window counts the query's own key."""
     if clash := [key for key in ("mask", "mask.kind") if key in given]:
         raise InputError(f"{asked[0]}: is part of a mask, and {clash[0]} is given too; give only one of them")
     causal = given.get("causal", "true").lower()
@@ -74,4 +74,4 @@ def _as_mask(given: dict[str, str], asked: Sequence[str], size: str, own: int) -
     if not left.isdecimal() or causal == "false" or right not in ("-1", "0", "null"):
         key = "left" if "left" in asked else "right"
         raise InputError(f"{key}={given[key]}: here windows are causal; give left= of at least 0, and no right=")
-    return ["mask=window", f"{size}={int(left) + own}"]
+    return ["mask=window", f"{size}={int(left) + 1}"]

@@ -54,7 +54,7 @@ class PlanConfig:
     ranks: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
     batch: int = option(1, "sequences of one step", least=1, most=MOST)
     mask: str = option("causal", "which pairs meet", choices=KINDS)
-    window_tokens: int = option(0, "window: keys before the query", least=0, most=MOST)
+    window_tokens: int = option(0, "window: keys that a query sees, its own included", least=0, most=MOST)
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
     schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
@@ -145,7 +145,12 @@ def shape_of(config: PlanConfig) -> ModelShape:
 def run_of(config: PlanConfig) -> TrainingSetup:
     """The run that the options describe; one rank where the ring is not set."""
     branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
-    attention = AttentionSetup(config.mask, config.window_tokens, *branches)
+    for key, mask in (("window_tokens", "window"), ("segment_lengths", "dilated"), ("dilation_rates", "dilated")):
+        if getattr(config, key) and config.mask != mask:
+            raise InputError(f"{key}={getattr(config, key)}: has no effect on mask={config.mask}; set mask={mask}")
+    if config.mask == "window" and config.window_tokens < 2:
+        raise InputError(f"window_tokens={config.window_tokens}: a window has at least 2, the query's own key included")
+    attention = AttentionSetup(config.mask, max(0, config.window_tokens - 1), *branches)
     same = {one.name for one in fields(TrainingSetup)} & {one.name for one in fields(PlanConfig)} - {
         "attention",
         "ranks",

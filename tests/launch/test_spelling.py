@@ -112,7 +112,7 @@ def test_names_in_any_case(schema: Any, words: str, same: str) -> None:
         (RunConfig, "causal=true left=511", "mask=window mask.window_tokens=512"),
         (RunConfig, "left=1k right=0", "mask=window mask.window_tokens=1001"),
         (PlanConfig, "causal=false", "mask=full"),
-        (PlanConfig, "causal=true left=512", "mask=window window_tokens=512"),
+        (PlanConfig, "causal=true left=511", "mask=window window_tokens=512"),
         (ExplainConfig, "mask=causal", "causal=true"),
         (ExplainConfig, "mask=full", "causal=false"),
         (ExplainConfig, "mask=window mask.window_tokens=512", "causal=true left=511"),
