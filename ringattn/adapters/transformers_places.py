@@ -156,7 +156,9 @@ def _counting(model: Any) -> _Counting | None:
 
 def _lookups(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """What a forward pass looks up in each of its tables, one after the other."""
-    with torch.no_grad(), activate(None), _without_layers(model), _Lookups() as lookups:
+    local = activate(None)
+    # Some versions draw whether a layer is dropped before they call it.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), local, _without_layers(model), _Lookups() as lookups:
         try:
             model.forward(**given)
         except _LookedUpError:

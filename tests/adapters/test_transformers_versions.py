@@ -9,8 +9,13 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
-from ringattn.adapters import hosts, transformers_versions
+import torch
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
+
+from ringattn import Ring
+from ringattn.adapters import hosts, transformers_mask, transformers_versions
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.transformers_mask import MaskSpec, mask_spec
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
@@ -45,6 +50,29 @@ def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.Mo
     with pytest.raises(UnsupportedError, match=f"and {version} is installed"):
         adapter.register()
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_mask_of_4_57_tells_the_places_of_its_queries() -> None:
+    def made(first: int) -> MaskSpec:
+        return mask_spec(
+            batch_size=1, cache_position=torch.arange(first, 9), kv_length=9, mask_function=causal_mask_function
+        )
+
+    assert (made(0).queries, made(0).keys, made(0).is_offset) == (9, 9, False)
+    assert (made(8).queries, made(8).keys, made(8).is_offset) == (1, 9, True)
+    with pytest.raises(UnsupportedError, match="1 queries meet 9 keys"):
+        made(8).refuse()
+
+
+@pytest.mark.parametrize(("by_document", "cuts"), [(True, [0, 4, 9, 14, 17]), (False, [0, 4, 5, 10, 15, 17])])
+def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 5.23 on each document begins a chunk; before, chunks are those of the row."""
+    monkeypatch.setattr(transformers_mask, "chunks_begin_with_documents", lambda: by_document)
+    function = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
+    spec = mask_spec(batch_size=1, q_length=17, kv_length=17, mask_function=function, local_size=5)
+    with Ring() as ring:
+        ((found, rows),) = spec.rows(ring.sequence(cu_seqlens=[0, 4, 17]), lambda rows: None)
+    assert list(found.documents or ()) == cuts and rows == (0,)
 
 
 def test_every_version_has_a_column() -> None:

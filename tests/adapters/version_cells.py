@@ -128,6 +128,21 @@ def trained(folder: Path) -> float:
     return max(errors)
 
 
+def generated() -> float:
+    """How many tokens differ that a prepared model generates from padded prompts inside `activate(None)`."""
+    prompts = {"input_ids": padded()["input_ids"][[0, 3]], "attention_mask": padded()["attention_mask"][[0, 3]]}
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
+    with InDouble():
+        true = tiny_model("llama", "eager").eval().generate(**prompts, **options)
+
+    def body(ring: Ring) -> float:
+        with InDouble(), ring.activate(None):
+            found = prepare(tiny_model("llama", "eager").eval()).generate(**prompts, **options)
+        return float((found != true).sum())
+
+    return max(run_ranks(2, body))
+
+
 EXACT: dict[str, Cell] = {
     "Llama": lambda: far_from_one(eager("llama"), plain()),
     "Llama, padded rows": lambda: far_from_one(eager("llama"), padded()),
@@ -141,6 +156,7 @@ EXACT: dict[str, Cell] = {
     "gradient checkpointing": lambda: far_from_one(eager("mistral"), packed(), train=checkpointed),
     "LoRA of PEFT": lambda: far_from_one(eager("llama"), packed(), train=with_lora),
     "RoPE `dynamic`": lambda: far_off(partial(rotary, "dynamic"), {"input_ids": plain()["input_ids"]}),
+    "`generate` inside `activate(None)`": generated,
     "RoPE `longrope`": lambda: far_off(partial(rotary, "longrope"), {"input_ids": plain()["input_ids"]}),
 }
 
