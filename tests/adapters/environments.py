@@ -24,7 +24,7 @@ def environment(*requirements: str) -> Path:
     with tempfile.TemporaryDirectory(dir=KEPT) as fresh:
         target = Path(fresh) / "packages"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1",
-                   "--no-deps", "--target", str(target), *requirements]  # fmt: skip
+                   "--no-compile", "--no-deps", "--target", str(target), *requirements]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         said = done.stderr.strip()
         if done.returncode and any(word in said.lower() for word in _UNREACHABLE):
