@@ -50,6 +50,8 @@ AGAIN = {
 }
 """How to go on after Ctrl-C; other commands keep nothing."""
 
+SHOWS = ("-h", "--help", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
+"""With one of these a command prints and starts nothing."""
 REFUSED_S = 10.0
 """How long a rank that refuses waits for torchrun to end it, because the first rank refuses too."""
 
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say_what_starts(words: Sequence[str]) -> None:
     """A line before torch is loaded, which takes seconds; what lengths with a letter come to. On standard error."""
-    if os.environ.get("RANK", "0") != "0" or {"-h", "--help", "--dry-run"} & set(words):
+    if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in words):
         return
     from ringattn.launch.lengths import lengths_told
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from ringattn import cli
 from ringattn.errors import RingError
 from ringattn.launch.measure import run
 from ringattn.launch.measure.run_config import RunConfig
@@ -64,8 +65,10 @@ def test_plain_words_write_nothing(ranks: StandIn, tmp_path: Path, capsys: pytes
 
 
 def test_cfg_job_shows_the_configuration(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--cfg", "job", "mask=window", "nproc=3", "shape=llama8b"]) == 0
-    shown = OmegaConf.create(capsys.readouterr().out)
+    assert cli.main(["run", "--cfg", "job", "mask=window", "nproc=3", "shape=llama8b", "tokens=128k"]) == 0
+    told = capsys.readouterr()
+    shown = OmegaConf.create(told.out)
+    assert not told.err and shown.tokens == 128_000
     assert (shown.mask.kind, shown.ranks, shown.shape.heads, "hydra" in shown) == ("window", 3, 32, False)
     assert not ranks.ran and not files(tmp_path)
 
