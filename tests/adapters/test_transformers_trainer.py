@@ -25,6 +25,7 @@ from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
 from ringattn.errors import UnsupportedError
+from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
 from tests.adapters.trainer import CASES, RingTrainer, Stream, padded, texts
 
@@ -52,6 +53,17 @@ def test_trainer_over_processes(tmp_path: Path) -> None:
             assert counted.pop("right", None) == truly_counted.pop("right", None), case
             assert counted == pytest.approx(truly_counted, rel=TOLERANCE), case
             assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
+        if world_size == 2:
+            errors = found["by configuration"]["weights"].values()
+            words = (
+                "RingParallelismConfig(cp_size=2), a plain Trainer: weights, in float64; losses and token counts equal"
+            )
+            record("accelerate", accelerate.__version__, "Trainer", "exact", ranks=2, worst=max(errors), words=words)
+            errors = found["measured"]["weights"].values()
+            words = "weights, in float64; accuracy, predictions, smoothed labels and token counts equal"
+            record(
+                "transformers", transformers.__version__, "Trainer", "exact", ranks=2, worst=max(errors), words=words
+            )
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

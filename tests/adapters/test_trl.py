@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
+from tests.doc_code import code_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL, PEFT = "1.16.0", "0.21.2"
@@ -36,18 +37,19 @@ REFUSED = {
 OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 
 
-def run_with_trl(*arguments: str, timeout_s: float = 280.0) -> str:
-    """What `python ARGUMENTS` prints where TRL and PEFT are installed."""
+def run_with_trl(*arguments: str, folder: Path = ROOT, timeout_s: float = 560.0) -> str:
+    """What `python ARGUMENTS` prints in `folder` where TRL and PEFT are installed."""
     path = os.pathsep.join([str(environment(*PACKAGES)), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # some 60 s where nothing runs beside it
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
     run_with_trl("-m", "tests.adapters.sft", str(tmp_path))
@@ -73,3 +75,22 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
         record("TRL", TRL, mode, "exact", ranks=2, worst=error, words=words)
     words = "gradients of LoRA, DoRA, IA3, LoHa, LoKr, OFT, VeRA and norms, prepared before and after"
     record("PEFT", PEFT, "PEFT", "exact", ranks=2, worst=max(adapters["off by"].values()), words=words)
+
+
+@pytest.mark.slow
+def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text(code_of("embedding-trainers.md"), encoding="utf-8")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = run_with_trl(*ranks, str(page), folder=tmp_path)
+    for words in ("SFTTrainer: [", "Trainer: ", "configuration: "):
+        assert printed.count(words) >= 2, printed
+
+
+@pytest.mark.slow
+def test_every_other_trainer_of_trl_is_refused() -> None:
+    said = json.loads(run_with_trl("-m", "tests.adapters.trl_trainers").splitlines()[-1])
+    assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(said)
+    for name, words in said.items():
+        assert words.startswith(f"TRL's {name} "), (name, words)
+    record("TRL", TRL, "DPOTrainer", "refused", words=said["DPOTrainer"].split(":")[0])
