@@ -76,7 +76,8 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p
     if attn_mask is not None:
         raise UnsupportedError(
             "attn_mask: a ring takes no mask tensor, which would need rows for all tokens; is_causal=True, documents "
-            "(ring.sequence(cu_seqlens=...)) and ring.attention(window=...) are computed without one"
+            "(ring.sequence(cu_seqlens=...)) and ring.attention(window=...) are computed without one, and a BlockMask "
+            "of them by ringattn.adapters.flex.flex_attention"
         )
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: a ring computes attention without dropout; set it to 0")

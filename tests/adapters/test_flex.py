@@ -343,21 +343,39 @@ class Opaque:
 # --- torch's own, and local ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", ["activate", "context_parallel"])
-def test_torchs_own_inside_is_refused(inside: str) -> None:
-    """With what to call instead, and as our error, though it is raised inside of the compiler that it brings along."""
+def test_torchs_own_inside_of_context_parallel_is_refused() -> None:
+    """As our error, though it is raised inside of the compiler that it brings along (see test_activation too)."""
     torch._dynamo.reset()
 
     def body(ring: Ring) -> None:
-        x, seq = drawn(kv_heads=4)[0], ring.sequence(TOKENS)
-        entered = (
-            ring.activate(seq) if inside == "activate" else context_parallel(ring, buffers=[x], buffer_seq_dims=[2])
-        )
+        x = drawn(kv_heads=4)[0]
+        entered = context_parallel(ring, buffers=[x], buffer_seq_dims=[2])
         with pytest.raises(UnsupportedError, match=r"ringattn\.adapters\.flex\.flex_attention"), entered:
             torchs_own(x, x, x, block_mask=block_mask(causal, x.shape[2]))
         ring.barrier()
 
     run_ranks(2, body, timeout_s=20.0)
+
+
+@pytest.mark.slow
+def test_compiled_code_breaks_its_graph_here() -> None:
+    torch._dynamo.reset()
+    mask = block_mask(causal)
+    compiled = torch.compile(lambda x: 2 * flex_attention(x.sin(), x, x, block_mask=mask), backend="aot_eager")
+
+    def body(ring: Ring) -> None:
+        seq, x = ring.sequence(TOKENS), drawn(kv_heads=4)[0]
+        mine = seq.shard(x, 2).requires_grad_()
+        with ring.activate(seq):
+            out = compiled(mine)
+        (grad,) = torch.autograd.grad(out.sin().sum(), mine)
+        whole = x.clone().requires_grad_()
+        true = 2 * dense(whole.sin(), whole, whole, causal)[0]
+        torch.testing.assert_close(seq.gather(out.detach(), 2), true.detach(), rtol=1e-12, atol=1e-12)
+        (wanted,) = torch.autograd.grad(true.sin().sum(), whole)
+        torch.testing.assert_close(seq.gather(grad, 2), wanted, rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
 
 
 def test_local_is_torchs_own() -> None:
