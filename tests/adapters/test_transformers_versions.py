@@ -21,7 +21,7 @@ from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
 from tests.adapters.versions import TOLERANCE, VERSIONS, cells, documented
 
-OF_THE_TABLE = {"plain": "Llama", "packed": "Llama, packed, `position_ids`",
+OF_THE_TABLE = {"plain": "Llama", "packed": "Llama, packed, `position_ids`", "PEFT": "LoRA of PEFT",
                 "Trainer": "Trainer, 3 steps, packed", "checkpointing": "gradient checkpointing"}  # fmt: skip
 """By mode of the table of hosts, the cell of a version."""
 
