@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from ringattn.testing import dense_attention
+from tests.adapters.hosts import record
 from tests.doc_code import run_page, run_page_under_torchrun
 
 
@@ -27,6 +30,11 @@ def test_replicas_of_rings_train_like_one_process(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     printed = run_page_under_torchrun("embedding-fsdp.md", tmp_path, 4)
     assert printed.count("FSDP2: ") == 4 and printed.count("accelerate: the same gradients") == 4
+    losses = [(float(mine), float(true)) for mine, true in re.findall(r"FSDP2: (\S+), one process: (\S+)", printed)]
+    # Six decimals are printed, so a difference that is not seen may be as large as the last.
+    worst = max(max(abs(mine - true), 1e-6) / true for mine, true in losses)
+    words = "loss of a step to six decimals, float32; the norm of the gradients is compared in the page"
+    record("transformers", version("transformers"), "FSDP2", "exact", ranks=4, worst=worst, words=words)
 
 
 def test_the_page_for_users_of_other_packages() -> None:
