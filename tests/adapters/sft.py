@@ -157,7 +157,7 @@ def adapters(folder: Path) -> None:
     kinds = {
         "LoRA": LoraConfig(**LORA),
         "DoRA": LoraConfig(**LORA, use_dora=True),
-        **other_adapters(),
+        **other_adapters(tokens[0, :3].tolist()),
     }
     for kind, config in kinds.items():
 
@@ -195,8 +195,8 @@ def adapters(folder: Path) -> None:
     (folder / "adapters.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def other_adapters() -> dict[str, Any]:
-    """The other kinds that are let through."""
+def other_adapters(tokens: list[int]) -> dict[str, Any]:
+    """The other kinds that are let through; one of them learns these tokens."""
     to = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
     return {
         "IA3": peft.IA3Config(**to, feedforward_modules=["up_proj"], init_ia3_weights=False),
@@ -204,7 +204,7 @@ def other_adapters() -> dict[str, Any]:
         "LoKr": peft.LoKrConfig(**to, r=4, init_weights=False),
         "OFT": peft.OFTConfig(**to, oft_block_size=4, init_weights=False),
         "VeRA": peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, init_weights=False),
-        "tokens": peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"]),
+        "tokens": peft.TrainableTokensConfig(token_indices=sorted(set(tokens)), target_modules=["embed_tokens"]),
         "LN tuning": peft.LNTuningConfig(target_modules=["norm"], task_type="CAUSAL_LM"),
     }
 
