@@ -234,7 +234,7 @@ def test_same_plan_same_bits(schedule: str, dtype: torch.dtype, engine: str) -> 
         assert all(torch.equal(runs[0][name], again[name]) for name in runs[0])
 
 
-@pytest.mark.parametrize("schedule", ROUTES)
+@pytest.mark.parametrize("schedule", [name for name in ROUTES if name != "pass_q"])  # which sends no dK and dV
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))

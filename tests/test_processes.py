@@ -57,7 +57,7 @@ def test_check_is_exact_on_processes(ranks: int, dtype: str, transport: str) -> 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(MASKS)]
-    assert len(rows) == 205 and "205 cases, all exact" in done.stdout
+    assert len(rows) == 267 and "267 cases, all exact" in done.stdout
 
 
 @pytest.mark.slow

@@ -91,10 +91,14 @@ class _Projection:
         # All rows of each input block that arrive, in one message or in pieces.
         self.arrivals = _together(copy for copy in copies if copy.block.kind in INPUTS and copy.dst == rank)
         self.own = self._own_blocks()
-        work = [item for _, step in self.steps for item in step.work if not isinstance(item, Merge)]
-        self.received = ReceivedHeads(item for item in work if is_on_received(item))
+        self.received = {
+            now: ReceivedHeads(items, index)
+            for now, (index, step) in enumerate(self.steps)
+            if (items := [item for item in step.work if not isinstance(item, Merge) and is_on_received(item)])
+        }
         # Known before the walk, so that a message can be received inside its fused buffer at once.
-        fused = (*self.received.fused.values(), *arrivals_together(schedule, rank, self.sums))
+        fused = [buffer for received in self.received.values() for buffer in received.fused.values()]
+        fused += arrivals_together(schedule, rank, self.sums)
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
         self.fused_index: dict[str, int] = {}
 
@@ -123,8 +127,8 @@ class _Projection:
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         work = [item for item in step.work if not isinstance(item, Merge)]
         # Received queries of all ranks are one call of the engine, with rows of its own.
-        if any(map(is_on_received, work)):
-            self._attend_received(draft)
+        if now in self.received:
+            self._attend_received(self.received[now], draft)
         # dict.fromkeys: each fused buffer once, in the order of the work.
         fused = dict.fromkeys(self.fused[item.kv] for item in work if self._is_fused(item))
         for buffer in fused:
@@ -141,9 +145,9 @@ class _Projection:
         # Own keys are read in the caller's tensors, never in a fused buffer.
         return not is_on_received(item) and item.kv.owner != self.rank and item.kv in self.fused
 
-    def _attend_received(self, draft: _Draft) -> None:
+    def _attend_received(self, received: ReceivedHeads, draft: _Draft) -> None:
         """The work on received queries; the rank's own rows are put beside the received ones in the same buffers."""
-        for kind, buffer in self.received.fused.items():
+        for kind, buffer in received.fused.items():
             for block, content in buffer.contents.items():
                 # Results are made here, so their parts need a place and no source.
                 if kind not in INPUTS:
@@ -154,8 +158,8 @@ class _Projection:
                     self._in_fused(block, own, draft)
                 else:
                     self._in_fused(block, self.held[block], draft)
-        buffers = {kind: self.fused_index[buffer.label] for kind, buffer in self.received.fused.items()}
-        inputs = self.received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
+        buffers = {kind: self.fused_index[buffer.label] for kind, buffer in received.fused.items()}
+        inputs = received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
         # OUT and dQ are written whole; dK/dV are added to.
         if self.backward:
             draft.zeros.append(self._zeroed(buffers[Kind.DKV]))

@@ -19,8 +19,8 @@ from ringattn.schedule.passes import inputs_of, result_of
 class ReceivedHeads:
     """The inputs and results of a rank's work on received queries, a fused buffer for each kind of block."""
 
-    def __init__(self, items: Iterable[Attend | AttendGrad]) -> None:
-        """`items`: all work of the rank on received queries."""
+    def __init__(self, items: Iterable[Attend | AttendGrad], step: int) -> None:
+        """`items`: all work of the rank on received queries in a step."""
         self.items = tuple(items)
         found: dict[Block, list[Content]] = defaultdict(list)
         for item in self.items:
@@ -33,7 +33,9 @@ class ReceivedHeads:
         by_kind: dict[Kind, dict[Block, Content]] = defaultdict(dict)
         for block, rows in contents.items():
             by_kind[block.kind][block] = rows
-        self.fused = {kind: FusedBuffer(f"{kind} received", kind, held) for kind, held in by_kind.items()}
+        self.fused = {
+            kind: FusedBuffer(f"{kind} received for step {step}", kind, held) for kind, held in by_kind.items()
+        }
 
     def tiles(self, group: int) -> TileTable:
         """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head."""

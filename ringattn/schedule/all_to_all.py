@@ -58,7 +58,7 @@ def exchange(
     # The heads of a sub-ring are divided among its own ranks only: no other rank holds tokens of it.
     for number, pairs in enumerate(rings):
         for item in _served(problem, number, pairs):
-            work[SERVE].append(_grad(item) if backward else item)
+            work[SERVE].append(grad_on_received(item) if backward else item)
     arrives, leaves = rows_served(work[SERVE])
     # What the forward pass kept is at its place and is not sent again; gradients of outputs are.
     there = {(rank, block) for rank, block, _ in kept}
@@ -100,21 +100,21 @@ def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
 def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:
     """The work of a sub-ring, each K/V head on its owner."""
     members = sorted({rank for pair in pairs for rank in pair})
-    by_head = {pair: _by_head(problem, tables) for pair, tables in pairs.items()}
-    heads = sorted({head for tables in by_head.values() for head in tables})
+    found = {pair: by_head(problem, tables) for pair, tables in pairs.items()}
+    heads = sorted({head for tables in found.values() for head in tables})
     # Contiguous shares of the heads, differing by at most one:
     #    heads  0 1 2 3 4    members 2    at * 2 // 5 = 0 0 0 1 1
     shares = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
              for place in range(len(members))]  # fmt: skip
     # `asker` owns the queries, `owner` the keys; `rank` computes and may be either of them or a third.
-    for (asker, owner), tables in by_head.items():
+    for (asker, owner), tables in found.items():
         for rank, mine in zip(members, shares, strict=True):
             if tiles := tuple(HeadTiles(StridedRange(head, 1), tables[head]) for head in mine if head in tables):
                 q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
                 yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
 
 
-def _by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
+def by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
     """The tiles by K/V head, each of a single query head."""
     single = TileTable.together(table for some in tables.values() for table in some).with_single_heads()
     # Column 12 of a tile is its first query head, here its only one.
@@ -122,7 +122,8 @@ def _by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
     return {head: single.take(kv_head == head) for head in sorted(set(kv_head.tolist()))}
 
 
-def _grad(item: Attend) -> AttendGrad:
+def grad_on_received(item: Attend) -> AttendGrad:
+    """The backward of work on received queries."""
     rank, ring = item.rank, item.q.ring
     # dQ, dK and dV made here are partial sums of this rank; their owners add them up.
     seed, dq = Block(Kind.GRAD_OUT, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)

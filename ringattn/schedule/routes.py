@@ -8,7 +8,7 @@ received; otherwise the owner sends straight to the reader. *At once* (all-gathe
        ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
        direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
        all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Four routes are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional` and `double_ring`.
+Others are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional`, `double_ring` and `placed`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
-from ringattn.schedule import all_to_all, bidirectional, double_ring, sub_rings
+from ringattn.schedule import all_to_all, bidirectional, double_ring, placed, sub_rings
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery, prune, transpose
@@ -41,13 +41,14 @@ class Route:
     by_head: bool = False
     both_ways: bool = False
     by_node: bool = False
+    place: placed.Place | None = None
     keeps: bool = False
     grid: double_ring.Grid = ()
 
     @property
     def by_turn(self) -> bool:
         """Whether each rank's part follows from the readers' read sets alone."""
-        return not (self.by_segment or self.by_head or self.both_ways or self.by_node)
+        return not (self.by_segment or self.by_head or self.both_ways or self.by_node or self.place)
 
     def grid_for(self, ranks: int) -> double_ring.Grid:
         """The ranks of each node of a double ring."""
@@ -67,6 +68,8 @@ class Route:
         """Steps of a forward pass."""
         if self.by_head:
             return all_to_all.STEPS
+        if self.place is not None:
+            return placed.steps_of(self.place, ranks)
         if self.both_ways:
             return ranks // 2 + 1
         # The farthest block is read in the last step.
@@ -80,9 +83,23 @@ SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
 ALL_TO_ALL = Route("all_to_all", by_head=True)
 BIDIRECTIONAL = Route("bidirectional", relay=True, both_ways=True)
 DOUBLE_RING = Route("double_ring", relay=True, by_node=True)
-ROUTES = {route.name: route for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL, BIDIRECTIONAL, DOUBLE_RING)}
+PASS_Q = Route("pass_q", place=placed.pass_q)
+BALANCED = Route("balanced", place=placed.balanced)
+ROUTES = {
+    route.name: route
+    for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL, BIDIRECTIONAL, DOUBLE_RING, PASS_Q, BALANCED)
+}
 ScheduleName = Literal[
-    "auto", "ring", "all_gather", "direct", "sub_rings", "all_to_all", "bidirectional", "double_ring"
+    "auto",
+    "ring",
+    "all_gather",
+    "direct",
+    "sub_rings",
+    "all_to_all",
+    "bidirectional",
+    "double_ring",
+    "pass_q",
+    "balanced",
 ]
 
 
@@ -107,6 +124,8 @@ def forward(problem: Problem, route: Route) -> Schedule:
         return sub_rings.forward(problem, route.name)
     if route.by_head:
         return all_to_all.exchange(problem, route.name, backward=False)
+    if route.place is not None:
+        return placed.exchange(problem, route.name, route.place, backward=False)
     if route.both_ways:
         return bidirectional.forward(problem, route.name)
     if route.by_node:
@@ -171,7 +190,9 @@ def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     if not backward:
         found = forward(problem, route)
         # Built from the rows that are read, so there is nothing to prune.
-        return found if route.by_head or route.by_node else prune(found)
+        return found if route.by_head or route.by_node or route.place else prune(found)
+    if route.place is not None:
+        return placed.exchange(problem, route.name, route.place, backward)
     there = schedule_of(problem, route, False)
     if route.by_node:
         return double_ring.backward(there, route.grid_for(problem.world_size))

@@ -12,7 +12,7 @@ LONGEST = 400
 """Tokens of a sequence; few are so long."""
 LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
 SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "all_to_all"]
-NODE_SCHEDULES = ["bidirectional", "double_ring"]
+NEW_SCHEDULES = ["bidirectional", "double_ring", "pass_q", "balanced"]
 """Drawn apart from a case, so that the seeds of cases that once failed still draw them."""
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
 STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.fuzz.choices import MODES, NODE_SCHEDULES, RANKS, SCHEDULES, Case, maybe, numbers, sequence
+from tests.fuzz.choices import MODES, NEW_SCHEDULES, RANKS, SCHEDULES, Case, maybe, numbers, sequence
 from tests.fuzz.draw_calls import branches, call, next_call, odd
 
 KINDS = {
@@ -33,18 +33,18 @@ def kind_of(seed: int) -> str:
 
 
 OLD_SEEDS = 1000
-"""Seeds below draw as they did before there were `NODE_SCHEDULES`: many are kept as cases that once failed."""
+"""Seeds below draw as they did before there were `NEW_SCHEDULES`: many are kept as cases that once failed."""
 
 
 def draw(seed: int) -> Case:
-    """The case of this seed; some of its schedules by name are others, for rings of nodes and both ways."""
+    """The case of this seed; some of its schedules by name are the newer ones."""
     if seed < OLD_SEEDS:
         return _case(seed)
     case, r = _case(seed), Random(f"rings {seed}")
     for holder in (*case.get("calls", ()), case):
         options = holder.get("options", {})
         if options.get("schedule", "auto") != "auto" and maybe(r, 0.4):
-            options["schedule"] = r.choice(NODE_SCHEDULES)
+            options["schedule"] = r.choice(NEW_SCHEDULES)
     return case
 
 

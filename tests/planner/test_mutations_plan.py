@@ -136,15 +136,16 @@ def test_a_message_past_the_end_of_its_buffer(route: str, backward: bool) -> Non
             send._replace(**{name: getattr(send, name) + by for name, by in changes.items()})
             for send in whole.steps[at].sends
         )
-        with pytest.raises(PlanError, match=r"rank 1, step \d: the message .*KV\d.* ends outside its buffer"):
+        with pytest.raises(PlanError, match=r"rank 1, step \d: the message .*(KV|Q|OUT)\d.* ends outside its buffer"):
             verify_placement(with_plan_step(whole, at, sends=sends))
 
 
 @each_route
 def test_an_arrived_sum_added_too_early(route: str) -> None:
     whole = plan(route, True)
-    at = next(at for at, step in enumerate(whole.steps) if any(isinstance(item, Add) for item in step.work))
-    adds = tuple(item for item in whole.steps[at].work if isinstance(item, Add))
+    received = {recv.buffer for step in whole.steps for recv in step.recvs}
+    found = [[item for item in step.work if isinstance(item, Add) and item.part in received] for step in whole.steps]
+    at, adds = next((at, adds) for at, adds in enumerate(found) if adds)
     early = with_plan_step(whole, at, work=tuple(item for item in whole.steps[at].work if item not in adds))
     early = with_plan_step(early, at - 1, work=(*whole.steps[at - 1].work, *adds))
     with pytest.raises(PlanError, match=r"is read too early"):

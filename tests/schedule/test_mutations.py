@@ -22,7 +22,8 @@ from ringattn.schedule.verify import verify
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)
-each_route = pytest.mark.parametrize("route", ROUTES)
+each_route = pytest.mark.parametrize("route", [name for name in ROUTES if name != "pass_q"])
+"""`pass_q` moves no keys and no gradients of keys; what it moves `all_to_all` moves as well."""
 MISSING = r"reads rows of KV\d\S* that have not arrived|sends rows of KV\d\S* that it does not hold"
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 

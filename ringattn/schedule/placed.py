@@ -1,0 +1,98 @@
+"""Schedules that say for each pair of ranks where their queries and keys meet: on the asker, or on the keys' owner.
+
+On the asker, keys and values travel to it and in the backward dK/dV return. On the owner, queries travel to it, and
+partial outputs return (backward: queries and output gradients travel, and dQ returns), to be merged where they belong.
+       step s - 1        step s          step s + 1        step s + 2
+       inputs travel     work            results travel    merge
+`pass_q` computes every pair on the owner of the keys: worth it where there are few queries and many keys. `balanced`
+does so only where the keys are more than half a ring behind: under a causal mask over contiguous shards the first ranks
+would else be idle; here they work for the last ones, and all are done in half as many steps.
+Guarantees: a schedule that needs no pass, forward or backward; every row travels only if it is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from ringattn.core.geometry import StridedRange
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
+from ringattn.schedule.all_to_all import by_head, grad_on_received
+from ringattn.schedule.ops import (
+    Attend,
+    Block,
+    Copy,
+    HeadTiles,
+    Kind,
+    Merge,
+    Schedule,
+    Work,
+    attend,
+    attend_grad,
+    ordered_step,
+    work_of,
+)
+from ringattn.schedule.passes import inputs_of, result_of
+
+Place = Callable[[int, int, int], tuple[bool, int]]
+"""Of asker, owner and the number of ranks: whether they meet on the owner of the keys, and in which step."""
+
+
+def pass_q(asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+    """In step t a rank works for the rank t before it."""
+    return True, (owner - asker) % ranks
+
+
+def balanced(asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+    """In step t a rank reads the keys of the rank t before it, and works for that rank."""
+    behind = (asker - owner) % ranks
+    return (False, behind) if 2 * behind <= ranks else (True, ranks - behind)
+
+
+def exchange(problem: Problem, name: str, place: Place, backward: bool) -> Schedule:
+    """The whole schedule of a pass. A rank's own keys are attended in step 0."""
+    ranks = problem.world_size
+    work: dict[int, list[Work]] = defaultdict(list)
+    for asker in range(ranks):
+        for owner, parts in work_of(problem, asker).items():
+            on_owner, step = place(asker, owner, ranks)
+            if asker == owner or not on_owner:
+                item = attend(asker, owner, parts)
+                work[step].append(attend_grad(item) if backward else item)
+            else:
+                other = _received(problem, asker, owner, parts, step)
+                work[step].append(grad_on_received(other) if backward else other)
+    copies: dict[int, list[Copy]] = defaultdict(list)
+    merges: dict[int, list[Work]] = defaultdict(list)
+    for step, items in work.items():
+        for made in items:
+            assert not isinstance(made, Merge)
+            for block, rows in inputs_of(made):
+                if block.owner != made.rank:
+                    copies[step - 1].append(Copy(block, block.owner, made.rank, rows))
+            for block, rows in result_of(made):
+                is_own = block.owner == made.rank
+                # Sums of own keys from own queries need no merge: they are made in place.
+                if is_own and block.ring is None:
+                    continue
+                if not is_own:
+                    copies[step + 1].append(Copy(block, made.rank, block.owner, rows))
+                into = Block(block.kind, block.owner, block.owner if block.kind is Kind.DKV else None)
+                merges[step + (1 if is_own else 2)].append(Merge(block.owner, into, block))
+    steps = range(steps_of(place, ranks))
+    return Schedule(problem, name, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
+
+
+def steps_of(place: Place, ranks: int) -> int:
+    """Steps of a pass: results of the last work travel in one step and are merged in another."""
+    return 1 + max(place(0, owner, ranks)[1] for owner in range(ranks)) + 2 * (ranks > 1)
+
+
+def _received(problem: Problem, asker: int, owner: int, parts: tuple[HeadTiles, ...], step: int) -> Attend:
+    tables: dict[StridedRange, list[TileTable]] = {part.heads: [part.tiles] for part in parts}
+    single = by_head(problem, tables)
+    tiles = tuple(HeadTiles(StridedRange(head, 1), single[head]) for head in sorted(single))
+    # Named by the step, for a rank's own keys lie anew beside the queries of each.
+    q, kv = Block(Kind.Q, asker, ring=step), Block(Kind.KV, owner, ring=step)
+    return Attend(owner, q, kv, Block(Kind.OUT, asker, owner, step), tiles)
