@@ -40,7 +40,7 @@ def slots_bytes(plan: Plan) -> int:
 
 
 def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Of `ringattn.attention.Attention.forward`. `workspace_bytes`: of the plan's greediest piece of work.
+    """Of `ringattn.attention.AttentionFunction.forward`. `workspace_bytes`: of the plan's greediest piece of work.
 
     `slots`: bytes of a pool that is larger already.
     """
@@ -51,7 +51,7 @@ def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -
 
 
 def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Of `ringattn.attention.Attention.backward`, with what its forward pass left: out, lse, what was kept, slots."""
+    """Of `ringattn.attention.AttentionFunction.backward`, with what its forward left: out, lse, kept K/V, slots."""
     own = _Own(backward.problem, backward.rank)
     pool = max(slots_bytes(forward), slots or 0)
     left = {"out": own.rounded(own.out) or own.out, "lse": own.lse, "kept for backward": forward.kept_bytes}

@@ -1,7 +1,8 @@
 """What an attention call computes, as one value that passes from the public entries to the engine.
 
-A new softmax option is a field of `AttentionSpec` and of `SoftmaxOptions`, and no signature in between: it goes into
-`Softmax` here, which the engines read. (`adapters/torch_ops` alone repeats it: an operator's schema has numbers only.)
+A new softmax option is a field of `AttentionSpec` and of `SoftmaxOptions`, and goes into `Softmax` here, which the
+engines read. (`adapters/torch_ops` repeats it: an operator's schema has numbers only. An option that some engine lacks
+also passes through `engine/select.py` and `explain`, which choose one.)
 """
 
 from __future__ import annotations
