@@ -24,6 +24,7 @@ from ringattn.schedule.routes import (
 )
 from ringattn.schedule.text import grid, to_text
 from ringattn.schedule.verify import verify
+from tests.schedule import gallery
 from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -268,3 +269,8 @@ def test_grid_marks_a_cell() -> None:
     marked = grid(schedule, mark=(1, 2)).splitlines()
     assert [line.count(">>") for line in marked] == [0, 0, 0, 1, 0] and ">>KV1" in marked[3]
     assert ">>rank 1" in grid(schedule, mark=(-1, 1)).splitlines()[0]
+
+
+def test_the_page_of_schedules_is_what_they_are() -> None:
+    page = gallery.PAGE.read_text(encoding="utf-8")
+    assert page == gallery.renewed(page)  # else: python -m tests.schedule.gallery
