@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,7 @@ from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.covering import thinned
 from tests.poison import unset_is_nan
+from tests.schedules import schedules_in_turn
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
@@ -72,9 +73,10 @@ def check_schedules(
     engine: str,
     dtype: torch.dtype,
     bound: float,
-    schedules: Iterable[str] = tuple(ROUTES),
+    schedules: Sequence[str] = (),
 ) -> None:
     """Each schedule on one ring, one after another in the same memory."""
+    schedules = schedules or schedules_in_turn(ranks + len(layout) + trial.causal + trial.tokens)
     with unset_is_nan():
         results = run_ranks(
             ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in schedules],

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.schedule.routes import ROUTES
 from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
+from tests.schedules import schedules_in_turn
 from tests.transport.nccl_rings import EVERYTHING, on_rings, results
 from tests.transport.simulated.world import SimWorld
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
@@ -30,12 +30,12 @@ RING = {"engine": "plain", "timeout_s": 30.0, "poison": True}
 @pytest.mark.parametrize("name", TRIALS)
 def test_exact(name: str, ranks: int, lazy: bool) -> None:
     trial, layout = TRIALS[name]
-    world = SimWorld(ranks, lazy=lazy)
+    world, schedules = SimWorld(ranks, lazy=lazy), schedules_in_turn(list(TRIALS).index(name) + ranks)
     found = results(on_rings(
-        world, lambda ring: [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in ROUTES], ring=RING
+        world, lambda ring: [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in schedules], ring=RING
     ))  # fmt: skip
     assert world.violations == []
-    for schedule, parts in zip(ROUTES, zip(*found, strict=True), strict=True):
+    for schedule, parts in zip(schedules, zip(*found, strict=True), strict=True):
         assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
 
 

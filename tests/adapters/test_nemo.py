@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -101,7 +102,7 @@ def arguments(said: str) -> inspect.Signature:
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with the arguments, fields and calls that were recorded of NeMo's."""
     said = recorded()
-    monkeypatch.setattr(hosts, "version", lambda package: said["version"])
+    monkeypatch.setattr(hosts, "version", lambda package: said["version"] if "nemo" in package else version(package))
     (shards,) = (call for call in said["calls"] if call.startswith("self.shard_batch"))
 
     class ContextParallelSharder:
@@ -176,7 +177,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
         with pytest.raises(UnsupportedError, match=r"one of NeMo's own models .*force_hf=True"):
             nemo.prepare(own, ring)
-        monkeypatch.setattr(hosts, "version", lambda package: "0.8.1")
+        monkeypatch.setattr(hosts, "version", lambda package: "0.8.1" if "nemo" in package else version(package))
         with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7 and 0\.8\.1 is installed"):
             nemo.prepare(own, ring)
 

@@ -25,7 +25,7 @@ from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.observe.process_memory import reset_peak, status_bytes
 from ringattn.planner import extent
 from ringattn.planner.extent import excess
-from ringattn.schedule.routes import ROUTES
+from tests.schedules import schedule_params
 
 TRILLION = 10**12
 
@@ -87,7 +87,7 @@ def test_a_trillion_tokens_are_explained(name: str) -> None:
         assert sum(told.pairs) == 8 * sum(n * (n + 1) // 2 for n in pairs)
 
 
-@pytest.mark.parametrize("schedule", ROUTES)
+@pytest.mark.parametrize("schedule", schedule_params(quick=["balanced"]))
 def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
     told = explanation_of(load(["ranks=4", f"tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
     small = explanation_of(load(["ranks=4", "tokens=4000", f"schedule={schedule}"], ExplainConfig))

@@ -18,10 +18,11 @@ from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, schedule_of
 from tests.planner.visit_check import check_visits
+from tests.schedules import schedule_params
 from tests.strategies import Case, covering, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-OWN_DTYPE = [(name, None) for name in ROUTES]
+OWN_DTYPE = [pytest.param(*one.values, None, marks=one.marks) for one in schedule_params()]
 EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("all_to_all", "int8")]
 each_route = pytest.mark.parametrize(
     ("route", "wire"),

@@ -24,6 +24,7 @@ from tests import oracle
 from tests.covering import thinned
 from tests.face import attend, errors
 from tests.kernels.eight_bits import rounded
+from tests.schedules import schedules_in_turn
 from tests.strategies import simple
 from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
@@ -81,8 +82,9 @@ def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, 
     return found if sinks is None else found | {"dsinks": sinks.grad}
 
 
-def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = tuple(ROUTES)) -> list[Results]:
+def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = ()) -> list[Results]:
     """Float32 results of the schedules, one after another on one ring."""
+    names = names or schedules_in_turn(ranks + len(layout) + len(trial.documents or ()) + trial.tokens)
     results = run_ranks(
         ranks, lambda ring: [on_rank(ring, trial, layout, name, torch.float32) for name in names],
         engine="plain", timeout_s=30.0, poison=True, kv_wire_dtype=code,

@@ -25,13 +25,14 @@ from ringattn.schedule.routes import (
 from ringattn.schedule.text import grid, to_text
 from ringattn.schedule.verify import verify
 from tests.schedule import gallery
+from tests.schedules import schedule_params
 from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
 """(step, owner, src, dst): the rows that travel."""
 
-each_schedule = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+each_schedule = pytest.mark.parametrize("route", schedule_params(**ROUTES))
 WHOLE = [route for route in ROUTES.values() if route.by_turn]
 each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
 """Those with one block for each owner; for the others see test_sub_rings.py and test_all_to_all.py."""

@@ -24,9 +24,9 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
 from ringattn.runtime.records import LocalTensors, PackedBuffer
-from ringattn.schedule.routes import ROUTES
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.nccl.hop import NcclWorkHandle
+from tests.schedules import schedule_params
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream
 from tests.transport.simulated.entries import Range
@@ -119,7 +119,7 @@ def all_went_well(layout: str, outcomes: list[Outcome], world: SimWorld, races: 
 
 @pytest.mark.usefixtures("touching")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", list(ROUTES))
+@pytest.mark.parametrize("schedule", schedule_params(quick=["double_ring"]))
 @pytest.mark.parametrize("layout", list(TRIALS))
 def test_nothing_races(layout: str, schedule: str, ranks: int) -> None:
     outcomes, world, races = passes(ranks, layout, schedule)

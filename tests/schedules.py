@@ -1,0 +1,29 @@
+"""Which schedules a test tries.
+
+`NEWER` schedules are made of the parts of the others: heavy grids try one of them, in turn; the slow tests try all,
+`ringattn check` over processes among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ringattn.schedule.routes import ROUTES
+
+NEWER = ("bidirectional", "double_ring", "pass_q", "balanced")
+
+
+def schedules_in_turn(number: int) -> list[str]:
+    """The others, and one of the `NEWER`."""
+    return [*(name for name in ROUTES if name not in NEWER), NEWER[number % len(NEWER)]]
+
+
+def schedule_params(quick: Sequence[str] = ("double_ring", "balanced"), **values: Any) -> list[Any]:
+    """A parameter for every schedule, its name or its value in `values`; `NEWER` ones that are not `quick` are slow."""
+    slow = set(NEWER) - set(quick)
+    return [
+        pytest.param(values.get(name, name), marks=pytest.mark.slow if name in slow else (), id=name) for name in ROUTES
+    ]
