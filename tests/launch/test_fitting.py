@@ -65,6 +65,7 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup
     assert sum(parts.values()) == total and min(parts.values()) >= 0
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(runs, st.sampled_from([24, 80, 141]))
 def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) -> None:
@@ -74,7 +75,10 @@ def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) ->
     assert not fits(replace(run, tokens=longest + run.ranks), gib * GIB)
 
 
-@pytest.mark.parametrize(("name", "zero", "tokens"), [("1.3B", 0, 10**7), ("7B", 3, 10**6), ("125M", 0, 1000)])
+@pytest.mark.parametrize(
+    ("name", "zero", "tokens"),
+    [pytest.param("1.3B", 0, 10**7, marks=pytest.mark.slow), ("7B", 3, 10**6), ("125M", 0, 1000)],
+)
 def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) -> None:
     run = TrainingSetup(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
     ring = smallest_ring(run, 80 * GIB)

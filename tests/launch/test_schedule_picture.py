@@ -22,9 +22,16 @@ from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of, span
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.schedule.ops import Merge, Schedule
 from ringattn.schedule.routes import ROUTES
+from tests.schedules import NEWER
+
+PICTURES = [
+    pytest.param((name, ranks), marks=pytest.mark.slow if name in NEWER and ranks == 2 else (), id=f"{name}-{ranks}")
+    for name in ROUTES
+    for ranks in (2, 4)
+]
 
 
-@pytest.fixture(scope="module", params=[(name, ranks) for name in ROUTES for ranks in (2, 4)], ids=str)
+@pytest.fixture(scope="module", params=PICTURES)
 def explained(request: pytest.FixtureRequest) -> Iterator[tuple[Explanation, Figure]]:
     name, ranks = request.param
     segments = {"segment_lengths": [64, 256], "dilation_rates": [1, 4], "causal": False, "kv_heads": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
@@ -16,6 +16,7 @@ from ringattn.schedule.verify import verify
 from tests.strategies import Case, cases, simple
 
 
+@settings(max_examples=12)
 @given(cases())
 def test_verified_and_placed(case: Case) -> None:
     for route in (PASS_Q, BALANCED):
