@@ -3,7 +3,7 @@
 `RingTrainerMixin` overrides one private method of Trainer, the one that shards batches for context parallelism, and
 refuses a Trainer that has it in another form.
 Guarantees: the loss and gradients of one process, also in evaluation; labels are counted whole.
-Checked with transformers 5.20 to 5.23 and accelerate 1.15.
+Checked with transformers 5.18 to 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations

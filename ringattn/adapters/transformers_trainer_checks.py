@@ -1,6 +1,6 @@
 """Which Trainers, and which of their options, make over a ring what they make in one process.
 
-Checked with transformers 5.20 to 5.23, accelerate 1.15 and TRL 1.16.
+Checked with transformers 5.18 to 5.23, accelerate 1.15 and TRL 1.16.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_trainer(kind: type[Any]) -> None:
     is_known = method is not None and list(inspect.signature(method).parameters) == ["self", "model", "inputs"]
     if not is_known or not hasattr(transformers.Trainer, "get_cp_size"):
         raise UnsupportedError(
-            f"the Trainer of transformers {transformers.__version__} shards batches in another way than those of 5.20 "
+            f"the Trainer of transformers {transformers.__version__} shards batches in another way than those of 5.18 "
             "to 5.23, which this was checked with; write the loop with shard_batch, or take one of those versions"
         )
     known = getattr(kind, "ring_compute_loss", None)

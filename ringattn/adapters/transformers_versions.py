@@ -1,4 +1,4 @@
-"""What differs between the versions of transformers that the adapter runs with: 4.57 and 5.20 to 5.23.
+"""What differs between the versions of transformers that the adapter runs with: 4.57 and 5.18 to 5.23.
 
 Guarantees: no other module of the adapter asks for a version, or for a name that one of these versions lacks.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.adapters.hosts import require_checked
 
-CHECKED = ("4.57", "5.20", "5.21", "5.22", "5.23")
+CHECKED = ("4.57", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23")
 """Minor versions; docs/embedding-transformers.md has a table of what was tried with each."""
 
 

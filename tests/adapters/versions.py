@@ -23,6 +23,8 @@ TOLERANCE = 1e-9
 PEFT = "peft==0.21.2"
 VERSIONS: dict[str, tuple[str, ...]] = {
     "4.57.6": ("huggingface_hub==0.36.2", "tokenizers==0.22.2"),
+    "5.18.0": (),
+    "5.19.0": (),
     "5.20.2": (),
     "5.21.1": (),
     "5.22.2": (),
