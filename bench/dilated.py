@@ -40,7 +40,6 @@ from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_dilated_attention
 
 PROGRAM = "ringattn.bench.dilated:on_rank"
@@ -48,6 +47,7 @@ WEIGHED = "ringattn.bench.dilated:weighed"
 BAR = 1.3
 """How many times the ratio of FLOPs the ratio of times may be."""
 
+SCHEDULES = "ring", "all_gather", "direct", "sub_rings", "all_to_all"
 NARROW = "all_to_all, outputs in bfloat16"
 GATE_TOKENS_PER_RANK = 97
 
@@ -75,7 +75,7 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
     """The worked example: rows of each head and bytes that a rank sends in the mean, slots, and predicted times."""
     tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
     layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
-    calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in ROUTES}
+    calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in SCHEDULES}
     calls[NARROW] = Dilated(*branches), "all_to_all"
     calls["full attention, ring"] = Banded(), "ring"
     table = Table(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
 def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl", **more: Any) -> None:
     spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0))
     answers = run(folder, "exact", ranks, transport, check=spec, **more)
-    assert answers == [{"cases": len(list(cases())), "failed": 0}] * ranks
+    # A double ring needs as many ranks on each node.
+    unlike = len(set(Counter(more.get("nodes", ())).values())) > 1
+    tried = [case for case in cases() if not (unlike and case.schedule == "double_ring")]
+    assert answers == [{"cases": len(tried), "failed": 0}] * ranks
 
 
 def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl", **more: Any) -> dict[str, Any]:

@@ -52,13 +52,14 @@ def test_which_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", [EVEN, pytest.param(EARLY, marks=pytest.mark.slow)], ids=str)
 def test_attention_is_exact(nodes: tuple[int, ...]) -> None:
     trial, layout = TRIALS["causal"]
+    schedules = [name for name in ROUTES if name != "double_ring" or nodes == EVEN]  # which needs equal nodes
 
     def body(ring: DeviceNodesTransport) -> list[Any]:
         with Ring(transport=ring, engine="plain", timeout_s=30.0, poison=True) as made:
-            return [on_rank(made, trial, layout, schedule, torch.float64) for schedule in ROUTES]
+            return [on_rank(made, trial, layout, schedule, torch.float64) for schedule in schedules]
 
     found = results(on_nodes(nodes, body)[0])
-    for schedule, parts in zip(ROUTES, zip(*found, strict=True), strict=True):
+    for schedule, parts in zip(schedules, zip(*found, strict=True), strict=True):
         assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
 
 
