@@ -97,11 +97,16 @@ def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
     assert "Traceback" not in printed.err
 
 
+def heeds_ctrl_c() -> None:
+    """What a shell in the foreground does for a command; in the background SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_ranks_at_once_and_leaves_none() -> None:
     words = [sys.executable, "-m", "ringattn", "run", "ranks=2", "tokens=2048", "shape=small", "repeats=100000"]
     with subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          start_new_session=True) as running:  # fmt: skip
+                          start_new_session=True, preexec_fn=heeds_ctrl_c) as running:  # fmt: skip
         assert running.stdout is not None
         for line in running.stdout:
             if line.startswith("pass 1 "):
