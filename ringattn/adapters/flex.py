@@ -22,6 +22,7 @@ from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.flex_masks import FoundMask, found_masks, found_softcap
+from ringattn.adapters.sdpa import check_heads_first
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -124,18 +125,7 @@ def _refuse(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, return_lse: bool, kernel_options: Any,
     return_aux: AuxRequest | None,
 ) -> None:  # fmt: skip
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise UnsupportedError(
-            f"query, key and value must be (batch, heads, tokens, head_dim), got {tuple(q.shape)}, {tuple(k.shape)}, "
-            f"{tuple(v.shape)}"
-        )
-    if k.shape[2] != q.shape[2]:
-        raise UnsupportedError(
-            f"{q.shape[2]} queries and {k.shape[2]} keys a rank: attention between two sequences is "
-            "ring.attention(..., kv_seq=...)"
-        )
-    if k.shape[1] != q.shape[1] and not enable_gqa:
-        raise InputError(f"query has {q.shape[1]} heads and key {k.shape[1]}; enable_gqa=True groups them")
+    check_heads_first(q, k, v, enable_gqa)
     if kernel_options:
         raise UnsupportedError(f"kernel_options={kernel_options}: they are of torch's kernels, leave them out")
     if return_aux is not None and return_aux.max_scores:

@@ -81,10 +81,15 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p
         )
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: a ring computes attention without dropout; set it to 0")
+    check_heads_first(q, k, v, enable_gqa)
+
+
+def check_heads_first(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Raise unless q, k, v are (batch, heads, tokens, head_dim) of one sequence, with heads that fit each other."""
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedError(
             f"query, key and value must be (batch, heads, tokens, head_dim), got {tuple(q.shape)}, {tuple(k.shape)}, "
-            f"{tuple(v.shape)}; fold or add dimensions before"
+            f"{tuple(v.shape)}; join or add dimensions before"
         )
     if k.shape[2] != q.shape[2]:
         raise UnsupportedError(
