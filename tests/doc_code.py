@@ -37,10 +37,14 @@ def run_page(page: str, **given: Any) -> dict[str, Any]:
 
 
 def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: float = 240.0) -> str:
-    """Run the page's code as one script on `ranks` processes; returns what all of them printed."""
+    """Run the page's code as one script on `ranks` processes; returns what each of them printed, rank after rank."""
     script = folder / page.replace(".md", ".py")
     script.write_text(code_of(page), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    logs = folder / "logs"  # a file each: on one pipe the ranks' lines would mix
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
+    command = [*launcher, f"--nproc-per-node={ranks}", str(script)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    printed = {int(file.parent.name): file.read_text(encoding="utf-8") for file in logs.rglob("stdout.log")}
+    assert ended.returncode == 0, (printed, ended.stderr)
+    assert set(printed) == set(range(ranks)), printed
+    return "".join(printed[rank] for rank in range(ranks))

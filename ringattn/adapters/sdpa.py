@@ -85,7 +85,23 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p
 
 
 def check_heads_first(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Raise unless q, k, v are (batch, heads, tokens, head_dim) of one sequence, with heads that fit each other."""
+    """Refuse tensors that are not heads first, of one sequence, with heads that fit each other.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        enable_gqa: Key and value may have fewer heads.
+
+    Shape:
+        q: (batch, heads, tokens, head_dim)
+        k: (batch, kv_heads, tokens, head_dim)
+        v: (batch, kv_heads, tokens, value_dim)
+
+    Raises:
+        UnsupportedError: There are more or fewer dimensions, or other keys than queries.
+        InputError: Heads do not fit each other.
+    """
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedError(
             f"query, key and value must be (batch, heads, tokens, head_dim), got {tuple(q.shape)}, {tuple(k.shape)}, "
