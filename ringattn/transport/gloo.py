@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -116,6 +116,8 @@ class GlooTransport(ProcessTransport):
         self._group: dist.ProcessGroupGloo | None = group
         self._control = control
         self._diagnosis = Diagnosis(self._control, job_size)
+        self.beside: Callable[[], str] = lambda: ""
+        """What another transport of this rank knows of silent ranks without the store, said before the diagnosis."""
         self._timeout_s = timeout_s
         self._all_gathers = 0
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
@@ -265,7 +267,7 @@ class GlooTransport(ProcessTransport):
 
     def diagnosis_of(self, late: Sequence[int]) -> str:
         """After a missed deadline of any transport of this rank for `late`: which rank of the ring is at fault."""
-        return self._diagnosis.of_deadline(late, self._wait)
+        return self.beside() + self._diagnosis.of_deadline(late, self._wait)
 
     def _finish(self, handle: GlooWorkHandle, until: float | None = None) -> None:
         """Wait for every operation; the first that fails ends this transport."""
@@ -300,7 +302,7 @@ class GlooTransport(ProcessTransport):
                 f"pending: {listed(pending)}; {self.diagnosis_of(late)}"
             )
         else:
-            message = f"{failed}{handle.where}: {self._diagnosis.of_loss(failed.peer, error)}"
+            message = f"{failed}{handle.where}: {self.beside()}{self._diagnosis.of_loss(failed.peer, error)}"
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)
         self._fail(failure)

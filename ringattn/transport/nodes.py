@@ -195,8 +195,10 @@ class HostNodesTransport(NodesTransport):
     def __init__(self, inside: ShmTransport, between: GlooTransport) -> None:
         """See `NodesTransport`."""
         super().__init__(inside, between, inside.group.ranks)
-        # When a rank of this machine is late, the fault may be one of another machine's.
-        inside.group.diagnosis = lambda late: _silent(inside.group) + between.diagnosis_of(late)
+        # When a rank of this machine is late, the fault may be one of another machine's. Whichever transport finds it,
+        # shared memory tells who of this machine is silent, also where the store is lost with that rank.
+        between.beside = lambda: _silent(inside.group)
+        inside.group.diagnosis = between.diagnosis_of
 
     def await_both(self, handle: NodesWorkHandle) -> None:
         """See `NodesTransport.await_both`. What gloo has started moves meanwhile; inside, a wait moves the bytes."""

@@ -244,17 +244,18 @@ def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
 DEADLINE_S = 2.0
 
 
-def pass_on(ring: HostNodesTransport) -> None:
-    """Exchange with both neighbors and agree, again and again: until an error."""
+def pass_on(ring: HostNodesTransport, agreeing: bool) -> None:
+    """Exchange with both neighbors, or agree, again and again: until an error."""
     after, before = contract.neighbors(ring)
     sent, into = ring.allocate(1 << 16), ring.allocate(1 << 16)
     while True:
-        for hop in range(3):
-            ring.exchange([Message(after, sent, f"hop {hop}")], [Message(before, into, f"hop {hop}")]).wait()
-        ring.all_gather_bytes(b"")
+        if agreeing:
+            ring.all_gather_bytes(b"")
+        else:
+            ring.exchange([Message(after, sent, "hop")], [Message(before, into, "hop")]).wait()
 
 
-def suffers(rank: int, world_size: int, victim: int, kill: bool) -> tuple[str, float]:
+def suffers(rank: int, world_size: int, victim: int, kill: bool, agreeing: bool = False) -> tuple[str, float]:
     """What this rank is told after `victim` was killed or stopped in mid-pass, and when."""
     ring = meet(rank, world_size, EVEN, DEADLINE_S)
     ring.all_gather_bytes(b"")
@@ -269,7 +270,7 @@ def suffers(rank: int, world_size: int, victim: int, kill: bool) -> tuple[str, f
     if rank == victim:
         threading.Timer(0.5, act).start()
     with pytest.raises(TransportError) as caught:
-        pass_on(ring)
+        pass_on(ring, agreeing)
     told_s = happened[0] if rank == victim else time.monotonic()
     contract.assert_dead(ring, re.escape(str(caught.value)))
     return str(caught.value), told_s
@@ -284,9 +285,9 @@ def assert_named(told: dict[int, tuple[str, float]], victim: int) -> None:
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_stopped_rank_is_named_on_both_nodes(processes: Processes, victim: int) -> None:
-    told = processes.run(suffers, victim, False)
+@pytest.mark.parametrize(("victim", "agreeing"), [(0, False), (0, True), (1, False), (2, True)])
+def test_a_stopped_rank_is_named_on_both_nodes(processes: Processes, victim: int, agreeing: bool) -> None:
+    told = processes.run(suffers, victim, False, agreeing)
     if victim == 0:  # it hosts the store, so only its own node knows more
         assert "rank 0 is silent" in told[1][0]
         assert not set.union(*(named_at_fault(told[rank][0]) for rank in (1, 2, 3))) - {0}, told
