@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ringattn.schedule.content import describe
-from ringattn.schedule.ops import Attend, Copy, Merge, Schedule, Step, Work
+from ringattn.schedule.ops import Attend, Block, Copy, Merge, Schedule, Step, Work
 from ringattn.schedule.passes import is_on_received
 
 
@@ -42,12 +42,16 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
 def cell(step: Step, rank: int) -> str:
     """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom.
 
-    `Q0,1xKV0,2/3` are others' queries and keys of sub-ring 3, which meet here.
+    `KV1>2,3` goes to two ranks. `Q0,1xKV0,2/3` are others' queries and keys of sub-ring 3, which meet here.
     """
     mine = [item for item in step.work if item.rank == rank]
     rest = (_short(item) for item in mine if isinstance(item, Merge) or not is_on_received(item))
     work = " ".join([*_received(mine), *rest])
-    sends = " ".join(f"{copy.block}>{copy.dst}" for copy in step.copies if copy.src == rank)
+    to: dict[Block, list[str]] = {}
+    for copy in step.copies:
+        if copy.src == rank:
+            to.setdefault(copy.block, []).append(str(copy.dst))
+    sends = " ".join(f"{block}>{','.join(ranks)}" for block, ranks in to.items())
     return f"{work or '-'} | {sends}" if sends else work or "-"
 
 

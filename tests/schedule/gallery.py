@@ -1,4 +1,4 @@
-"""The generated parts of docs/schedules.md: what each schedule sends, and its steps on four ranks.
+"""The generated parts of docs/schedules.md: what each schedule sends, and its steps on 4 and 8 ranks.
 
 `python -m tests.schedule.gallery` writes them anew.
 """
@@ -9,9 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 from ringattn.schedule.content import size
-from ringattn.schedule.ops import Kind, Merge, Schedule
+from ringattn.schedule.ops import Block, Kind, Merge, Schedule
 from ringattn.schedule.routes import ROUTES, schedule_of
-from ringattn.schedule.text import grid
+from ringattn.schedule.text import cell, grid
+from tests.schedule import formulas
 from tests.strategies import simple
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -45,17 +46,51 @@ def _counts(schedule: Schedule) -> list[str]:
 
 
 def grids() -> str:
-    """The forward of each schedule on four ranks."""
+    """The forward of each schedule on 4 and on 8 ranks."""
     found = []
     for name, route in ROUTES.items():
-        problem = simple("contiguous", 16, 4, heads=4, causal=name == "balanced").problem
-        found.append(f"`{name}`\n\n```text\n{grid(schedule_of(problem, route, False))}\n```\n")
-    return "\n".join(found)
+        found.append(f"`{name}`")
+        for ranks in (4, 8):
+            problem = simple("contiguous", 4 * ranks, ranks, heads=ranks, causal=name == "balanced").problem
+            found.append(f"```text\n{drawn(schedule_of(problem, route, False), short=ranks == 8)}\n```")
+    return "\n\n".join(found)
+
+
+def drawn(schedule: Schedule, short: bool) -> str:
+    """The grid of a schedule; `short`: of one in which all ranks do alike, each turned by its number, rank 0 alone."""
+    if not short or any(turned(schedule, by) != turned(schedule, 0) for by in range(1, schedule.problem.world_size)):
+        return grid(schedule)
+    head, rule, *rows = (line.rstrip() for line in column(schedule, 0))
+    return "\n".join([f"{head} of {schedule.problem.world_size}; all others alike", rule, *rows])
+
+
+def column(schedule: Schedule, rank: int) -> list[str]:
+    """A rank's column of the grid, with the steps' numbers."""
+    rows = [(str(at), cell(step, rank)) for at, step in enumerate(schedule.steps) if step.copies or step.work]
+    return [f"step  rank {rank}", f"----  {'-' * max(len(text) for _, text in rows)}",
+            *(f"{at:<4}  {text}" for at, text in rows)]  # fmt: skip
+
+
+def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
+    """What rank `by` sends and works on in each step, with ranks counted from itself."""
+    ranks = schedule.problem.world_size
+
+    def block(one: Block) -> tuple:
+        return one.kind, (one.owner - by) % ranks, one.origin is not None and (one.origin - by) % ranks
+
+    return [
+        (
+            {(block(copy.block), (copy.dst - by) % ranks) for copy in step.copies if copy.src == by},
+            {(block(item.part),) if isinstance(item, Merge) else (block(item.q), block(item.kv))
+             for item in step.work if item.rank == by},
+        )
+        for step in schedule.steps
+    ]  # fmt: skip
 
 
 def renewed(page: str) -> str:
-    """The page with both parts as they should be."""
-    for mark, text in (("sent", sent()), ("grids", grids())):
+    """The page with its parts as they should be."""
+    for mark, text in (("formulas", formulas.table()), ("sent", sent()), ("grids", grids())):
         before, rest = page.split(f"<!-- {mark} -->\n")
         after = rest.split(f"<!-- end of {mark} -->")[1]
         page = f"{before}<!-- {mark} -->\n\n{text}\n\n<!-- end of {mark} -->{after}"
