@@ -79,7 +79,7 @@ def attention(
             causal, right is 0, None or -1. None: no window.
         sinks: Logits of any of these float dtypes, one for each query head, that take weight and give no value. Their
             gradient is this rank's part, to be summed over the ranks. None: no sinks.
-        kv_seq: Another sequence of this ring, for cross attention; positions are compared from 0. None: `seq`.
+        kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
         return_lse: Also return lse.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.

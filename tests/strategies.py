@@ -152,7 +152,9 @@ def cross_cases(draw: st.DrawFn) -> Case:
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
-    mask = make_mask(length, kv_length, causal=draw(st.booleans()), documents=documents, kv_documents=kv_documents)
+    causal = draw(st.booleans())
+    window = draw(windows(causal))
+    mask = make_mask(length, kv_length, causal=causal, window=window, documents=documents, kv_documents=kv_documents)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
 
@@ -195,9 +197,12 @@ def simple(
     return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads))
 
 
-def cross(names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int) -> Case:
-    """A causal case between two sequences, two query heads to a K/V head."""
-    mask = make_mask(documents[-1], kv_documents[-1], causal=True, documents=documents, kv_documents=kv_documents)
+def cross(
+    names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int, **options: object
+) -> Case:
+    """A case between two sequences, causal without options, two query heads to a K/V head."""
+    options = options or {"causal": True}
+    mask = make_mask(documents[-1], kv_documents[-1], documents=documents, kv_documents=kv_documents, **options)  # type: ignore[arg-type]
     sides = zip(names, (documents, kv_documents), strict=True)
     q_layout, kv_layout = (make_layout(name, cuts[-1], ranks, cuts) for name, cuts in sides)
     return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
@@ -226,6 +231,9 @@ NOTABLE = (
     simple("contiguous", 0, 3),
     cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments that start elsewhere on the other side
     cross(("zigzag", "contiguous"), (0, 9, 9, 16), (0, 2, 8, 9), 5),
+    cross(("striped", "zigzag"), (0, 31), (0, 24), 5, window=(2, 1)),  # a window across two strides
+    cross(("contiguous", "striped"), (0, 5, 24), (0, 11, 31), 8, window=(0, 0)),
+    cross(("striped", "striped"), (0, 7, 16), (0, 2, 31), 4, window=(1, 2)),
     branched("zigzag", 16, 4, (Band(0, UNBOUNDED), StridedRange(0, 2)), (Band(0, 3), StridedRange(2, 2))),
     branched("contiguous", 16, 4, (Band(0, UNBOUNDED), StridedRange(0, 2)), (Band(-6, -2), StridedRange(2, 1))),
     branched("striped", 16, 4, (Band(2, 3), None), (Band(-5, 2), StridedRange(1, 2))),

@@ -131,6 +131,10 @@ VARIANTS = {
     "cross, longer": Trial(tokens=11, kv_tokens=50, kv_layout="zigzag", heads=(4, 2), batch=2),
     "cross, causal from 0": Trial(causal=True, kv_tokens=21, kv_layout="striped", lse=True),
     "cross, same length": Trial(kv_tokens=37, causal=True, kv_layout="striped"),
+    "cross, window": Trial(window=(1, 0), kv_tokens=50, kv_layout="striped", heads=(4, 2), lse=True),
+    "cross, windowed documents": Trial(
+        window=(4, 0), documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 9, 41), kv_layout="zigzag", batch=2
+    ),
     "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
     "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),
     "blind rows": Trial(

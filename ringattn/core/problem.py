@@ -7,10 +7,9 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Literal
 
-from ringattn.core.geometry import UNBOUNDED
 from ringattn.core.layout import Layout
 from ringattn.core.mask import HeadPart, Mask
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import InputError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
@@ -57,10 +56,6 @@ class Problem:
                 raise InputError(f"{name}: {size}, where attention needs at least 1")
         if self.q_heads % self.kv_heads:
             raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
-        if self.q_layout != self.kv_layout and any(
-            branch.band.lo > -UNBOUNDED and branch.band.hi < UNBOUNDED for branch in self.mask.branches
-        ):
-            raise UnsupportedError("a window between two different sequences (kv_seq=) is not supported")
 
     @property
     def world_size(self) -> int:

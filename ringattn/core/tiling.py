@@ -239,6 +239,32 @@ def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
     return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
 
 
+def meeting_pieces(problem: Problem, branch: Branch) -> tuple[Pieces, Pieces]:
+    """The pieces of a branch as queries and as keys; of one stride, where its band is bounded on both sides."""
+    q, k = pieces_of(problem.q_layout, branch, keys=False), pieces_of(problem.kv_layout, branch, keys=True)
+    if branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED or problem.q_layout == problem.kv_layout:
+        return q, k
+    # Of two sequences one may be striped and the other not. A band of a few positions then passes between the
+    # positions of a piece in ways that the ends of its rows do not show, and does not where the strides are equal.
+    strides = np.unique(np.concatenate([q.stride, k.stride]))
+    stride = int(np.lcm.reduce(strides)) if len(strides) else 1
+    return _at_stride(q, stride), _at_stride(k, stride)
+
+
+def _at_stride(pieces: Pieces, stride: int) -> Pieces:
+    """The same positions, each piece cut into its residue classes modulo `stride`, a multiple of its own."""
+    times = stride // pieces.stride
+    of = np.repeat(np.arange(len(times)), times)
+    # The place of a class within its piece: arange less the exclusive cumsum, as in `cut`.
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(times) - times, times)
+    rank, segment, start, own, size, row, row_stride = pieces.take(of)
+    step = times[of]
+    found = Pieces(
+        rank, segment, start + nth * own, own * step, -((nth - size) // step), row + nth * row_stride, row_stride * step
+    )
+    return found.take(np.flatnonzero(found.size > 0))
+
+
 def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
     """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
 
@@ -255,7 +281,7 @@ def branch_tiles(
     problem: Problem, branch: Branch, rank: int, by_segment: bool
 ) -> dict[tuple[int, int, int], TileTable]:
     """The tiles of one branch by (owner of the keys, head part, segment); the segment is 0 unless asked for."""
-    owners, segments, columns = _clipped_pairs(problem.q_layout, problem.kv_layout, branch, rank)
+    owners, segments, columns = _clipped_pairs(*meeting_pieces(problem, branch), branch, rank)
     if not len(owners):
         return {}
     keys = np.stack([owners, segments * by_segment], axis=1)
@@ -275,12 +301,11 @@ def branch_tiles(
     return found
 
 
-def _clipped_pairs(q_layout: Layout, kv_layout: Layout, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
+def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
     """`rank`'s query pieces paired with the key pieces of their segments, clipped to the band, by owner of the keys.
 
     Returns owners (n,), segments (n,) and tile columns (n, 14).
     """
-    q, k = pieces_of(q_layout, branch, keys=False), pieces_of(kv_layout, branch, keys=True)
     # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.flatnonzero(q.rank == rank))
     q = q.take(np.argsort(q.segment, kind="stable"))

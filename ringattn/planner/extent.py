@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import pieces_of, spanned
+from ringattn.core.tiling import meeting_pieces, spanned
 from ringattn.errors import InputError
 
 MOST_PIECES = 2**18
@@ -42,8 +42,7 @@ def excess(problem: Problem, by_head: bool = False) -> str | None:
         )
     tiles = 0
     for branch in problem.mask.branches:
-        q, k = (pieces_of(layout, branch, keys=keys).segment
-                for layout, keys in ((problem.q_layout, False), (problem.kv_layout, True)))  # fmt: skip
+        q, k = (pieces.segment for pieces in meeting_pieces(problem, branch))
         least = max(q.max(initial=0), k.max(initial=0)) + 1
         meetings = int(np.bincount(q, minlength=least) @ np.bincount(k, minlength=least))
         shared = [part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)

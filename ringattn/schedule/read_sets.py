@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ringattn.core.geometry import UNBOUNDED, StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, partners, pieces_of, tiles_of
+from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, meeting_pieces, partners, tiles_of
 from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
 
 NOBODY = 1 << 61
@@ -133,8 +133,11 @@ class ReadSets:
         branches = self.problem.mask.branches
         if len(branches) > 1 or branches[0].heads is not None or branches[0].dilation > 1:
             return None
-        k = pieces_of(self.problem.kv_layout, branches[0], keys=True)
-        return k, _reads(self.problem, branches[0], k)
+        q, k = meeting_pieces(self.problem, branches[0])
+        # Keys that were cut to the stride of the queries are not neighbors in the shard.
+        if (k.row_stride > 1).any():
+            return None
+        return k, _reads(self.ranks, branches[0], q, k)
 
     @cached_property
     def _reaches(self) -> Ints:
@@ -208,9 +211,8 @@ class ReadSets:
         return self._shared[key]
 
 
-def _reads(problem: Problem, branch: Branch, k: Pieces) -> Reads:
+def _reads(ranks: int, branch: Branch, q: Pieces, k: Pieces) -> Reads:
     """The reads of one branch by every rank, key piece by distance."""
-    q, ranks = pieces_of(problem.q_layout, branch, keys=False), problem.world_size
     one_sided = branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED
     first = np.full((len(k.rank), ranks), NOBODY)
     end = np.zeros_like(first)

@@ -14,7 +14,7 @@ from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import InputError
 from tests.oracle import allowed_mask
 from tests.strategies import Case, branched_cases, cases, cuts, reference_of, windows
 
@@ -33,8 +33,9 @@ def test_cross_documents_pair_by_index(
     data: st.DataObject, length: int, kv_length: int, causal: bool, documents: int
 ) -> None:
     cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
-    mask = make_mask(length, kv_length, causal=causal, documents=cu, kv_documents=kv_cu)
-    wanted = allowed_mask(length, kv_length, causal=causal, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu))
+    options: dict[str, Any] = {"causal": causal, "window": data.draw(windows(causal))}
+    mask = make_mask(length, kv_length, documents=cu, kv_documents=kv_cu, **options)
+    wanted = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
     assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
 
 
@@ -136,14 +137,6 @@ PROBLEM = Problem(LAYOUT, LAYOUT, make_mask(16, 16, causal=True), 1, 4, 2, 8, 8,
 def test_facts_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         replace(PROBLEM, **changes)
-
-
-@pytest.mark.parametrize("other", [make_layout("zigzag", 12, 2), make_layout("striped", 16, 2)])
-def test_no_window_between_two_sequences(other: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"a window between two different sequences"):
-        replace(PROBLEM, kv_layout=other, mask=make_mask(16, other.length, window=(2, 2)))
-    # A one-sided band is served.
-    assert replace(PROBLEM, kv_layout=other, mask=make_mask(16, other.length, causal=True)).kv_layout == other
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,13 @@ def _maybe_bad(r: Random, call: Case) -> None:
     call["bad"] = r.choice(bad)
 
 
+def draw_mask(r: Random, call: Case) -> None:
+    """Masks that older seeds do not draw: windows between two sequences. Alike calls share their options."""
+    options, side = call["options"], [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
+    if call["op"] == "attention" and call["via"] == "ring" and call["kv_seq"] and maybe(r, 0.7):
+        options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
+
+
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
     """Another call on the same ring: new, alike, alike on the same inputs, or one that takes another's output."""
     how, base = r.random(), len(calls) - 1

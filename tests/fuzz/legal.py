@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from operator import eq
 
@@ -31,15 +30,7 @@ def must_refuse(case: Case, call: Case) -> str | None:
         branches = zip(options["segment_lengths"], options["dilation_rates"], strict=True)
         if any(w % r and w < longest for w, r in branches):
             return "torchscale moves the rows of later segments"
-    if call["kv_seq"] and _bounded(options):
-        return None if _same(call) else "a window between two sequences"
     return None
-
-
-def may_refuse(call: Case) -> bool:
-    """Whether a refusal is right beside an exact answer: a window on one side, between two sequences."""
-    sides = call["options"].get("window") or (None, None)
-    return bool(call["kv_seq"]) and any(side not in (None, -1) for side in sides)
 
 
 def asks_for_another(case: Case) -> bool:
@@ -66,14 +57,3 @@ def regions_may_be_mixed_up(case: Case) -> bool:
         for n, here in enumerate(seqs)
         for m, there in enumerate(seqs[:n])
     )
-
-
-def _bounded(options: Case) -> bool:
-    """Whether keys are bounded before and after the query."""
-    left, right = (math.inf if side in (None, -1) else side for side in options.get("window") or (None, None))
-    return left < math.inf and (right < math.inf or options["causal"])
-
-
-def _same(call: Case) -> bool:
-    """Whether the keys' sequence lies as the queries' does, so that it is one sequence."""
-    return call["seq"]["length"] == call["kv_seq"]["length"]
