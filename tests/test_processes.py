@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from ringattn.launch.measure import check
+from tests.contract.pairs import PAIRED, pairs_only
 from tests.gpu.test_processes import every_schedule_is_exact
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-CHECKS = (1, "fp64", "shm"), (2, "fp64", "shm"), (3, "fp64", "shm"), (4, "fp32", "shm"), (2, "fp64", "gloo")
 MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
@@ -47,23 +48,36 @@ def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
     return answers
 
 
+# Over 2 and 3 processes it is in tests/transport/test_shm.py, over gloo in tests/gpu/test_rehearsal.py.
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "dtype", "transport"), CHECKS)
-def test_check_is_exact_on_processes(ranks: int, dtype: str, transport: str) -> None:
+def test_check_is_exact_on_four_processes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ringattn", "check", f"ranks={ranks}", f"dtype={dtype}",
-         f"transport={transport}", "tokens=61", "verbose=true"],
+        [sys.executable, "-m", "ringattn", "check", "dtype=fp32", "transport=shm", "tokens=61", "verbose=true"],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(MASKS)]
-    assert len(rows) == 267 and "267 cases, all exact" in done.stdout
+    assert done.stdout.startswith("4 ranks over shm, 61 tokens, fp32")
+    rows, every = [line for line in done.stdout.splitlines() if line.startswith(MASKS)], len(list(check.cases()))
+    assert len(rows) == every and f"{every} cases, all exact" in done.stdout
+
+
+@pytest.mark.slow
+def test_check_is_exact_on_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")  # as under a torchrun of one process
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pairs_only():
+        assert check.main(["dtype=fp64", "tokens=61", "verbose=true"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith(MASKS)]
+    assert len(rows) == len(PAIRED) and f"{len(PAIRED)} cases, all exact" in printed
 
 
 @pytest.mark.slow
 def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
     # Shared memory for the first two processes, gloo to the third, opened as a user does.
-    every_schedule_is_exact(tmp_path, 3, "fp64", "shm", nodes=[0, 0, 1])
+    every_schedule_is_exact(tmp_path, 3, "fp64", "shm", pairs=True, nodes=[0, 0, 1])
 
 
 # Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.

@@ -16,7 +16,8 @@ import torch
 
 from ringattn import Ring
 from ringattn.launch.doctor.network_facts import network_facts
-from ringattn.launch.measure.check import CheckConfig, cases, check_rank
+from ringattn.launch.measure import check
+from ringattn.launch.measure.check import CheckConfig, check_rank
 from ringattn.planner.links import LinkClass
 from ringattn.transport import nvml
 from ringattn.transport.location import my_location
@@ -106,7 +107,7 @@ def every_schedule_is_exact(world: LoopbackWorld, dtype: str, streams: Any) -> l
         return check_rank(ring, spec)
 
     for result in on_loopback(world, body, streams, engine="plain", poison=True, timeout_s=60.0):
-        assert result == {"cases": len(list(cases())), "failed": 0}
+        assert result == {"cases": len(list(check.cases())), "failed": 0}
     return world.group_sizes
 
 

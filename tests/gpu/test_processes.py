@@ -18,6 +18,7 @@ import torch
 
 from ringattn.bench.faults import run_torchrun
 from ringattn.launch.measure.check import CheckConfig, cases
+from tests.contract.pairs import PAIRED
 from tests.gpu.kept import keep
 from tests.gpu.processes import SIZES
 from tests.transport.attribution import names_as_culprit
@@ -57,12 +58,14 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
 # --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
 
 
-def every_schedule_is_exact(folder: Path, ranks: int, dtype: str, transport: str = "nccl", **more: Any) -> None:
+def every_schedule_is_exact(
+    folder: Path, ranks: int, dtype: str, transport: str = "nccl", pairs: bool = False, **more: Any
+) -> None:
     spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0))
-    answers = run(folder, "exact", ranks, transport, check=spec, **more)
+    answers = run(folder, "exact", ranks, transport, check=spec, pairs=pairs, **more)
     # A double ring needs as many ranks on each node.
     unlike = len(set(Counter(more.get("nodes", ())).values())) > 1
-    tried = [case for case in cases() if not (unlike and case.schedule == "double_ring")]
+    tried = [case for case in (PAIRED if pairs else cases()) if not (unlike and case.schedule == "double_ring")]
     assert answers == [{"cases": len(tried), "failed": 0}] * ranks
 
 

@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn import Ring
 from ringattn.errors import ClosedError, TransportError
+from ringattn.launch.measure.check import CheckConfig
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.shm.transport import ShmTransport
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import store_of
+from tests.contract.pairs import PAIRED, check_pairs
 from tests.contract.processes import Processes
 from tests.transport.test_shared import descriptors, mappings
 
@@ -52,6 +56,26 @@ def processes() -> Iterator[Processes]:
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(processes: Processes, check: contract.Check) -> None:
     processes.run(run_check, check.__name__)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def check_members(rank: int, world_size: int, ranks: int, spec: dict[str, Any]) -> dict[str, Any]:
+    if rank >= ranks:
+        rendezvous_store(rank, world_size, 60.0)  # openings are counted
+        return {}
+    transport = meet(rank, world_size, list(range(ranks)), 30.0)
+    with Ring(transport=transport, engine="plain", timeout_s=30.0, poison=True) as ring:
+        return check_pairs(ring, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes, ranks: int) -> None:
+    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61))
+    found = processes.run(check_members, ranks, spec, hard_s=240.0)
+    assert [found[rank] for rank in range(ranks)] == [{"cases": len(PAIRED), "failed": 0}] * ranks
 
 
 # --- killed and stopped ----------------------------------------------------------------------------------------------
