@@ -24,6 +24,7 @@ MOST = 2**50
 def option(default: Any, about: str, **limits: Any) -> Any:
     """A field with its help line and its limits: `least`, `most` and `above` (the last exclusive), `choices`.
 
+    `aliases`: other names of some choices; `numbered`: choices that may be followed by a number, as name:2.
     `writes`: the option names a "file" or "picture" that the command writes; it must be possible to.
     A number that is not finite is refused for every option.
     """
@@ -52,15 +53,15 @@ def check_limits(config: Any) -> None:
             raise InputError(f"{key}={value}: must be more than {limits['above']}")
         if "writes" in limits and value:
             check_output(key, value, limits["writes"])
-        if "choices" in limits and value not in limits["choices"]:
-            raise InputError(f"{key}={value}: choose one of {', '.join(limits['choices'])}")
+        if "choices" in limits and value not in limits["choices"] and not is_numbered(value, limits):
+            raise InputError(f"{key}={value}: choose one of {', '.join(_choices(limits))}")
 
 
 def help_text(command: str, purpose: str, schema: type) -> str:
     """The text of `--help`: every key with its default and its meaning, from the fields of the dataclass `schema`."""
     rows = [("key", "default", "meaning")]
     for key, value, described in leaves(schema()):
-        choices = described.metadata.get("choices")
+        choices = _choices(described.metadata)
         about = described.metadata["about"] + (f" ({', '.join(choices)})" if choices else "")
         rows.append((key, "" if value in (None, "") else str(value).replace("\n", r"\n"), about))
     # A default that is much longer than the others must not push the meanings off the screen.
@@ -70,6 +71,17 @@ def help_text(command: str, purpose: str, schema: type) -> str:
     if named:
         lines += ["", "presets, one of each list:", *(f"  {one}" for one in named)]
     return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
+
+
+def is_numbered(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether a value is one of the numbered choices with its number."""
+    name, _, number = str(value).partition(":")
+    return name in limits.get("numbered", ()) and number.isdecimal()
+
+
+def _choices(limits: Mapping[str, Any]) -> list[str]:
+    """The choices as people read them."""
+    return [*limits.get("choices", ()), *(f"{name}:N" for name in limits.get("numbered", ()))]
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from ringattn.errors import InputError
 from ringattn.launch.lengths import WORD, counts_tokens, with_lengths
 from ringattn.launch.masks import mask_words
-from ringattn.launch.options import check_limits, groups, leaves, presets_of
+from ringattn.launch.options import check_limits, groups, is_numbered, leaves, presets_of
 
 T = TypeVar("T")
 
@@ -81,7 +81,11 @@ def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
             continue
         key = keys[match[2]]
         names = chosen.get(key) or _names(known.get(key, {}))
-        value = with_lengths(key, match[3]) if counts_tokens(key) else _named(match[3], names)
+        limits: Mapping[str, Any] = known.get(f"{key}.name" if key in chosen else key, {})
+        value = with_lengths(key, match[3]) if counts_tokens(key) else _named(match[3], names, limits)
+        if key in chosen and any(is_numbered(one, limits) for one in value.split(",")):
+            # A name with a number is no preset of the group, and a value of its name.
+            key = f"{key}.name"
         if (ends := [name for name in names if name.lower().endswith(f"-{value.lower()}")]) and value not in names:
             raise InputError(f"{key}={value}: did you mean {ends[0]}? one of {', '.join(names)}")
         if key != match[2]:
@@ -107,12 +111,17 @@ def _names(metadata: Mapping[str, Any]) -> Sequence[str]:
     return metadata.get("choices") or metadata.get("names") or ()
 
 
-def _named(value: str, names: Sequence[str]) -> str:
+def _named(value: str, names: Sequence[str], limits: Mapping[str, Any]) -> str:
     """`value`, where each of its names, whatever their case, is as it stands among `names`."""
-    return ",".join(_name(one, names) for one in value.split(",")) if names else value
+    return ",".join(_name(one, names, limits) for one in value.split(",")) if names else value
 
 
-def _name(name: str, names: Sequence[str]) -> str:
+def _name(name: str, names: Sequence[str], limits: Mapping[str, Any]) -> str:
+    word, colon, number = name.partition(":")
+    if colon and word.lower() in limits.get("numbered", ()):
+        return f"{word.lower()}:{number}"
+    if alias := limits.get("aliases", {}).get(name.lower()):
+        return str(alias)
     short = DTYPES.get(name.lower(), name.lower())
     same = {name.lower(), short, *(long for long, other in DTYPES.items() if other == short)}
     return name if name in names else next((one for one in names if one.lower() in same), name)

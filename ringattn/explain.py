@@ -34,7 +34,7 @@ from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import MaskSpec, Window
 from ringattn.schedule.ops import Schedule
-from ringattn.schedule.routes import ALL_TO_ALL, ScheduleName, schedule_of
+from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
@@ -211,7 +211,7 @@ def explain(
         mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
-    check_extent(problem, by_head=schedule == ALL_TO_ALL.name or (schedule == "auto" and dilated))
+    check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
     route = choose_route(problem, schedule, ring.cluster)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)

@@ -156,7 +156,7 @@ def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) ->
         (presets.Offset, presets.OFFSETS),
         (problem.FloatName, problem.FLOATS),
         (problem.EightBitName, problem.EIGHT_BIT),
-        (routes.ScheduleName, ("auto", *routes.ROUTES)),
+        (routes.ScheduleName, ("auto", *routes.ROUTES, *routes.ALIASES)),
         (rendezvous.TransportName, rendezvous.TRANSPORTS),
         (select.EngineName, select.ENGINES),
         (dilated.BranchGradient, dilated.GRADIENTS),

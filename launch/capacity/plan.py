@@ -34,7 +34,7 @@ from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, 
 from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.schedule.routes import ROUTES
+from ringattn.launch.schedules import schedule_option
 
 PURPOSE = """\
 Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
@@ -57,7 +57,7 @@ class PlanConfig:
     window_tokens: int = option(0, "window: keys that a query sees, its own included", least=0, most=MOST)
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
-    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    schedule: str = schedule_option()
     precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
     optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
     recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)

@@ -17,7 +17,7 @@ from ringattn.core.mask import Mask, make_mask
 from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.errors import InputError, one_of
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.routes import route_named
 
 ROWS_PER_RANK = 1024
 MOST_RANKS = 16
@@ -103,7 +103,7 @@ def staging_bytes(
 ) -> StagingBytes:
     """The slots of one call over `length` tokens on the rank that needs most, in bytes."""
     if schedule != "auto":
-        one_of(schedule, tuple(ROUTES), "schedule")
+        route_named(schedule)
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
     per_rank = -(-length // ranks)

@@ -13,6 +13,7 @@ from ringattn.launch.config import load
 from ringattn.launch.lengths import WORD
 from ringattn.launch.names import DTYPES, ENGINES, TRANSPORTS
 from ringattn.launch.options import MOST_SEED, group, groups, leaves, option
+from ringattn.launch.schedules import schedule_option
 from ringattn.launch.spelling import spelled
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.schedule.routes import ROUTES
@@ -54,7 +55,7 @@ MASK_OPTIONS = {
 class ScheduleConfig:
     """How keys and values travel."""
 
-    name: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    name: str = schedule_option()
 
 
 @dataclass

@@ -14,8 +14,8 @@ from ringattn.core.presets import OFFSETS
 from ringattn.launch.measure.own_cluster import NONE, own_cluster
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
+from ringattn.launch.schedules import schedule_option
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
-from ringattn.schedule.routes import ROUTES
 from ringattn.schedule.text import to_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ExplainConfig:
     tokens: int = option(8192, "tokens of the sequence", least=0)
     cu_seqlens: list[int] | None = option(None, "document boundaries, as cu_seqlens=[0,100,300]")
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    schedule: str = schedule_option()
     causal: bool = option(True, "keys after the query are hidden")
     left: int = option(-1, "window: keys before the query, -1 for all", least=-1)
     right: int = option(-1, "window: keys after the query, -1 for all", least=-1)

@@ -18,9 +18,9 @@ from ringattn.errors import InputError
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
+from ringattn.launch.schedules import schedule_option
 from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
-from ringattn.schedule.routes import ROUTES
 
 if TYPE_CHECKING:
     from ringattn.launch.pictures.trace import ByRank, Track
@@ -44,7 +44,7 @@ class TimelineConfig:
     ranks: int = option(4, "processes to start", least=1)
     tokens: int = option(8192, "tokens of the sequence", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    schedule: str = schedule_option()
     causal: bool = option(True, "keys after the query are hidden")
     batch: int = option(1, "sequences", least=1)
     heads: int = option(8, "query heads", least=1)

@@ -12,10 +12,10 @@ from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.names import ENGINES
 from ringattn.launch.options import MOST_SEED, option
+from ringattn.launch.schedules import schedule_option
 from ringattn.launch.train.curriculum import doublings
 from ringattn.launch.train.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
 from ringattn.launch.train.model_config import ModelConfig
-from ringattn.schedule.routes import ROUTES
 
 ATTENTION = ("full", "dilated")
 NONFINITE = ("stop", "skip")
@@ -35,7 +35,7 @@ class TrainConfig:
     attention: str = option("full", "which keys a query meets, of those before it", choices=ATTENTION)
     segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
-    schedule: str = option("auto", "how keys and values travel", choices=("auto", *ROUTES))
+    schedule: str = schedule_option()
     engine: str = option("auto", "which kernels attend", choices=ENGINES)
     transport: str = option("auto", "what carries the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))

@@ -108,7 +108,7 @@ def forward_seconds(problem: Problem, fetched: tuple[float, float], cluster: Clu
     hop = max(_seconds(link, found.ring_rows / turns * record) for link in ([near, far] if found.leaves else [near]))
     return {
         "all_gather": max(own, travel(*fetched)) + other,
-        "all_to_all": max(own / 2, dealt(there)) + other + max(own / 2, dealt(back)),
+        "ulysses": max(own / 2, dealt(there)) + other + max(own / 2, dealt(back)),
         "sub_rings": max(own, hop) + (turns - 1) * max(other / turns, hop) + other / turns,
     }
 

@@ -80,21 +80,26 @@ RING = Route("ring", relay=True)
 DIRECT = Route("direct")
 ALL_GATHER = Route("all_gather", at_once=True)
 SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
-ALL_TO_ALL = Route("all_to_all", by_head=True)
+ULYSSES = Route("ulysses", by_head=True)
 BIDIRECTIONAL = Route("bidirectional", relay=True, both_ways=True)
 DOUBLE_RING = Route("double_ring", relay=True, by_node=True)
 PASS_Q = Route("pass_q", place=placed.pass_q)
 BALANCED = Route("balanced", place=placed.balanced)
 ROUTES = {
     route.name: route
-    for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ALL_TO_ALL, BIDIRECTIONAL, DOUBLE_RING, PASS_Q, BALANCED)
+    for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, PASS_Q, BALANCED)
 }
+ALIASES = {"all_to_all": ULYSSES.name}
+"""Other names of schedules, taken wherever one is named."""
+NUMBERED = tuple(name for name, route in ROUTES.items() if route.by_node)
+"""Names that may be followed by a number of ranks, as double_ring:4."""
 ScheduleName = Literal[
     "auto",
     "ring",
     "all_gather",
     "direct",
     "sub_rings",
+    "ulysses",
     "all_to_all",
     "bidirectional",
     "double_ring",
@@ -109,7 +114,8 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     Raises `InputError` for others.
     """
     word, colon, inner = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if word not in ROUTES or (colon and not (ROUTES[word].by_node and inner.isdecimal())):
+    word = ALIASES.get(word, word)
+    if word not in ROUTES or (colon and not (word in NUMBERED and inner.isdecimal())):
         raise InputError(
             f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or double_ring:M for inner "
             "rings of M ranks"

@@ -11,7 +11,7 @@ RANKS = [1] * 32 + [2] * 36 + [3] * 16 + [4] * 10 + [5, 5, 6, 7, 8, 8]
 LONGEST = 400
 """Tokens of a sequence; few are so long."""
 LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
-SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "all_to_all"]
+SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "ulysses", "all_to_all"]
 NEW_SCHEDULES = ["bidirectional", "double_ring", "pass_q", "balanced"]
 """Drawn apart from a case, so that the seeds of cases that once failed still draw them."""
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2

@@ -166,3 +166,25 @@ def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: st
     with pytest.raises(InputError) as refused:
         plan.main([words])
     assert str(refused.value).startswith(told)
+
+
+# --- names of schedules ----------------------------------------------------------------------------------------------
+
+WITH_SCHEDULE = [schema for schema in COMMANDS if schema is not CheckConfig]
+
+
+@pytest.mark.parametrize("schema", WITH_SCHEDULE)
+def test_a_schedule_has_its_other_name_and_a_number(schema: Any) -> None:
+    assert same_words(schema, "schedule=all_to_all", "schedule=ulysses")
+    assert same_words(schema, "schedule=ALL_TO_ALL", "schedule=ulysses")
+    key = "schedule.name" if schema is RunConfig else "schedule"
+    assert same_words(schema, "schedule=Double_Ring:2", f"{key}=double_ring:2")
+    assert read(schema, "schedule=double_ring:2")[key] == "double_ring:2"
+    for wrong in ("double_ring:two", "double_ring:", "ring:2"):
+        with pytest.raises(InputError, match=f"^schedule={wrong}.*choose one of auto, ring, "):
+            read(schema, f"schedule={wrong}")
+
+
+def test_a_sweep_takes_a_numbered_schedule_beside_others() -> None:
+    words = spelled(["schedule=ring,double_ring:2,all_to_all"], RunConfig)
+    assert words == ["schedule.name=ring,double_ring:2,ulysses"]

@@ -16,7 +16,7 @@ from ringattn.planner.links import LinkClass, Links
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import ALL_TO_ALL, ROUTES, SUB_RINGS, schedule_of
+from ringattn.schedule.routes import ROUTES, SUB_RINGS, ULYSSES, schedule_of
 from tests.schedule.test_sub_rings import geometric
 
 
@@ -47,12 +47,12 @@ def test_rows_and_pairs(problem: Problem) -> None:
     sent = {
         (route, kind): sum(size(copy.content) for step in schedule_of(problem, route, False).steps
                            for copy in step.copies if copy.block.kind is kind)
-        for route in (SUB_RINGS, ALL_TO_ALL) for kind in (Kind.Q, Kind.KV, Kind.OUT)
+        for route in (SUB_RINGS, ULYSSES) for kind in (Kind.Q, Kind.KV, Kind.OUT)
     }  # fmt: skip
     assert found.ring_rows * ranks == sent[SUB_RINGS, Kind.KV]
     # Heads that their ring's members do not divide are dealt unevenly, which costs the same in sum.
     for kind in (Kind.Q, Kind.KV, Kind.OUT):
-        assert found.dealt_rows * ranks == pytest.approx(sent[ALL_TO_ALL, kind], rel=0.01)
+        assert found.dealt_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
 
 
 def two_nodes(ranks: int, *, block: bool, inside: LinkClass = LinkClass.NVLINK) -> Cluster:
@@ -66,7 +66,7 @@ def test_rows_from_other_nodes(problem: Problem, nodes: str) -> None:
     ranks = problem.world_size
     cluster = two_nodes(ranks, block=nodes == "blocks")
     copies = [(cluster.node_of(copy.src) != cluster.node_of(copy.dst), size(copy.content))
-              for step in schedule_of(problem, ALL_TO_ALL, False).steps for copy in step.copies
+              for step in schedule_of(problem, ULYSSES, False).steps for copy in step.copies
               if copy.block.kind is Kind.KV]  # fmt: skip
     across = sum(rows for leaves, rows in copies if leaves)
     share = across / sum(rows for _, rows in copies)
@@ -97,21 +97,21 @@ def test_the_fastest_is_taken() -> None:
     assert choose_route(geometric(), "auto").name == "all_gather"  # hidden, and one message to each reader
     far = PROBLEMS["half of the work far away"]
     assert choose_route(far, "auto").name == "all_gather"  # four ranks save too little for two phases,
-    assert choose_route(far, "auto", SLOW).name == "all_to_all"  # unless bytes are dear
-    assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "all_to_all"
+    assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless bytes are dear
+    assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "ulysses"
     # Too much to hold at once, and more than half of it need not travel.
-    assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "all_to_all"
+    assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "ulysses"
     # Pairs of ranks: dealing heads out saves nothing and takes two phases.
     assert choose_route(dilated(1 << 14, 4, (512, 1 << 13), (1, 2), 2), "auto", SLOW).name == "all_gather"
 
 
 def test_the_network_decides_where_ranks_are_on_two_nodes() -> None:
     far = PROBLEMS["half of the work far away"]
-    assert [choose_route(far, "auto", two_nodes(4, block=block)).name for block in (True, False)] == ["all_to_all"] * 2
+    assert [choose_route(far, "auto", two_nodes(4, block=block)).name for block in (True, False)] == ["ulysses"] * 2
     # Rings of the ranks of a node, unless the ranks of each segment are on two.
     halves = dilated(1 << 15, 8, (1 << 14,), (2,))
     routes = [choose_route(halves, "auto", cluster)
               for cluster in (REFERENCE, two_nodes(8, block=True), two_nodes(8, block=False))]  # fmt: skip
-    assert [route.name for route in routes] == ["sub_rings", "sub_rings", "all_to_all"]
+    assert [route.name for route in routes] == ["sub_rings", "sub_rings", "ulysses"]
     with pytest.raises(InputError, match="join 4 ranks, and there are 8"):
         choose_route(halves, "auto", two_nodes(4, block=True))

@@ -23,7 +23,7 @@ from tests.strategies import Case, covering, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 OWN_DTYPE = [pytest.param(*one.values, None, marks=one.marks) for one in schedule_params(quick=["double_ring"])]
-EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("all_to_all", "int8")]
+EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("ulysses", "int8")]
 each_route = pytest.mark.parametrize(
     ("route", "wire"),
     [*OWN_DTYPE, EIGHT_BIT[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT_BIT[1:])],

@@ -227,9 +227,7 @@ COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, til
 
 def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
     """Of both passes by three routes."""
-    plans = [
-        plans_of(case.problem, route, back) for route in ("ring", "direct", "all_to_all") for back in (False, True)
-    ]
+    plans = [plans_of(case.problem, route, back) for route in ("ring", "direct", "ulysses") for back in (False, True)]
     return [(one, simulate(one, cluster)) for one in plans]
 
 
@@ -289,9 +287,9 @@ def test_plans_that_do_not_match_are_refused() -> None:
 
 
 def test_work_of_every_kind_is_counted() -> None:
-    # By all_to_all received heads are computed and outputs merged; halving the copy rate must cost each of them time.
+    # By ulysses received heads are computed and outputs merged; halving the copy rate must cost each of them time.
     for backward in (False, True):
-        plans = plans_of(problem_of(2, tokens=48), "all_to_all", backward)
+        plans = plans_of(problem_of(2, tokens=48), "ulysses", backward)
         kinds = {type(item) for plan in plans for step in plan.steps for item in step.work}
         assert kinds & {AttendOp, AttendReceivedOp, Add}
         slow, fast = (simulate(plans, Cluster("c", 1e30, 1e30, 0, copy_bytes_s=rate)).total_us for rate in (1e6, 2e6))

@@ -14,7 +14,7 @@ from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.ops import INPUTS, Kind
-from ringattn.schedule.routes import ALL_GATHER, ALL_TO_ALL, RING, Route, schedule_of
+from ringattn.schedule.routes import ALL_GATHER, RING, ULYSSES, Route, schedule_of
 from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
@@ -22,7 +22,7 @@ from tests.strategies import Case, covering, simple
 from tests.test_dilated import MIXED, of_the_reference, random_inputs
 from tests.trial import Trial, greatest_error, reference, run
 
-KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ALL_TO_ALL)]
+KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ULYSSES)]
 each_route = pytest.mark.parametrize("route", KEEPING, ids=[route.name for route in KEEPING])
 
 

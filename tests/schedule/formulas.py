@@ -29,9 +29,7 @@ FORMULAS = {
     "all_gather": RING,
     "direct": RING,
     "sub_rings": RING,
-    "all_to_all": Formulas(
-        "(P - 1) / P * (M + Q + O)", "3 * (P - 1)", "(P - 1) / P * (M + Q + D + R + G)", "5 * (P - 1)"
-    ),
+    "ulysses": Formulas("(P - 1) / P * (M + Q + O)", "3 * (P - 1)", "(P - 1) / P * (M + Q + D + R + G)", "5 * (P - 1)"),
     "bidirectional": RING,
     "double_ring": RING._replace(
         forward_messages="N * (L - 1) + (N - 1) * L",

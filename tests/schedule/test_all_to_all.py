@@ -16,7 +16,7 @@ from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import rows_served
 from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
 from ringattn.schedule.passes import is_on_received
-from ringattn.schedule.routes import ALL_TO_ALL, schedule_of
+from ringattn.schedule.routes import ULYSSES, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
@@ -25,7 +25,7 @@ from tests.strategies import Case, covering, simple, spots
 
 def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
     """All work on queries that came."""
-    steps = schedule_of(case.problem, ALL_TO_ALL, backward).steps
+    steps = schedule_of(case.problem, ULYSSES, backward).steps
     return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
 
 
@@ -57,7 +57,7 @@ def test_what_is_served_travels_and_what_is_made_comes_home(case: Case) -> None:
         (False, {Kind.Q, Kind.KV}, {Kind.OUT}),
         (True, {Kind.Q, Kind.KV, Kind.GRAD_OUT}, {Kind.DQ, Kind.DKV}),
     ):
-        steps = schedule_of(case.problem, ALL_TO_ALL, backward).steps
+        steps = schedule_of(case.problem, ULYSSES, backward).steps
         arrives, leaves = rows_served(served(case, backward))
         there = {(copy.dst, copy.block): copy for copy in steps[0].copies}
         back = {(copy.src, copy.block): copy for copy in steps[2].copies}
@@ -74,7 +74,7 @@ def test_what_is_served_travels_and_what_is_made_comes_home(case: Case) -> None:
 def test_the_worked_example(wire: str | None) -> None:
     """Four rows for every m-th head in (m - 1) of m cases: 2048 + 1536 + 896 of each head, in the mean of the ranks."""
     problem = replace(geometric(), out_wire_dtype=wire)
-    sent = [plan_of(problem, ALL_TO_ALL, rank, False).bytes_sent for rank in range(8)]
+    sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
     out = 64 * (2 if wire else 4) + 4  # with its lse
     tensors = 12 * (2048 + 1536 + 896)
     assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
@@ -133,7 +133,7 @@ def test_engines_hear_what_others_add_to() -> None:
 
 
 def test_what_is_served_is_a_word_in_the_grid() -> None:
-    lines = grid(schedule_of(simple("contiguous", 8, 2, heads=2).problem, ALL_TO_ALL, False)).splitlines()
+    lines = grid(schedule_of(simple("contiguous", 8, 2, heads=2).problem, ULYSSES, False)).splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["0", "KV0", "|", "KV0/0>1", "Q0/0>1", "KV1", "|", "KV1/0>0", "Q1/0>0"],
         ["1", "Q0,1xKV0,1/0", "Q0,1xKV0,1/0"],
@@ -146,7 +146,7 @@ def test_a_full_mask_is_ulysses() -> None:
     """Everybody sends all rows of the heads that others own, and gets all its outputs back."""
     case = simple("contiguous", 32, 4, heads=4)
     for rank in range(4):
-        there = plan_of(case.problem, ALL_TO_ALL, rank, False)
+        there = plan_of(case.problem, ULYSSES, rank, False)
         rows = 3 * 8 * 3  # K/V, which count twice, and Q, or else OUT: 8 rows to each of 3 others
         assert there.bytes_sent == rows * 64 * 2 + 3 * 8 * (64 * 4 + 4)
         assert there.messages == 3 * 3

@@ -23,7 +23,7 @@ from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)
 each_route = pytest.mark.parametrize("route", [name for name in ROUTES if name != "pass_q"])
-"""`pass_q` moves no keys and no gradients of keys; what it moves `all_to_all` moves as well."""
+"""`pass_q` moves no keys and no gradients of keys; what it moves `ulysses` moves as well."""
 MISSING = r"reads rows of KV\d\S* that have not arrived|sends rows of KV\d\S* that it does not hold"
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
@@ -233,7 +233,7 @@ def lost(part: Block, sent: set[Block]) -> bool:
 
 
 def test_a_sum_made_at_home_that_nobody_merges() -> None:
-    whole = schedule("all_to_all", True)
+    whole = schedule("ulysses", True)
     merges = [(at, item) for at, step in enumerate(whole.steps) for item in step.work if isinstance(item, Merge)]
     for kind in (Kind.DQ, Kind.DKV):
         at, merge = next(one for one in merges if one[1].part.kind is kind and one[1].part.origin == one[1].rank)
@@ -243,12 +243,12 @@ def test_a_sum_made_at_home_that_nobody_merges() -> None:
 
 
 def test_a_query_that_was_not_sent() -> None:
-    whole = with_first_copy(schedule("all_to_all", False), Kind.Q, lambda _: None)
+    whole = with_first_copy(schedule("ulysses", False), Kind.Q, lambda _: None)
     with pytest.raises(PlanError, match=r"reads rows of Q\d/0 that have not arrived"):
         verify(whole)
     more = HeadRows(StridedRange(9, 1), (StridedRange(0, 1),))
     whole = with_first_copy(
-        schedule("all_to_all", True), Kind.GRAD_OUT, lambda copy: copy._replace(content=(*copy.content, more))
+        schedule("ulysses", True), Kind.GRAD_OUT, lambda copy: copy._replace(content=(*copy.content, more))
     )
     with pytest.raises(PlanError, match=r"sends rows of GRAD_OUT\d/0 to rank \d that nobody reads there"):
         verify(whole)

@@ -251,6 +251,7 @@ def test_unknown_route() -> None:
     with pytest.raises(InputError, match=r"schedule='star' is not known; choose auto or one of ring, all_gather, dir"):
         route_named("star")
     assert route_named("direct") is DIRECT
+    assert route_named("all_to_all") is route_named("ulysses") is ROUTES["ulysses"]
 
 
 @pytest.mark.parametrize("name", ["ring_causal_contiguous", "zigzag_grids"])
