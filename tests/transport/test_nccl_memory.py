@@ -32,7 +32,7 @@ from tests.transport.simulated.world import SimWorld
 from tests.transport.test_nccl_life import around
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
-SOON_S = 10.0
+SOON_S = 30.0
 """How long a busy machine may take to do what needs no time."""
 
 
