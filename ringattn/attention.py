@@ -20,7 +20,7 @@ from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
 from ringattn.runtime.selective import unseen
-from ringattn.runtime.spec import AttentionSpec, MaskSpec, SoftmaxOptions, Window
+from ringattn.runtime.spec import AttentionSpec, BandedOptions, MaskSpec, Window
 from ringattn.sequence import Sequence
 
 
@@ -28,7 +28,7 @@ from ringattn.sequence import Sequence
 def attention(
     ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
     sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[False] = ...,
-    **softmax: Unpack[SoftmaxOptions],
+    **options: Unpack[BandedOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def attention(
 def attention(
     ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
     sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[True],
-    **softmax: Unpack[SoftmaxOptions],
+    **options: Unpack[BandedOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def attention(
 def attention(
     ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
     sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: bool,
-    **softmax: Unpack[SoftmaxOptions],
+    **options: Unpack[BandedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def attention(
     sinks: Tensor | None = None,
     kv_seq: Sequence | None = None,
     return_lse: bool = False,
-    **softmax: Unpack[SoftmaxOptions],
+    **options: Unpack[BandedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
 
@@ -81,6 +81,8 @@ def attention(
             gradient is this rank's part, to be summed over the ranks. None: no sinks.
         kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
         return_lse: Also return lse.
+        chunk: Tokens of a chunk: each document is cut from its start into such chunks, and a query meets the keys of
+            its own chunk only (Llama 4's chunked attention, with causal). None: no chunks.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: by mask and bytes.
@@ -110,7 +112,7 @@ def attention(
         out, lse = ring.attention(q, k, v, seq, causal=True, window=(4095, 0), return_lse=True)
     """
     with ring.refused_by_all():
-        spec = AttentionSpec.banded(causal, window, sinks=sinks, **softmax)
+        spec = AttentionSpec.banded(causal, window, sinks=sinks, **options)
     out, lse = attend(ring, q, k, v, seq, kv_seq, spec)
     return (out, lse) if return_lse else out
 

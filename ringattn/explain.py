@@ -140,6 +140,7 @@ def explain(
     backward: bool = True,
     causal: bool = False,
     window: Window = None,
+    chunk: int | None = None,
     segment_lengths: Many[int] | None = None,
     dilation_rates: Many[int] | None = None,
     offset: Offset | str = "mod",
@@ -170,6 +171,7 @@ def explain(
         backward: Also explain the backward pass.
         causal: As for `attention`.
         window: As for `attention`.
+        chunk: As for `attention`.
         segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
         dilation_rates: As for `dilated_attention`.
         offset: As for `dilated_attention`.
@@ -206,7 +208,7 @@ def explain(
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
-    mask: MaskSpec = Banded(causal, window)
+    mask: MaskSpec = Banded(causal, window, chunk)
     if segment_lengths is not None or dilation_rates is not None:
         mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)

@@ -70,6 +70,7 @@ def dense_attention(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -83,6 +84,7 @@ def dense_attention(
         v: Values, with as many heads as k.
         causal: A query meets the keys at its position and before.
         window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
+        chunk: Tokens of a chunk, counted from the start of each document; a query meets its own chunk. None: no chunks.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
 
@@ -99,8 +101,9 @@ def dense_attention(
         RuntimeError: torch's, for shapes that do not fit; the reference checks nothing itself.
     """
     tokens = torch.arange(q.shape[1], device=q.device)
-    ends = torch.tensor([q.shape[1]] if cu_seqlens is None else list(cu_seqlens)[1:], device=q.device)
-    document = torch.searchsorted(ends, tokens, right=True)
+    bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
+    document = torch.searchsorted(bounds[1:], tokens, right=True)
+    place = tokens - bounds[document]
     ahead = tokens[None, :] - tokens[:, None]  # key position minus query position
     allowed = document[:, None] == document[None, :]
     if causal:
@@ -110,6 +113,8 @@ def dense_attention(
         allowed &= ahead >= -left
     if right not in (None, -1):
         allowed &= ahead <= right
+    if chunk is not None:
+        allowed &= place[:, None] // chunk == place[None, :] // chunk
     return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), scale)
 
 

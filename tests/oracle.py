@@ -49,14 +49,16 @@ def allowed_mask(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     cu_seqlens: list[int] | None = None,
     kv_cu_seqlens: list[int] | None = None,
 ) -> Tensor:
     """(q tokens, k tokens) booleans.
 
     `window=(l, r)`: l keys before and r after the query, besides the key at its own position; None or -1 is unbounded.
-    `cu_seqlens`: document bounds, from 0 to the number of tokens; queries see keys of the document with the same index,
-    and positions are counted from each document's start. `kv_cu_seqlens`: those of the keys where they differ.
+    `chunk`: a query sees the keys whose positions are in the same chunk of so many. `cu_seqlens`: document bounds, from
+    0 to the number of tokens; queries see keys of the document with the same index, and positions are counted from
+    each document's start. `kv_cu_seqlens`: those of the keys where they differ.
     """
     q_places = _places(q_tokens, cu_seqlens)
     k_places = _places(k_tokens, cu_seqlens if kv_cu_seqlens is None else kv_cu_seqlens)
@@ -70,6 +72,7 @@ def allowed_mask(
                 and not (causal and after > 0)
                 and (left == -1 or before <= left)
                 and (right == -1 or after <= right)
+                and (chunk is None or q_position // chunk == k_position // chunk)
             )
     return mask
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import example, given
@@ -122,6 +122,14 @@ def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | No
     return draw(st.sampled_from([None, (left, right)]))
 
 
+@st.composite
+def mask_options(draw: st.DrawFn) -> dict[str, Any]:
+    """The options of `make_mask` but documents; a chunk is rare, so that read sets of plain bands are drawn often."""
+    causal = draw(st.booleans())
+    chunk = draw(st.one_of(st.none(), st.none(), st.integers(1, 12)))
+    return {"causal": causal, "window": draw(windows(causal)), "chunk": chunk}
+
+
 def _bands() -> st.SearchStrategy[Band]:
     return st.builds(
         lambda lo, width: Band(lo, UNBOUNDED if width is None else lo + width),
@@ -139,9 +147,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
     """What `Ring.attention` can ask for on one sequence."""
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
-    causal = draw(st.booleans())
-    window = draw(windows(causal))
-    mask = make_mask(length, length, causal=causal, window=window, documents=documents, kv_documents=documents)
+    mask = make_mask(length, length, documents=documents, kv_documents=documents, **draw(mask_options()))
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, layout, mask)
 
@@ -152,9 +158,7 @@ def cross_cases(draw: st.DrawFn) -> Case:
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
-    causal = draw(st.booleans())
-    window = draw(windows(causal))
-    mask = make_mask(length, kv_length, causal=causal, window=window, documents=documents, kv_documents=kv_documents)
+    mask = make_mask(length, kv_length, documents=documents, kv_documents=kv_documents, **draw(mask_options()))
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
 

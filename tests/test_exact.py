@@ -32,6 +32,7 @@ MASKS = {
     "right": Trial(window=(-1, 4)),
     "documents": Trial(documents=DOCUMENTS),
     "causal-documents": Trial(causal=True, documents=DOCUMENTS),
+    "causal-chunks": Trial(causal=True, chunk=8, documents=DOCUMENTS),
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
@@ -134,6 +135,9 @@ VARIANTS = {
     "cross, window": Trial(window=(1, 0), kv_tokens=50, kv_layout="striped", heads=(4, 2), lse=True),
     "cross, windowed documents": Trial(
         window=(4, 0), documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 9, 41), kv_layout="zigzag", batch=2
+    ),
+    "cross, chunks": Trial(
+        chunk=6, causal=True, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 19, 19, 41), kv_layout="striped"
     ),
     "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
     "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),

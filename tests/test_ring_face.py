@@ -92,6 +92,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "window sign": (setting(window=(-3, 0)), r"window left side is -3"),
     "window shape": (setting(window=5), r"window=5: expected \(left, right\)"),
     "window ahead": (setting(window=(3, 2)), r"window=\(3, 2\) looks ahead, causal=True forbids it"),
+    "chunk of nothing": (setting(chunk=0), r"chunk must be a number of tokens from 1 on, or None, got 0"),
     "unpaired documents": (cross(kv_documents=[0, 3, 8]), r"either both sequences have documents or neither"),
     "seq of another ring": (other_ring, r"rank R: seq must come from this ring's own ring\.sequence"),
     "seq of nothing": (setting(seq=12), r"rank R: seq must come from this ring's own ring\.sequence"),

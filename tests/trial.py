@@ -36,6 +36,7 @@ class Trial(NamedTuple):
     sinks: bool = False
     lse: bool = False
     strided: bool = False
+    chunk: int | None = None
     kv_tokens: int | None = None
     kv_documents: tuple[int, ...] | None = None
     kv_layout: str = "contiguous"
@@ -48,7 +49,12 @@ class Trial(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """What `Ring.attention` is called with besides tensors and sequences."""
-        return {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return {**self.mask, "scale": self.scale, "softcap": self.softcap}
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """Of these the ones that say which pairs meet; the new ones only where they are given."""
+        return {"causal": self.causal, "window": self.window} | ({} if self.chunk is None else {"chunk": self.chunk})
 
 
 class Inputs(NamedTuple):
@@ -91,9 +97,8 @@ def reference(trial: Trial, dtype: torch.dtype) -> Results:
     sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
     lists = [None if cuts is None else list(cuts) for cuts in (trial.documents, trial.kv_documents)]
     allowed = oracle.allowed_mask(
-        given.q.shape[1], given.k.shape[1], causal=trial.causal, window=trial.window,
-        cu_seqlens=lists[0], kv_cu_seqlens=lists[1],
-    )  # fmt: skip
+        given.q.shape[1], given.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.mask
+    )
     scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
     out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks)
     _loss(trial, out, lse, given.dout.double(), given.dlse.double()).backward()

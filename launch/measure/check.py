@@ -65,9 +65,12 @@ class Case:
         if self.dilated:  # ragged segments, some longer than a shard and than the sequence, rates that do not divide
             lengths = [length // 9 + 1, length // 2 + 1, 2 * length + 1]
             return {"causal": causal, "segment_lengths": lengths, "dilation_rates": [1, 3, 4]}
+        options: dict[str, Any] = {"causal": causal}
         if "window" in self.mask:
-            return {"causal": causal, "window": (length // 5, 0 if causal else length // 9)}
-        return {"causal": causal}
+            options["window"] = (length // 5, 0 if causal else length // 9)
+        if "chunk" in self.mask:
+            options["chunk"] = length // 7 + 1
+        return options
 
     @property
     def dilated(self) -> bool:
@@ -82,7 +85,7 @@ class Case:
 
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
-         "dilated", "causal dilated documents")  # fmt: skip
+         "causal chunk documents", "dilated", "causal dilated documents")  # fmt: skip
 
 
 def cases() -> Iterator[Case]:

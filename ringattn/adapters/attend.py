@@ -33,6 +33,7 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         causal: As in `Ring.attention`, and so are the other options.
         window: (left, right) keys besides the query. None or -1: unbounded.
         sinks: Logits that take weight and give no value, one for each query head.
+        chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
         kv_seq: Another sequence, for cross attention. None: `seq`.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.

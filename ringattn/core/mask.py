@@ -71,6 +71,7 @@ class Banded:
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
+    chunk: int | None = None
 
     def mask(
         self,
@@ -83,8 +84,9 @@ class Banded:
     ) -> Mask:
         """The mask over these sequences, for all heads alike."""
         return make_mask(
-            length, kv_length, causal=self.causal, window=self.window, documents=documents, kv_documents=kv_documents
-        )
+            length, kv_length, causal=self.causal, window=self.window, chunk=self.chunk,
+            documents=documents, kv_documents=kv_documents,
+        )  # fmt: skip
 
 
 def make_mask(
@@ -93,13 +95,15 @@ def make_mask(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     documents: tuple[int, ...] | None = None,
     kv_documents: tuple[int, ...] | None = None,
 ) -> Mask:
     """The mask of one call. `window` = (left, right) tokens besides the query itself; None or -1 is unbounded.
 
-    Raises `InputError` for a `causal` that is no bool, a window of wrong sign, a right window beside causal, and
-    documents that do not pair.
+    `chunk`: each document is cut from its start into chunks of so many tokens, which do not see each other.
+    Raises `InputError` for a `causal` that is no bool, a window of wrong sign, a right window beside causal, a chunk
+    without tokens, and documents that do not pair.
     """
     check_causal(causal)
     if (documents is None) != (kv_documents is None):
@@ -117,7 +121,36 @@ def make_mask(
     #    q - k:   -right . . . 0 . . . left
     band = Band(0 if causal else -right, left)
     # Without documents each sequence is one part, from 0 to its length.
-    return Mask((Branch(documents or (0, length), kv_documents or (0, kv_length), band),))
+    bounds, kv_bounds = documents or (0, length), kv_documents or (0, kv_length)
+    if chunk is not None:
+        return Mask((_chunked(bounds, kv_bounds, band, _tokens("chunk", chunk)),))
+    return Mask((Branch(bounds, kv_bounds, band),))
+
+
+def _chunked(bounds: tuple[int, ...], kv_bounds: tuple[int, ...], band: Band, chunk: int) -> Branch:
+    """The band in chunks of each document; the n-th chunks of two documents meet."""
+    documents = [(*q, *k) for q, k in zip(pairwise(bounds), pairwise(kv_bounds), strict=True)]
+    # A chunk that no document exceeds cuts nothing: None gives equal masks for equal pairs.
+    if all(max(q_stop - q, k_stop - k) <= chunk for q, q_stop, k, k_stop in documents):
+        return Branch(bounds, kv_bounds, band)
+    if bounds == kv_bounds:
+        return Branch(bounds, bounds, band, segment=chunk)
+    # Documents of unlike length have unlike many chunks; empty ones make up for them, so that chunks pair by index:
+    #    q    |0   |4   |8  10|          k    |0   |4 6||
+    starts = [
+        (min(q + at, q_stop), min(k + at, k_stop))
+        for q, q_stop, k, k_stop in documents
+        for at in range(0, max(q_stop - q, k_stop - k), chunk)
+    ]
+    q_starts, k_starts = zip(*starts, strict=True)
+    return Branch((*q_starts, bounds[-1]), (*k_starts, kv_bounds[-1]), band)
+
+
+def _tokens(name: str, count: object) -> int:
+    """The count. Raises `InputError` for what is no number of tokens from 1 on."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"{name} must be a number of tokens from 1 on, or None, got {count!r}")
+    return count
 
 
 def check_causal(causal: object) -> None:

@@ -19,7 +19,7 @@ from ringattn.core.mask import Banded, check_causal
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers.overlapped import Heads, projected_attention
 from ringattn.layers.rotary import Rope, RopeStyle
-from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions, Window
+from ringattn.runtime.spec import AttentionSpec, BandedOptions, Window
 from ringattn.sequence import Sequence
 
 
@@ -63,7 +63,7 @@ class RingAttention(Reports, nn.Module):
         causal: bool = False,
         window: Window = None,
         sink_heads: int | None = None,
-        **softmax: Unpack[SoftmaxOptions],
+        **options: Unpack[BandedOptions],
     ) -> None:
         """Keeps the options; a call checks `scale`, `softcap` and `schedule`.
 
@@ -72,6 +72,7 @@ class RingAttention(Reports, nn.Module):
             window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
                 sinks.
+            chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
@@ -80,7 +81,7 @@ class RingAttention(Reports, nn.Module):
             InputError: `causal` or `window` is wrong.
         """
         super().__init__()
-        self._spec = AttentionSpec.banded(causal, window, **softmax)
+        self._spec = AttentionSpec.banded(causal, window, **options)
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
@@ -122,7 +123,9 @@ class RingAttention(Reports, nn.Module):
         Returns:
             `name=value` of each.
         """
-        facts = asdict(self._spec.mask) | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
+        mask = asdict(self._spec.mask)
+        mask = {name: mask[name] for name in mask if name in ("causal", "window") or mask[name] is not None}
+        facts = mask | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
@@ -225,7 +228,7 @@ class RingMultiheadAttention(Projections):
         causal: bool = False,
         window: Window = None,
         sinks: bool = False,
-        **softmax: Unpack[SoftmaxOptions],
+        **options: Unpack[BandedOptions],
     ) -> None:
         """Makes the weights; a call checks `scale`, `softcap` and `schedule`.
 
@@ -250,6 +253,7 @@ class RingMultiheadAttention(Projections):
             causal: A query meets the keys at its position and before.
             window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sinks: One learned logit per query head that takes weight and gives no value.
+            chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
@@ -267,7 +271,7 @@ class RingMultiheadAttention(Projections):
             embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
             rope=None if rope is None else Rope(rope, rope_base), device=device, dtype=dtype,
         )  # fmt: skip
-        self.attention = RingAttention(causal=causal, window=window, sink_heads=num_heads if sinks else None, **softmax)
+        self.attention = RingAttention(causal=causal, window=window, sink_heads=num_heads if sinks else None, **options)
         if device is not None or dtype is not None:
             self.attention.to(device=device, dtype=dtype)
         self.reset_parameters()

@@ -36,7 +36,13 @@ class SoftmaxOptions(TypedDict, total=False):
     schedule: ScheduleName | str
 
 
-class AttentionOptions(SoftmaxOptions, total=False):
+class BandedOptions(SoftmaxOptions, total=False):
+    """Those, and which pairs meet besides a band: taken by ordinary attention; see `make_mask` for their meaning."""
+
+    chunk: int | None
+
+
+class AttentionOptions(BandedOptions, total=False):
     """The options of `Ring.attention` but `return_lse`."""
 
     causal: bool
@@ -62,11 +68,11 @@ class AttentionSpec:
 
     @classmethod
     def banded(
-        cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None,
+        cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None, chunk: int | None = None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> AttentionSpec:  # fmt: skip
-        """Of ordinary attention: full, causal or in a window."""
-        return cls(Banded(causal, window), sinks=sinks, **softmax)
+        """Of ordinary attention: full, causal or in a window, also in chunks."""
+        return cls(Banded(causal, window, chunk), sinks=sinks, **softmax)
 
     @classmethod
     def dilated(

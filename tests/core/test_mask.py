@@ -16,24 +16,23 @@ from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from tests.oracle import allowed_mask
-from tests.strategies import Case, branched_cases, cases, cuts, reference_of, windows
+from tests.strategies import Case, branched_cases, cases, cuts, mask_options, reference_of
 
 
-@given(st.data(), st.integers(0, 12), st.booleans())
-def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int, causal: bool) -> None:
-    window, documents = data.draw(windows(causal)), data.draw(st.one_of(st.none(), cuts(length)))
-    mask = make_mask(length, length, causal=causal, window=window, documents=documents, kv_documents=documents)
+@given(st.data(), st.integers(0, 12))
+def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int) -> None:
+    documents = data.draw(st.one_of(st.none(), cuts(length)))
+    options = data.draw(mask_options())
+    mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
     cu_seqlens = None if documents is None else list(documents)
-    wanted = allowed_mask(length, length, causal=causal, window=window, cu_seqlens=cu_seqlens)
+    wanted = allowed_mask(length, length, cu_seqlens=cu_seqlens, **options)
     assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
 
 
-@given(st.data(), st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 3))
-def test_cross_documents_pair_by_index(
-    data: st.DataObject, length: int, kv_length: int, causal: bool, documents: int
-) -> None:
+@given(st.data(), st.integers(0, 12), st.integers(0, 12), st.integers(1, 3))
+def test_cross_documents_pair_by_index(data: st.DataObject, length: int, kv_length: int, documents: int) -> None:
     cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
-    options: dict[str, Any] = {"causal": causal, "window": data.draw(windows(causal))}
+    options = data.draw(mask_options())
     mask = make_mask(length, kv_length, documents=cu, kv_documents=kv_cu, **options)
     wanted = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
     assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
@@ -71,6 +70,9 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
         ({"window": (1, 2, 3)}, r"window=\(1, 2, 3\): expected \(left, right\)"),
         ({"window": 4}, r"window=4: expected \(left, right\)"),
         ({"window": (4, 1), "causal": True}, r"window=\(4, 1\) looks ahead, causal=True forbids it"),
+        ({"chunk": 0}, r"chunk must be a number of tokens from 1 on, or None, got 0"),
+        ({"chunk": 2.0}, r"chunk must be a number of tokens from 1 on, or None, got 2\.0"),
+        ({"chunk": True}, r"chunk must be a number of tokens from 1 on, or None, got True"),
         ({"documents": (0, 9)}, r"either both sequences have documents or neither"),
         ({"kv_documents": (0, 7)}, r"either both sequences have documents or neither"),
         ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"q has 2 documents and k/v has 1"),
@@ -79,6 +81,13 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_mask(9, 7, **options)
+
+
+def test_a_chunk_that_cuts_nothing_leaves_the_mask_as_it_is() -> None:
+    documents = (0, 4, 9)
+    plain = make_mask(9, 9, causal=True, documents=documents, kv_documents=documents)
+    assert make_mask(9, 9, causal=True, chunk=5, documents=documents, kv_documents=documents) == plain
+    assert make_mask(9, 9, causal=True, chunk=4, documents=documents, kv_documents=documents) != plain
 
 
 # --- head parts ------------------------------------------------------------------------------------------------------

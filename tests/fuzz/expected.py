@@ -107,7 +107,7 @@ def counts_of(call: Case) -> reference.Counts:
     options, seq = call["options"], call["seq"]
     if call["op"] == "attention":
         kv = call["kv_seq"] or seq
-        mask = options["causal"], options.get("window")
+        mask = options["causal"], options.get("window"), options.get("chunk")
         return reference.plain_counts(seq["length"], seq["documents"], kv["length"], kv["documents"], *mask)
     named = {key: options[key] for key in ("causal", "offset", "layer", "tail") if key in options}
     branches = options["segment_lengths"], options["dilation_rates"]

@@ -85,10 +85,12 @@ def plain_counts(
     kv_documents: Sequence[int] | None,
     causal: bool = False,
     window: Sequence[int | None] | None = None,
+    chunk: int | None = None,
 ) -> Counts:
     """Queries meet keys of the document of the same number; positions are counted from the two documents' starts.
 
-    `window` = (l, r): l keys before the query's own position and r after it; None or -1 is unbounded.
+    `window` = (l, r): l keys before the query's own position and r after it; None or -1 is unbounded. `chunk`: both
+    documents are cut into chunks of so many tokens, and those of the same number meet.
     """
     q, k = places(length, documents), places(kv_length, kv_documents)
     ahead = k.within[None, :] - q.within[:, None]
@@ -100,6 +102,8 @@ def plain_counts(
         meets = meets & (-ahead <= left)
     if right is not None and right != -1:
         meets = meets & (ahead <= right)
+    if chunk is not None:
+        meets = meets & (q.within[:, None] // chunk == k.within[None, :] // chunk)
     return Counts(meets.double()[None, None])
 
 
