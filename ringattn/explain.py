@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.attention import make_problem
 from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
-from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
@@ -261,7 +261,7 @@ def _better_layout(
         return None
     best, least = None, 0.95 * max(pairs)
     for name in LAYOUTS:
-        if name == seq.layout.name or (name == "per_document" and seq.documents is None):
+        if name == seq.layout.name or (name in OF_DOCUMENTS and seq.documents is None):
             continue
         layout = make_layout(name, seq.length, ring.world_size, seq.documents)
         other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})

@@ -115,7 +115,8 @@ class Ring(Runtime):
             length: Tokens of the whole sequence. None: the last of `cu_seqlens`.
             cu_seqlens: Cumulative document lengths [0, ..., length], integers; they cut every row of a batch alike.
                 None: one sequence.
-            layout: contiguous, zigzag, striped or per_document. auto: the one that suits `for_`.
+            layout: contiguous, zigzag, striped, per_document (zigzag in each document) or documents (short ones whole
+                on a rank, long ones cut, causal pairs balanced). auto: the one that suits `for_`.
             for_: The mask that the layout is to balance: causal, full, window or dilated. Read with layout="auto" only.
 
         Returns:
@@ -123,7 +124,7 @@ class Ring(Runtime):
 
         Raises:
             InputError: No length is given, it is not a number of tokens or exceeds 2^50; the cuts do not ascend from 0
-                to the length; a name is not known; per_document has no documents.
+                to the length; a name is not known; a layout of documents has none.
 
         Example:
             seq = ring.sequence(cu_seqlens=[0, 700, 1000])

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringattn.core.geometry import UNBOUNDED, Band, StridedRange
-from ringattn.core.layout import LAYOUTS, Layout, make_layout
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
 from ringattn.schedule.content import Content
@@ -111,7 +111,7 @@ def cuts(length: int, documents: int | None = None) -> st.SearchStrategy[tuple[i
 def layouts(draw: st.DrawFn) -> Layout:
     """Any layout of any length."""
     length, name = draw(LENGTHS), draw(st.sampled_from(LAYOUTS))
-    documents = draw(cuts(length)) if name == "per_document" else None
+    documents = draw(cuts(length)) if name in OF_DOCUMENTS else None
     return make_layout(name, length, draw(st.sampled_from(WORLD_SIZES)), documents)
 
 
@@ -138,7 +138,7 @@ def _bands() -> st.SearchStrategy[Band]:
 
 
 def _layout_of(draw: st.DrawFn, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
-    names = LAYOUTS if documents is not None else [name for name in LAYOUTS if name != "per_document"]
+    names = LAYOUTS if documents is not None else [name for name in LAYOUTS if name not in OF_DOCUMENTS]
     return make_layout(draw(st.sampled_from(names)), length, ranks, documents)
 
 
@@ -231,6 +231,7 @@ NOTABLE = (
     simple("contiguous", 31, 8, causal=True),
     simple("per_document", 31, 4, (0, 1, 9, 9, 31), causal=True),
     simple("per_document", 31, 3, (0, 11, 12, 31), window=(4, 0)),
+    simple("documents", 31, 4, (0, 1, 9, 9, 31), causal=True),
     simple("zigzag", 3, 8, causal=True),
     simple("contiguous", 0, 3),
     cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments that start elsewhere on the other side

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ringattn import Ring
+from ringattn.core.layout import OF_DOCUMENTS
 from ringattn.engine.base import KV, BackwardInputs, Output
 from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
@@ -35,11 +36,11 @@ MASKS = {
     "causal-chunks": Trial(causal=True, chunk=8, documents=DOCUMENTS),
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
 GRID = [
     (mask, layout)
     for mask, layout in product(MASKS, LAYOUTS)
-    if layout != "per_document" or MASKS[mask].documents is not None
+    if layout not in OF_DOCUMENTS or MASKS[mask].documents is not None
 ]
 RANKS = (1, 2, 3, 4, 8)
 ENGINES = ("plain", "aten")

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.names import DTYPES, ENGINES
 from ringattn.launch.options import MOST_SEED, help_text, option
@@ -90,10 +91,9 @@ MASKS = ("full", "causal", "window", "causal window", "documents", "causal docum
 
 def cases() -> Iterator[Case]:
     """Every mask x layout x schedule that makes sense together, schedule by schedule."""
-    layouts = ("contiguous", "zigzag", "striped", "per_document")
-    for schedule, mask, layout in product(ROUTES, MASKS, layouts):
+    for schedule, mask, layout in product(ROUTES, MASKS, LAYOUTS):
         segments = "documents" in mask or "dilated" in mask
-        if (layout != "per_document" or "documents" in mask) and (schedule != "sub_rings" or segments):
+        if (layout not in OF_DOCUMENTS or "documents" in mask) and (schedule != "sub_rings" or segments):
             yield Case(mask, layout, schedule)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_type_hints
 
-from ringattn.core.layout import LAYOUTS
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.core.presets import geometric
 from ringattn.errors import InputError
 from ringattn.launch.config import load
@@ -201,8 +201,8 @@ def resolved(config: RunConfig) -> RunConfig:
         raise InputError(
             f"shape.kv_heads={config.shape.kv_heads}: does not divide shape.heads={config.shape.heads}; use a divisor"
         )
-    if config.layout == "per_document" and config.mask.kind != "documents":
-        raise InputError("layout=per_document: needs documents; use mask=documents, or another layout")
+    if config.layout in OF_DOCUMENTS and config.mask.kind != "documents":
+        raise InputError(f"layout={config.layout}: needs documents; use mask=documents, or another layout")
     if config.node_rank >= config.nnodes:
         raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
     host, _, port = config.rdzv_endpoint.rpartition(":")

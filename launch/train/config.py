@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringattn.core.layout import LAYOUTS
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.core.presets import check, coverage_warnings
 from ringattn.errors import InputError
 from ringattn.launch.config import load
@@ -118,8 +118,8 @@ def _check_data(config: TrainConfig) -> None:
             f"micro_batch={config.micro_batch}: sequences of packed documents pass one by one, each has its own "
             "documents; leave it out"
         )
-    if config.layout == "per_document" and not config.pack_documents:
-        raise InputError("layout=per_document: there are no documents; set pack_documents=true")
+    if config.layout in OF_DOCUMENTS and not config.pack_documents:
+        raise InputError(f"layout={config.layout}: there are no documents; set pack_documents=true")
 
 
 def _check_branches(config: TrainConfig) -> None:

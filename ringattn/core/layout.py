@@ -14,11 +14,14 @@ from typing import Literal
 
 import numpy as np
 
+from ringattn.core.documents import placed
 from ringattn.core.geometry import MOST_TOKENS, StridedRange
 from ringattn.errors import InputError
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
-LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document"]
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
+LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document", "documents"]
+OF_DOCUMENTS = ("per_document", "documents")
+"""The layouts that need documents: zigzag in each, and whole ones where they fit (`ringattn.core.documents`)."""
 PURPOSES = ("causal", "full", "window", "dilated")
 Purpose = Literal["causal", "full", "window", "dilated"]
 
@@ -27,7 +30,7 @@ Purpose = Literal["causal", "full", "window", "dilated"]
 class Layout:
     """How `length` tokens lie over `world_size` ranks.
 
-    `cuts` are the document boundaries (0, ..., length) that `per_document` follows, and (0, length) otherwise.
+    `cuts` are the document boundaries (0, ..., length) that `OF_DOCUMENTS` follow, and (0, length) otherwise.
     Equal fields mean equal shards, so hashing and comparing stay cheap however many ranges there are.
     """
 
@@ -39,6 +42,9 @@ class Layout:
     @cached_property
     def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
         """The ranges of positions of each rank, in row order; empty ranges are left out."""
+        if self.name == "documents":
+            pieces = placed(self.cuts, self.world_size)
+            return tuple(tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in pieces)
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
         for start, stop in pairwise(self.cuts):
@@ -84,7 +90,7 @@ def make_layout(
     """The layout called `name`, or for "auto" the one that suits `purpose` (one of causal, full, window, dilated).
 
     `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise.
-    Raises `InputError` for an unknown name or purpose, for per_document without documents, and for more than
+    Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, and for more than
     `MOST_TOKENS`.
     """
     if length > MOST_TOKENS:
@@ -101,7 +107,7 @@ def make_layout(
         )
     if name not in LAYOUTS:
         raise InputError(f"layout={name!r} is not known; choose auto or one of {', '.join(LAYOUTS)}")
-    if name == "per_document" and cu_seqlens is None:
-        raise InputError("layout='per_document' needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
-    cuts = cu_seqlens if name == "per_document" and cu_seqlens else (0, length)
+    if name in OF_DOCUMENTS and cu_seqlens is None:
+        raise InputError(f"layout={name!r} needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
+    cuts = cu_seqlens if name in OF_DOCUMENTS and cu_seqlens else (0, length)
     return Layout(name, length, world_size, cuts)

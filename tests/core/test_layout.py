@@ -74,12 +74,12 @@ def test_per_document_cuts_each_document_into_mirrored_chunks(data: st.DataObjec
 @given(layouts())
 def test_counts_are_as_even_as_chunks_allow(layout: Layout) -> None:
     gap = max(layout.counts) - min(layout.counts)
-    assert gap <= (1 if layout.name in ("contiguous", "striped") else 2)
+    assert gap <= (1 if layout.name in ("contiguous", "striped", "documents") else 2)
 
 
-@pytest.mark.parametrize("name", ["contiguous", "striped"])
+@pytest.mark.parametrize("name", ["contiguous", "striped", "documents"])
 def test_the_first_ranks_take_the_extra_tokens(name: str) -> None:
-    assert make_layout(name, 14, 4).counts == (4, 4, 3, 3)
+    assert make_layout(name, 14, 4, (0, 3, 14)).counts == (4, 4, 3, 3)
 
 
 def test_extra_tokens_of_many_documents_do_not_pile_up() -> None:
@@ -125,6 +125,7 @@ def test_equal_fields_are_equal_layouts() -> None:
     [
         ({"name": "spiral"}, r"layout='spiral' is not known.*zigzag"),
         ({"name": "per_document"}, r"layout='per_document' needs cu_seqlens"),
+        ({"name": "documents"}, r"layout='documents' needs cu_seqlens"),
         ({"name": "auto", "purpose": "speed"}, r"for_='speed' is not known.*causal"),
         ({"name": "zigzag", "purpose": "speed"}, r"for_='speed' is not known"),
     ],

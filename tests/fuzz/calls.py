@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn
 from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.core.layout import make_layout
 from tests.fuzz import inputs, reference
 from tests.fuzz.draw import Case
 
@@ -42,7 +43,10 @@ def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequen
 
 
 def owned(seq: Case, ranks: int) -> list[Tensor]:
-    """The positions of each rank by the reference's definition of the layouts."""
+    """The positions of each rank by the reference's definition of the layouts; `documents` is its own definition."""
+    if seq["layout"] == "documents" and seq["documents"] is not None:
+        layout = make_layout("documents", seq["length"], ranks, tuple(seq["documents"]))
+        return [torch.from_numpy(layout.positions(rank)) for rank in range(ranks)]
     name = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
     return reference.shards(name, seq["length"], ranks, seq["documents"])
 

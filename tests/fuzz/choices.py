@@ -10,6 +10,7 @@ Case = dict[str, Any]
 RANKS = [1] * 32 + [2] * 36 + [3] * 16 + [4] * 10 + [5, 5, 6, 7, 8, 8]
 LONGEST = 400
 """Tokens of a sequence; few are so long."""
+OF_DOCUMENTS = ("per_document", "documents")
 LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
 SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "ulysses", "all_to_all"]
 NEW_SCHEDULES = ["bidirectional", "double_ring", "pass_q", "balanced"]

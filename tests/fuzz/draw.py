@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.fuzz.choices import MODES, NEW_SCHEDULES, RANKS, SCHEDULES, Case, maybe, numbers, sequence
+from tests.fuzz.choices import MODES, NEW_SCHEDULES, OF_DOCUMENTS, RANKS, SCHEDULES, Case, maybe, numbers, sequence
 from tests.fuzz.draw_calls import branches, call, draw_mask, next_call, odd
 
 KINDS = {
@@ -37,7 +37,7 @@ OLD_SEEDS = 1000
 
 
 def draw(seed: int) -> Case:
-    """The case of this seed; some of its schedules by name are the newer ones, and so are some masks."""
+    """The case of this seed; some of its schedules by name are the newer ones, and so are some masks and layouts."""
     if seed < OLD_SEEDS:
         return _case(seed)
     case, r = _case(seed), Random(f"rings {seed}")
@@ -45,6 +45,9 @@ def draw(seed: int) -> Case:
         options = holder.get("options", {})
         if options.get("schedule", "auto") != "auto" and maybe(r, 0.4):
             options["schedule"] = r.choice(NEW_SCHEDULES)
+        for seq in (holder.get("seq"), holder.get("kv_seq")):
+            if seq and seq["layout"] == "per_document":
+                seq["layout"] = Random(f"documents {seed}").choice(OF_DOCUMENTS)
     if case["kind"] in ("attention", "processes", "nan"):
         for call in case["calls"]:
             draw_mask(Random(f"masks {seed}"), call)

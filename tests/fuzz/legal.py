@@ -6,6 +6,7 @@ from itertools import pairwise
 from operator import eq
 
 from tests.fuzz.calls import owned
+from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
 
 
@@ -21,8 +22,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
         return "float64 keys do not travel in eight bits"
     for seq in (call["seq"], call["kv_seq"]):
-        if seq and seq["layout"] == "per_document" and seq["documents"] is None:
-            return "per_document needs documents"
+        if seq and seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
+            return f"{seq['layout']} needs documents"
     if options.get("grad") == "detached" and call["sinks"]:
         return "a sink belongs to no branch"
     if options.get("tail") == "zero_pad":

@@ -8,16 +8,17 @@ from torch import Tensor
 import ringattn
 from tests.fuzz import reference
 from tests.fuzz.calls import owned, sequence
+from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
 
 
 def on_rank(ring: ringattn.Ring, case: Case) -> None:
     """Raises AssertionError where a function differs from the indexing that it means."""
     given, ranks = case["seq"], ring.world_size
-    if given["layout"] == "per_document" and given["documents"] is None:
-        _refused(lambda: sequence(ring, given, False), "per_document without documents")
+    if given["layout"] in OF_DOCUMENTS and given["documents"] is None:
+        _refused(lambda: sequence(ring, given, False), f"{given['layout']} without documents")
         return
-    later = case["cut_later"] and given["documents"] is not None and given["layout"] not in ("auto", "per_document")
+    later = case["cut_later"] and given["documents"] is not None and given["layout"] not in ("auto", *OF_DOCUMENTS)
     seq, rows = sequence(ring, given, later), owned(given, ranks)
     mine, at = rows[ring.rank], reference.places(given["length"], given["documents"])
     assert sorted(torch.cat(rows).tolist()) == list(range(given["length"])), "the reference's layout"

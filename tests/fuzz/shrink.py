@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from copy import deepcopy
 
+from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
 from tests.fuzz.session import error_of
 
@@ -102,7 +103,7 @@ def _smaller_call(call: Case) -> Iterator[Case]:
 def _smaller_sequence(seq: Case) -> Iterator[Case]:
     length, cuts = seq["length"], seq["documents"]
     if cuts is not None:
-        yield seq | {"documents": None} | ({"layout": "zigzag"} if seq["layout"] == "per_document" else {})
+        yield seq | {"documents": None} | ({"layout": "zigzag"} if seq["layout"] in OF_DOCUMENTS else {})
         for at in range(1, len(cuts) - 1):
             yield seq | {"documents": [*cuts[:at], *cuts[at + 1 :]]}
     for less in sorted({length // 2, length * 3 // 4, length - 1} - {length}):

@@ -1,0 +1,311 @@
+"""Packed documents over ranks: short documents whole on one rank, long ones cut over as many ranks as they need.
+
+Ranks are filled one after another. Each takes its share of the tokens exactly, and its share of the causal pairs as
+nearly as a few rows are worth. A document that does not fit is cut at its end, where a query has the most pairs: who
+takes the last tokens reads all keys before them, and the fewer ranks read so far the more each takes there. It fills up
+with whole short documents, or with first tokens of the same document, which cost no rows: it reads these anyway.
+
+    a long document   |f1|f2|--------- third ---------|--- second ---|-- first --|    f1, f2: of the first, the second
+    alone             |-1-|-2-|-3-|-3-|-2-|-1-|                                      the zigzag layout
+
+Guarantees: the same cuts and ranks, the same placement; counts are those of the contiguous layout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import isqrt
+from typing import NamedTuple
+
+PAIRS_PER_ROW = 200
+"""(q, k) pairs that a rank attends while a row of K and V passes its link: an H100 with 8 query heads a K/V head, of
+128 dimensions in bfloat16: 8 * 512 FLOP a pair at 600 TFLOP/s, 512 bytes a row at 400 GB/s."""
+LEAST_LACK = 0.005
+"""Of a rank's pairs: less than this is not worth another way to cut a document."""
+FEW_ROWS = 0.01
+"""Of all tokens: fewer rows sent are not worth another try."""
+
+
+class Choice(NamedTuple):
+    """How ranks are filled; which way is best depends on the documents.
+
+    `lack`: of its share of pairs, what a rank may do without before a document is cut for it. `light`: of its share of
+    pairs, what a whole document has at most that is taken beside the end of a long one. `density`: how many times the
+    mean pairs of a token the last part of a cut document should have; more takes more first tokens before. 0: none.
+    """
+
+    lack: float
+    light: float
+    density: float
+
+
+CHOICES = (Choice(0.002, 0.03, 2.0), Choice(0.002, 1.0, 0.0), Choice(0.03, 0.05, 0.0), Choice(0.03, 1.0, 1.0))
+"""What is tried, in order. Found on drawn documents, see `ringattn.bench.placement`: others hardly save any rows."""
+
+Piece = tuple[int, int]
+"""The positions from, to."""
+Shards = tuple[tuple[Piece, ...], ...]
+"""The pieces of each rank, ascending; neighbors are one."""
+
+
+class Load(NamedTuple):
+    """Of a placement, by rank: causal pairs; rows of K and V received, and sent, each once to each reader."""
+
+    pairs: tuple[int, ...]
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def cost(self) -> int:
+        """Of the slowest rank whose messages hide behind its work, in pairs."""
+        return max(*self.pairs, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
+
+
+class _Item(NamedTuple):
+    """What is left of a document that starts at `start`: its tokens lo .. hi - 1. Ordered by pairs."""
+
+    pairs: int
+    tokens: int
+    start: int
+    lo: int
+    hi: int
+
+
+class _Parts(NamedTuple):
+    """What a rank takes of an item and beside it: its last and its first tokens, how many of the smallest items whole,
+    first tokens of the next one; and pairs that it lacks then."""
+
+    last: int
+    first: int
+    whole: int
+    next_first: int
+    lack: int
+
+
+@lru_cache(maxsize=256)
+def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
+    """Where documents (0, ..., length) go: of the choices the fastest, and of those within 1 % the fewest rows."""
+    found: list[tuple[Load, Shards]] = []
+    for choice in CHOICES:
+        shards = place(cuts, ranks, choice)
+        load = load_of(cuts, shards)
+        found.append((load, shards))
+        # Thousands of short documents are placed well at once.
+        if 100 * load.cost * ranks <= 101 * sum(load.pairs) and sum(load.sent) <= FEW_ROWS * cuts[-1]:
+            break
+    least = min(load.cost for load, _ in found)
+    fast = [one for one in found if 100 * one[0].cost <= 101 * least]
+    return min(fast, key=lambda one: sum(one[0].sent))[1]
+
+
+def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
+    """Where documents (0, ..., length) go by one choice."""
+    spans = ((start, stop - start) for start, stop in pairwise(cuts) if stop > start)
+    items = sorted(_Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
+    left = sum(item.pairs for item in items)
+    share, extra = divmod(cuts[-1], ranks)
+    shards = []
+    for rank in range(ranks):
+        # The share is that of the ranks that are left, so what one lacks all later ones take.
+        filling = _Filling(items, share + (rank < extra), max(1, left // (ranks - rank)), choice)
+        filling.fill()
+        left -= filling.taken
+        shards.append(_joined(filling.pieces))
+    return tuple(shards)
+
+
+def causal_pairs(lo: int, hi: int) -> int:
+    """Pairs of the queries lo .. hi - 1 of a document: query q has the keys 0 .. q."""
+    return (hi * (hi + 1) - lo * (lo + 1)) // 2
+
+
+def load_of(cuts: tuple[int, ...], shards: Shards) -> Load:
+    """What a placement means for each rank."""
+    pairs, received, sent = ([0] * len(shards) for _ in range(3))
+    held: dict[int, list[tuple[int, int, int]]] = {}  # by document: rank and tokens lo .. hi - 1
+    bounds = sorted(set(cuts))
+    for rank, shard in enumerate(shards):
+        for start, stop in shard:
+            at = bisect_left(bounds, start + 1) - 1
+            while start < stop:
+                lo, end = start - bounds[at], min(stop, bounds[at + 1])
+                held.setdefault(at, []).append((rank, lo, lo + end - start))
+                pairs[rank] += causal_pairs(lo, lo + end - start)
+                start, at = end, at + 1
+    for pieces in held.values():
+        reach: dict[int, int] = {}
+        for rank, _, hi in pieces:
+            reach[rank] = max(reach.get(rank, 0), hi)
+        for owner, lo, hi in pieces if len(reach) > 1 else ():
+            for reader, end in reach.items():
+                rows = min(end, hi) - lo
+                if reader != owner and rows > 0:
+                    received[reader] += rows
+                    sent[owner] += rows
+    return Load(tuple(pairs), tuple(received), tuple(sent))
+
+
+class _Filling:
+    """One rank, while it takes items or parts of them; `tokens` and `pairs` are what it still has to take."""
+
+    def __init__(self, items: list[_Item], tokens: int, pairs: int, choice: Choice) -> None:
+        self.items, self.tokens, self.pairs, self.choice = items, tokens, pairs, choice
+        self.share = pairs
+        self.pieces: list[Piece] = []
+        self.taken = 0
+        # Of the n smallest items: to fill up with these costs the fewest pairs.
+        self._tokens, self._pairs = _sums(items)
+
+    def fill(self) -> None:
+        """Take all."""
+        may_lack = int(self.choice.lack * self.share)
+        if self.items and not self._fits(self.items[-1], may_lack):
+            self._cut(len(self.items) - 1)
+            return
+        while self.tokens and self.items:
+            at = self._largest_fitting(may_lack)
+            # The most pairs that the items up to this one can still bring.
+            most = self._pairs[at + 1] - self._least_pairs(max(0, self._tokens[at + 1] - self.tokens))
+            if at + 1 < len(self.items) and self.pairs - most > may_lack:
+                self._cut(at + 1)
+                return
+            if at < 0 or self._tokens[at + 1] <= self.tokens:
+                break  # all that fits is among the smallest, which fill up
+            item = self.items.pop(at)
+            # What does not fit now will not fit later: larger items are not looked at again.
+            del self._tokens[at + 1 :], self._pairs[at + 1 :]
+            self._keep(item, item.lo, item.hi)
+        self._take_smallest(bisect_left(self._tokens, self.tokens + 1) - 1)
+        self._finish()
+
+    def _least_pairs(self, tokens: int) -> int:
+        """Pairs of so many tokens of the smallest items, the last one in proportion."""
+        at = bisect_left(self._tokens, tokens)
+        if not at or at == len(self._tokens):
+            return self._pairs[at - 1] if at else 0
+        over, count = self._tokens[at] - tokens, self._tokens[at] - self._tokens[at - 1]
+        return self._pairs[at] - (self._pairs[at] - self._pairs[at - 1]) * over // count
+
+    def _fits(self, item: _Item, over: int) -> bool:
+        """Whether this item leaves pairs enough for the tokens that lack then."""
+        rest = self.tokens - item.tokens
+        return rest >= 0 and item.pairs + self._least_pairs(rest) <= self.pairs + over
+
+    def _largest_fitting(self, over: int) -> int:
+        """The last item that fits, -1 for none."""
+        last = len(self._tokens) - 2
+        if last >= 0 and self._fits(self.items[last], over):
+            return last  # often, and found without a search
+        return _last_true(last, lambda at: self._fits(self.items[at], over), -1)
+
+    def _keep(self, item: _Item, lo: int, hi: int) -> None:
+        if hi > lo:
+            pairs = causal_pairs(lo, hi)
+            self.pieces.append((item.start + lo, item.start + hi))
+            self.tokens, self.pairs, self.taken = self.tokens - hi + lo, self.pairs - pairs, self.taken + pairs
+
+    def _keep_ends(self, item: _Item, first: int, last: int) -> None:
+        """Keep these tokens of an item, and put the rest of it back."""
+        lo, hi = item.lo + first, item.hi - last
+        self._keep(item, item.lo, lo)
+        self._keep(item, hi, item.hi)
+        if hi > lo:
+            insort(self.items, _Item(causal_pairs(lo, hi), hi - lo, item.start, lo, hi))
+
+    def _take_smallest(self, count: int) -> None:
+        for item in self.items[:count]:
+            self._keep(item, item.lo, item.hi)
+        del self.items[:count]
+
+    def _cut(self, at: int) -> None:
+        """Take the last tokens of an item, and fill up."""
+        item = self.items.pop(at)
+        first = self._first_of(item)
+        light = bisect_left(self.items, _Item(int(self.choice.light * self.pairs), 0, 0, 0, 0))
+        # First tokens of another document cost rows, so they come last.
+        ways = [(light, False), (len(self.items), False), (len(self.items), True)]
+        best = self._parts(item, first, *ways[0])
+        for way in ways[1:]:
+            if abs(best.lack) > LEAST_LACK * self.share:
+                best = min(best, self._parts(item, first, *way), key=lambda parts: abs(parts.lack))
+        self._take_smallest(best.whole)
+        if best.next_first:
+            self._keep_ends(self.items.pop(0), best.next_first, 0)
+        self._keep_ends(item, best.first, best.last)
+        self._finish()
+
+    def _first_of(self, item: _Item) -> int:
+        """First tokens to take, so that what is left of the item in the end has enough pairs for its tokens."""
+        ranks = item.pairs // max(1, self.pairs)
+        if not ranks or not self.choice.density:
+            return 0
+        rest = item.pairs - ranks * self.pairs
+        last = item.hi - isqrt(max(0, item.hi**2 - 2 * ranks * self.pairs))
+        return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
+
+    def _parts(self, item: _Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
+        """As many last tokens of the item as the pairs allow beside what fills up."""
+        tokens, pairs = _sums(self.items[:most_whole])
+
+        def beside(last: int) -> _Parts:
+            first = min(least_first, item.tokens - last, self.tokens - last)
+            whole = bisect_left(tokens, self.tokens - last - first + 1) - 1
+            rest, next_first = self.tokens - last - first - tokens[whole], 0
+            if cut_next and whole < len(self.items):
+                next_first = min(rest, self.items[whole].tokens)
+            else:
+                first = min(first + rest, item.tokens - last)
+            taken = pairs[whole] + causal_pairs(item.lo, item.lo + first) + causal_pairs(item.hi - last, item.hi)
+            if next_first:
+                lo = self.items[whole].lo
+                taken += causal_pairs(lo, lo + next_first)
+            return _Parts(last, first, whole, next_first, self.pairs - taken)
+
+        return beside(_last_true(min(item.tokens, self.tokens), lambda last: beside(last).lack >= 0, 0))
+
+    def _finish(self) -> None:
+        """Take the tokens that still lack, of the smallest item that has them."""
+        while self.tokens and self.items:
+            enough = (item for item in self.items if item.tokens >= self.tokens)
+            item = min(enough, key=lambda one: one.tokens, default=self.items[-1])
+            self.items.remove(item)
+            count = min(self.tokens, item.tokens)
+
+            def lack(last: int, item: _Item = item, count: int = count) -> int:
+                first = causal_pairs(item.lo, item.lo + count - last)
+                return self.pairs - first - causal_pairs(item.hi - last, item.hi)
+
+            # All at one end costs the fewest rows: as many as are taken, or as many as are left.
+            ends = (0, count) if count < item.tokens - count else (count, 0)
+            good = (last for last in ends if abs(lack(last)) <= LEAST_LACK * self.share)
+            chosen = next(good, None)
+            last = _last_true(count, lambda last: lack(last) >= 0, 0) if chosen is None else chosen
+            self._keep_ends(item, count - last, last)
+
+
+def _sums(items: list[_Item]) -> tuple[list[int], list[int]]:
+    """Tokens and pairs of the first n items, n = 0, 1, ..."""
+    tokens = list(accumulate((item.tokens for item in items), initial=0))
+    return tokens, list(accumulate((item.pairs for item in items), initial=0))
+
+
+def _last_true(most: int, holds: Callable[[int], bool], none: int) -> int:
+    """The last number up to `most` that holds, by bisection from `none`, which is taken for granted."""
+    low, high = none, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    found: list[Piece] = []
+    for start, stop in sorted(pieces):
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)

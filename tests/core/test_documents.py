@@ -1,0 +1,90 @@
+"""Documents over ranks: each token once, counts equal, pairs balanced, and costs as the planner counts them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.core.documents import CHOICES, Choice, causal_pairs, load_of, place, placed
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
+from ringattn.schedule.read_sets import read_sets_of
+from tests.strategies import LENGTHS, WORLD_SIZES, cuts
+
+ranks_of = st.sampled_from(WORLD_SIZES)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[int, ...]:
+    """Few or many, of no token, of one, and longer than a rank's share."""
+    lengths = draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 40, 100]), min_size=1, max_size=30))
+    ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    return tuple(ends)
+
+
+def problem_of(bounds: tuple[int, ...], ranks: int, layout: str = "documents") -> Problem:
+    laid = make_layout(layout, bounds[-1], ranks, bounds)
+    mask = make_mask(bounds[-1], bounds[-1], causal=True, documents=bounds, kv_documents=bounds)
+    return Problem(laid, laid, mask, 1, 1, 1, 1, 1, "float32")
+
+
+def pairs_of(problem: Problem) -> list[int]:
+    return [sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size)]
+
+
+@given(documents(), ranks_of, st.sampled_from(CHOICES))
+def test_every_choice_gives_each_token_to_one_rank(bounds: tuple[int, ...], ranks: int, choice: Choice) -> None:
+    shards = place(bounds, ranks, choice)
+    assert sorted(at for shard in shards for piece in shard for at in range(*piece)) == list(range(bounds[-1]))
+    counts = [sum(stop - start for start, stop in shard) for shard in shards]
+    assert tuple(counts) == make_layout("contiguous", bounds[-1], ranks).counts
+    for shard in shards:
+        assert all(start < stop for start, stop in shard)
+        assert all(one[1] < two[0] for one, two in pairwise(shard)), "neighbors are one piece"
+
+
+@given(LENGTHS.flatmap(cuts), ranks_of)
+def test_loads_are_what_tiles_and_read_sets_say(bounds: tuple[int, ...], ranks: int) -> None:
+    load, problem = load_of(bounds, placed(bounds, ranks)), problem_of(bounds, ranks)
+    reads = read_sets_of(problem)
+    assert list(load.pairs) == pairs_of(problem)
+    assert sum(load.sent) == sum(load.received) == reads.totals[1]
+
+
+def test_whole_documents_that_fill_the_ranks_stay_whole() -> None:
+    bounds = (0, 60, 100, 140, 200, 260, 300, 350, 400)  # 60 + 40 four times, and 50 + 50 would do as well
+    shards = placed(bounds, 4)
+    load = load_of(bounds, shards)
+    assert sum(load.sent) == 0
+    assert max(load.pairs) == causal_pairs(0, 60) + causal_pairs(0, 40)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_document_alone_costs_what_zigzag_does(ranks: int) -> None:
+    length = 96 * ranks
+    load, zigzag = load_of((0, length), placed((0, length), ranks)), problem_of((0, length), ranks, "zigzag")
+    assert sum(load.sent) == read_sets_of(zigzag).totals[1]
+    assert max(load.pairs) - min(load.pairs) < length  # equal to less than the pairs of one query
+
+
+def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
+    short = tuple(range(4000, 8001, 50))
+    load = load_of((0, *short), placed((0, *short), 4))
+    mean = sum(load.pairs) / 4
+    assert max(load.pairs) <= 1.01 * mean
+    # Cut where pairs are equal the long one is read up to sqrt(k / 4) of its length, k = 1, 2, 3.
+    assert sum(load.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
+    per_document = read_sets_of(problem_of((0, *short), 4, "per_document")).totals[1]
+    assert per_document > 1.9 * sum(load.sent)
+
+
+def test_the_same_documents_are_placed_alike() -> None:
+    bounds = (*range(0, 3001, 7), 5000)
+    first = placed(bounds, 8)
+    placed.cache_clear()
+    assert placed(bounds, 8) == first
