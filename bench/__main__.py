@@ -10,7 +10,7 @@ from ringattn.errors import InputError
 NAMES = (
     "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
     "recording", "hop", "control_store", "launch", "faults", "link_faults", "makespan", "margin", "shm",
-    "estimate", "training_published",
+    "estimate", "training_published", "published",
 )  # fmt: skip
 
 

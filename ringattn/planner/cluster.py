@@ -28,6 +28,11 @@ class Cluster:
     `pcie_bandwidth`: between GPUs of a machine without NVLink, None: as the others. `links`: which link joins each pair
     of ranks; None: known only from `ranks_per_node`.
 
+    `peer_bandwidth`, `node_peer_bandwidth`: bytes/s of messages from one rank to one other, on a machine without PCIe
+    between them and between machines; None: `bandwidth`, `node_bandwidth`. `sync_s`: seconds of a step with messages
+    beside them and its work: launches, events, waits. `message_sms`: multiprocessors that messages hold while they
+    travel. `state_passes`: how often an accumulator passes through memory in an engine call.
+
     `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
     pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
@@ -57,11 +62,16 @@ class Cluster:
     sms: int | None = None
     pcie_bandwidth: float | None = None
     links: Links | None = None
+    peer_bandwidth: float | None = None
+    node_peer_bandwidth: float | None = None
+    sync_s: float = 0.0
+    message_sms: float = 0.0
+    state_passes: float = 3.0
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""
         may_be_zero = ("latency_s", "node_latency_s", "call_s", "tile_s", "block_keys", "softmax_dims", "pass_s",
-                       "wire_cores")  # fmt: skip
+                       "wire_cores", "sync_s", "message_sms", "state_passes")  # fmt: skip
         for key in UNITS:
             value = getattr(self, key)
             if value is not None and not (value > 0 or (value == 0 and key in may_be_zero)):
@@ -103,6 +113,16 @@ class Cluster:
             return self.latency_s, self.pcie_bandwidth or self.bandwidth
         return self.latency_s, self.bandwidth
 
+    def travel_s(self, kind: LinkClass, rank_bytes: float, peer_bytes: float) -> float:
+        """Seconds of a message over a link.
+
+        `rank_bytes`: all that its busier end sends, or receives, over such links at the same time; `peer_bytes`: what
+        goes from its sender to its receiver.
+        """
+        latency_s, bandwidth = self.link(kind)
+        one = {LinkClass.NETWORK: self.node_peer_bandwidth, LinkClass.PCIE: None}.get(kind, self.peer_bandwidth)
+        return latency_s + max(rank_bytes / bandwidth, peer_bytes / (one or bandwidth))
+
     def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
         """`link` of the class with the least bytes/s."""
         return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
@@ -119,7 +139,12 @@ class Cluster:
             raise InputError(f"sm_margin={sm_margin}: cannot leave so many multiprocessors {known} ({self.name})")
         share = (self.sms - sm_margin) / self.sms
         backward = None if self.backward_flops is None else self.backward_flops * share
-        return replace(self, flops=self.flops * share, backward_flops=backward)
+        held = max(0.0, self.message_sms - sm_margin)  # messages take those that are left to them first
+        return replace(self, flops=self.flops * share, backward_flops=backward, message_sms=held)
+
+    def by_copy_engines(self) -> Cluster:
+        """The same machines, where copy engines carry the messages inside of a node, as those of transport peer."""
+        return replace(self, peer_bandwidth=None, message_sms=0.0)
 
 
 UNITS = {
@@ -127,7 +152,8 @@ UNITS = {
     "pcie_bandwidth": "bytes/s",
     "copy_bytes_s": "bytes/s", "latency_s": "s", "node_latency_s": "s", "call_s": "s", "tile_s": "s", "pass_s": "s",
     "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
-    "wire_cores": "processors", "sms": "multiprocessors",
+    "wire_cores": "processors", "sms": "multiprocessors", "peer_bandwidth": "bytes/s",
+    "node_peer_bandwidth": "bytes/s", "sync_s": "s", "message_sms": "multiprocessors", "state_passes": "times",
 }  # fmt: skip
 
 REFERENCE = Cluster(
@@ -137,36 +163,47 @@ REFERENCE = Cluster(
     "GB/s over PCIe", sms=132,
 )  # fmt: skip
 
-_STATED = "latency: stated, not measured; NICs: line rate"
+_STATED = "latency and 20 us a step: stated, not measured; NICs: line rate"
+_SMS = "SMs of messages: a margin of 4 to 8 frees them (MagiAttention's notes)"
+_PAIRS = f"between nodes 16 to 20 GB/s (MagiAttention's charts, documents on B200); {_SMS}"
 
 CLUSTERS: dict[str, Cluster] = {
     "a100": Cluster(
         "A100 SXM 80 GB, 8 a machine, 200G NICs (published)", 230e12, 240e9, 15e-6, backward_flops=196e12,
         copy_bytes_s=2.039e12, ranks_per_node=8, node_bandwidth=25e9, node_latency_s=30e-6, block_keys=128, sms=108,
+        sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=195e9, node_peer_bandwidth=21e9,
         source="FlashAttention-2 (arXiv:2307.08691): up to 230 TFLOP/s forward, 63 % of the peak of 312 backward; "
-        f"NVLink 3: half of 480 GB/s both ways (NVIDIA/nccl-tests issue 149); memory: A100 datasheet; {_STATED}",
+        f"NVLink 3: half of 480 GB/s both ways (NVIDIA/nccl-tests issue 149); memory: A100 datasheet; "
+        f"a pair: 195 GB/s (NCCL, li-plus/playground), between nodes 21 (TransformerEngine's ring in BurstEngine's "
+        f"table); {_SMS}; {_STATED}",
     ),
     "h100": Cluster(
         "H100 SXM, 8 a machine, 400G NICs (published)", 648e12, 371e9, 15e-6, backward_flops=561e12,
         copy_bytes_s=3.35e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
+        sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=180e9, node_peer_bandwidth=18e9,
         source="FlashAttention-3 (arXiv:2407.08608), head dimension 128, 16k tokens, no mask; NVLink 4: half of 742 "
-        f"GB/s both ways (NVIDIA/nccl issue 1264); memory: H100 datasheet; {_STATED}",
+        f"GB/s both ways (NVIDIA/nccl issue 1264); memory: H100 datasheet; a pair: 180 GB/s (NVIDIA/nccl-tests issue "
+        f"268), {_PAIRS}; {_STATED}",
     ),
     "h200": Cluster(
         "H200 SXM, 8 a machine, 400G NICs (published)", 702e12, 371e9, 15e-6, backward_flops=612e12,
         copy_bytes_s=4.8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=132,
+        sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=180e9, node_peer_bandwidth=18e9,
         source="cuDNN 9.19 on H200 (cudnn-frontend's benchmark tables), head dimension 128, 16k tokens, no mask; "
-        f"NVLink 4 as the H100's; memory: H200 datasheet; {_STATED}",
+        f"NVLink 4 and a pair: as the H100's; memory: H200 datasheet; {_PAIRS}; {_STATED}",
     ),
     "b200": Cluster(
         "B200, 8 a machine, 400G NICs (published)", 1613e12, 900e9, 15e-6, backward_flops=1070e12,
         copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=148,
+        sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=360e9, node_peer_bandwidth=18e9,
         source="FlashAttention-4 (Dao et al. 2026, abstract): up to 1613 TFLOP/s forward; backward: MagiAttention's "
-        f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; {_STATED}",
+        f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; a pair: the "
+        f"H100's share of the peak, {_PAIRS}; {_STATED}",
     ),
     "rtx4090": Cluster(
         "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
         copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128, sms=128,
+        sync_s=20e-6, message_sms=8, state_passes=2,
         source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the 165 TFLOP/s of the "
         f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
     ),

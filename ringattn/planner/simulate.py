@@ -121,7 +121,10 @@ class _Play:
         self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
         # Bytes by rank, step, whether sent, and the class of link, which what is sent in a step shares.
         self._loads: dict[tuple[int, int, bool, LinkClass], int] = {}
+        self._between: dict[tuple[int, int, int], int] = {}  # Bytes by sender, its step and receiver.
         for message in _messages(plans):
+            pair = message.src, message.src_step, message.dst
+            self._between[pair] = self._between.get(pair, 0) + message.nbytes
             kind = cluster.link_class(message.src, message.dst)
             for key in ((message.src, message.src_step, True, kind), (message.dst, message.dst_step, False, kind)):
                 self._loads[key] = self._loads.get(key, 0) + message.nbytes
@@ -193,7 +196,7 @@ class _Play:
         src, src_step, dst, dst_step, _ = message
         kind = self._cluster.link_class(src, dst)
         load = max(self._loads[src, src_step, True, kind], self._loads[dst, dst_step, False, kind])
-        latency_s, bandwidth = self._cluster.link(kind)
+        travel_s = self._cluster.travel_s(kind, load, self._between[src, src_step, dst])
 
         def done(end_s: float) -> None:
             for rank in (src, dst):
@@ -203,7 +206,7 @@ class _Play:
 
         for rank in (src, dst):
             self._carry(rank, now_s, 1)
-        self._machine(src).start(now_s, latency_s + load / bandwidth, next(self._orders), done)
+        self._machine(src).start(now_s, travel_s, next(self._orders), done)
 
     def _carry(self, rank: int, now_s: float, by: int) -> None:
         """A rank's processors carry one message more or less; one transport carries them all."""

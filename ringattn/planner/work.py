@@ -14,6 +14,7 @@ from ringattn.core.geometry import Band, StridedRange, count_pairs
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
@@ -78,7 +79,9 @@ def pair_s(problem: Problem, cluster: Cluster, backward: bool) -> float:
 def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool) -> float:
     """Seconds of engine calls."""
     calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
-    return work.pairs * pair_s(problem, cluster, backward) + calls + moved_s(work.moved_bytes, cluster)
+    # `Work` counts as many passes of the accumulators as torch's kernels make; others carry them in the kernel.
+    moved = work.moved_bytes * cluster.state_passes / SUMMED
+    return work.pairs * pair_s(problem, cluster, backward) + calls + moved_s(moved, cluster)
 
 
 def moved_s(nbytes: float, cluster: Cluster) -> float:
@@ -106,7 +109,24 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
         seconds += work_s(problem, work, cluster, plan.backward)
         if isinstance(item, AttendReceivedOp):
             moved += COPIED * buffer_bytes(problem, buffers[item.result])
-    return seconds + moved_s(moved, cluster)
+    return seconds + moved_s(moved, cluster) + exchange_s(plan, step, cluster)
+
+
+def exchange_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
+    """Seconds that a step's messages take from its work: their launch, and multiprocessors while they travel."""
+    if not (step.sends or step.recvs):
+        return 0.0
+    if not cluster.message_sms or cluster.sms is None:
+        return cluster.sync_s
+    travels = []
+    for messages in (step.sends, step.recvs):
+        by_kind: dict[LinkClass, dict[int, int]] = {}
+        for message in messages:
+            peers = by_kind.setdefault(cluster.link_class(plan.rank, message.peer), {})
+            nbytes = message.elements * plan.element_bytes(message.buffer)
+            peers[message.peer] = peers.get(message.peer, 0) + nbytes
+        travels += [cluster.travel_s(kind, sum(peers.values()), max(peers.values())) for kind, peers in by_kind.items()]
+    return cluster.sync_s + max(travels) * cluster.message_sms / cluster.sms
 
 
 def _packed(plan: Plan, pack: Pack) -> float:

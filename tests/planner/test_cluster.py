@@ -74,6 +74,20 @@ def test_machines_and_links() -> None:
     assert {plain.link(kind) for kind in LinkClass} == {(1, 100)}
 
 
+def test_a_pair_has_less_than_all_peers_together() -> None:
+    cluster = Cluster(
+        "pairs", 1, 100, 1, ranks_per_node=2, node_bandwidth=10, node_peer_bandwidth=4, peer_bandwidth=50,
+        pcie_bandwidth=20,
+    )  # fmt: skip
+    # 600 bytes to one peer, or to six.
+    assert cluster.travel_s(LinkClass.NVLINK, 600, 600) == 1 + 12 and cluster.travel_s(LinkClass.NVLINK, 600, 100) == 7
+    assert cluster.travel_s(LinkClass.NETWORK, 600, 600) == 151 and cluster.travel_s(LinkClass.NETWORK, 600, 100) == 61
+    assert cluster.travel_s(LinkClass.PCIE, 600, 600) == 31
+    assert cluster.by_copy_engines().travel_s(LinkClass.UNKNOWN, 600, 600) == 7
+    plain = Cluster("plain", 1, 100, 1)
+    assert {plain.travel_s(kind, 600, 600) for kind in LinkClass} == {7}
+
+
 def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
     links = Links((0, 0, 1), LinkClass.NVLINK)
     joined = REFERENCE.joined(links)
@@ -87,7 +101,8 @@ def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     assert cluster_named(written(tmp_path, GOOD)) == Cluster("mine", 1e12, 1e9, 0)
-    everything = asdict(Cluster("all", 1e12, 1e9, 1e-6, cores=2, calibrated=True, block_keys=512))
+    everything = asdict(Cluster("all", 1e12, 1e9, 1e-6, cores=2, calibrated=True, block_keys=512, sync_s=1e-5,
+                                peer_bandwidth=5e8, message_sms=2, state_passes=2))  # fmt: skip
     assert asdict(cluster_named(written(tmp_path, everything))) == everything
     bare = tmp_path / "no_suffix"
     bare.write_text(json.dumps({"constants": GOOD}))
@@ -173,7 +188,9 @@ def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> Non
     h100 = CLUSTERS["h100"]
     left = h100.leaving(8)
     assert (left.flops, left.backward_flops) == (648e12 * 124 / 132, 561e12 * 124 / 132)
-    assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops) == h100
+    # Messages take the multiprocessors that are left to them first.
+    assert [h100.leaving(margin).message_sms for margin in (0, 3, 8, 20)] == [8, 5, 0, 0]
+    assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops, message_sms=8) == h100
     assert REFERENCE.leaving(4).backward_flops is None and h100.leaving(0) is h100
     assert {name: cluster.sms for name, cluster in CLUSTERS.items()} == {
         "a100": 108, "h100": 132, "h200": 132, "b200": 148, "rtx4090": 128, "cpu": None

@@ -189,6 +189,46 @@ def test_calls_and_tiles_and_sums_by_hand() -> None:
     assert step_s(plan, plan.steps[0], cluster) == pytest.approx(1e-3 + 1e-4 + 3 * ROWS * DIM * 4 / 1e6)
 
 
+def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
+    # 50 us in each step that sends or receives: two of three.
+    time, plain = (simulate(plans_of(problem_of(3)), one) for one in (replace(SLOW_LINK, sync_s=300e-6), SLOW_LINK))
+    assert (plain.total_us, time.total_us) == pytest.approx((2 * 1200 + 1000, 2 * 1300 + 1000))
+    assert simulate(plans_of(problem_of(1)), replace(SLOW_LINK, sync_s=1.0)).total_us == pytest.approx(1000)
+
+
+def test_messages_hold_multiprocessors_while_they_travel_by_hand() -> None:
+    # A quarter of the multiprocessors for 1200 us: 300 us of work are done later, and a margin gives them back.
+    held = replace(SLOW_LINK, sms=100, message_sms=25)
+    assert simulate(plans_of(problem_of(2)), held).total_us == pytest.approx(1300 + 1000)
+    margin = held.leaving(25)
+    assert simulate(plans_of(problem_of(2)), margin).total_us == pytest.approx(2 * 4000 / 3)
+    # To two readers at once: one link carries both, and what comes from both.
+    three = simulate(plans_of(problem_of(3), "all_gather"), replace(held, flops=1e30))
+    assert three.total_us == pytest.approx(2200) and step_s_of_first(held) == pytest.approx(1000e-6 + 2200e-6 / 4)
+
+
+def step_s_of_first(cluster: Cluster) -> float:
+    """Seconds of the first step of three ranks that send to each other at once."""
+    plan = plans_of(problem_of(3), "all_gather")[0]
+    return step_s(plan, plan.steps[0], cluster)
+
+
+def test_one_pair_of_ranks_has_less_than_a_link_by_hand() -> None:
+    # Half of the link for one peer: 200 + 2000 us to the neighbour, and as much to both at once.
+    pairs = replace(SLOW_LINK, peer_bandwidth=SLOW_LINK.bandwidth / 2)
+    assert simulate(plans_of(problem_of(2)), pairs).total_us == pytest.approx(2200 + 1000)
+    for cluster, expected in ((pairs, 2200), (SLOW_LINK, 2200)):
+        assert simulate(plans_of(problem_of(3), "all_gather"), cluster).total_us == pytest.approx(expected + 2000)
+    assert simulate(plans_of(problem_of(3)), pairs).total_us == pytest.approx(2 * 2200 + 1000)
+
+
+def test_a_kernel_that_carries_its_state_passes_it_less_often_by_hand() -> None:
+    plan, cluster = plans_of(problem_of(1))[0], Cluster("calls", 1e30, 1, 0, copy_bytes_s=1e6)
+    for passes in (0, 2, 3):
+        expected = passes * ROWS * DIM * 4 / 1e6
+        assert step_s(plan, plan.steps[0], replace(cluster, state_passes=passes)) == pytest.approx(expected)
+
+
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,327 @@
+"""What the planner's constants say of context-parallel attention that others have published, beside what they measured.
+
+`python -m ringattn.bench.published`. One set of constants for each machine (`planner.cluster`), one for each kernel and
+one for each implementation (`published_points`); none for a point. Then what they say of our own ring, which no GPU has
+shown yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from ringattn.bench import published_points as points
+from ringattn.bench import training_published
+from ringattn.bench.options import parse
+from ringattn.bench.published_model import Call, gather_s, heads_s, kernel_s, ring_s
+from ringattn.bench.published_points import MACHINES, RANKS, Kernel
+from ringattn.bench.report import RESULTS, Table, finish, progress
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.launch.capacity.hardware import hardware
+from ringattn.launch.capacity.step_time import estimate
+from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.simulate import simulate
+
+NEAR = 0.15
+"""How far a prediction may be from what was published."""
+
+
+class Row(NamedTuple):
+    """One figure. `lead`: number of the point in the order in which points separate hypotheses."""
+
+    lead: int
+    family: str
+    case: str
+    predicted: float
+    published: float
+    unit: str
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+    @property
+    def met(self) -> bool:
+        """Whether it is near enough."""
+        return abs(self.ratio - 1) <= NEAR
+
+
+def magi_rows() -> Iterator[Row]:
+    """The charts: TFLOP/s a GPU."""
+    for (machine, mask, direction, way), published in points.MAGI_ROWS.items():
+        cluster, backward, h100 = MACHINES[machine], direction == "backward", machine == "H100"
+        kernel = points.FA3 if h100 else points.CUDNN_B200
+        made = points.MAGI_RING if h100 else points.TE_RING
+        for ranks, rate in zip(RANKS, published, strict=True):
+            call = Call(ranks, ranks * (8192 if h100 else 16384), 64, 8, causal=mask == "causal")
+            if way == "ring":
+                seconds = ring_s(call, cluster, kernel, made, backward)
+            elif way == "all_gather":
+                seconds = gather_s(call, cluster, kernel, backward)
+            else:
+                degree = None if way == "ulysses" else 8
+                seconds = heads_s(call, cluster, kernel, made, backward, degree)
+            name = "LoongTrain" if way == "double_ring" else way
+            case = f"{mask} {direction}, {ranks} ranks"
+            yield Row(
+                1 if h100 else 2, f"{machine} {name}", case, call.flops(backward) / seconds / 1e12, rate, "TFLOP/s"
+            )
+
+
+def document_rows() -> Iterator[Row]:
+    """Packed documents: milliseconds of a ring step."""
+    for machine, published in points.DOCUMENT_STEPS.items():
+        h100 = machine == "H100"
+        kernel = points.FA3 if h100 else points.CUDNN_B200
+        made = points.MAGI_RING if h100 else points.TE_RING
+        for ranks, ms in zip(RANKS, published, strict=True):
+            tokens = ranks * (8192 if h100 else 16384)
+            call = Call(ranks, tokens, 64, 8, share=points.DOCUMENT_SHARE[tokens])
+            seconds = ring_s(call, MACHINES[machine], kernel, made, False)
+            yield Row(3, f"{machine} ring", f"documents, {ranks} ranks", seconds / ranks * 1e3, ms, "ms a step")
+
+
+def ring_rows() -> Iterator[Row]:
+    """Rings of torch operations on a node."""
+    for (machine, layout), rates in points.ZHUZILIN_ROWS.items():
+        kernel = points.FA2_H800 if machine == "H800" else points.FA2_A100
+        call = Call(8, 65536, 32, 8, causal=True)
+        taken = [ring_s(call, MACHINES[machine], kernel, points.TORCH_RING, back, layout) for back in (False, True)]
+        yield Row(4, f"{machine} ring of torch", f"{layout} forward", 1 / taken[0], rates[0], "passes/s")
+        yield Row(4, f"{machine} ring of torch", f"{layout}, with backward", 1 / sum(taken), rates[1], "passes/s")
+    for tokens, published in points.BURST_ROWS.items():
+        call = Call(8, tokens, 32, 32)
+        taken = [ring_s(call, MACHINES["A100"], points.FA2_A100, points.BURST_RING, back) for back in (False, True)]
+        case = f"{tokens // 1024}K"
+        yield Row(5, "A100 BurstAttention", f"{case} forward", taken[0] * 1e3, published[0], "ms")
+        yield Row(5, "A100 BurstAttention", f"{case}, with backward", sum(taken) * 1e3, published[1], "ms")
+
+
+def node_rows() -> Iterator[Row]:
+    """Four nodes of A800."""
+    cluster, kernel, made = MACHINES["A800"], points.FA2_A100, points.TORCH_RING
+    for (way, placed), published in points.ENGINE_ROWS.items():
+        for tokens, ms in published.items():
+            call = Call(32, tokens, 40, 40, causal=True)
+            seconds = 0.0
+            for back in (False, True):
+                if way == "ulysses_ring":
+                    outer = placed == "ring inside"
+                    seconds += heads_s(call, cluster, kernel, made, back, 8, ring_inside=outer)
+                elif way == "double_ring":
+                    seconds += ring_s(call, cluster, kernel, made, back, inner=8)
+                else:
+                    seconds += ring_s(call, cluster, kernel, points.TE_RING, back)
+            family = f"A800 {way}" + (f", {placed}" if placed else "")
+            yield Row(6, family, f"{tokens // 1024}K, with backward", seconds * 1e3, ms, "ms")
+
+
+def degree_rows() -> Iterator[Row]:
+    """Ulysses degrees on NVLink and on PCIe."""
+    for (machine, tokens, heads, dim, kv_heads, batch), published in points.YUNCHANG_ROWS.items():
+        kernel = points.FA2_A100 if machine == "A100" else points.FA2_L20
+        call = Call(8, tokens, heads, kv_heads, dim, True, batch)
+        for degree, rate in published.items():
+            if degree == 1:
+                seconds = ring_s(call, MACHINES[machine], kernel, points.TORCH_RING, False)
+            else:
+                seconds = heads_s(call, MACHINES[machine], kernel, points.TORCH_RING, False, degree)
+                seconds = max(seconds, points.TORCH_RING.call_s)
+            case = f"{tokens // 1024}K, {heads} heads of {dim}, Ulysses {degree}"
+            yield Row(7, f"{machine} Ulysses × ring", case, 1 / seconds, rate, "passes/s")
+
+
+def training_rows() -> Iterator[Row]:
+    """End to end, by `ringattn plan`, with the constants of the same presets."""
+    for point in training_published.points():
+        if point.source not in (training_published.TITAN, training_published.NEMO) or "405B" in point.name:
+            continue
+        machine = hardware(point.machine)
+        step = estimate(point.run, machine)
+        if point.tokens_s:
+            ranks = point.run.ranks * point.run.tensor_ranks * point.run.pipeline_ranks
+            yield Row(8, "H100 torchtitan", point.name, step.tokens_s / ranks, point.tokens_s, "tokens/s")
+        else:
+            yield Row(8, "B200 NeMo", point.name, step.mfu_full * machine.flops / 1e12, point.tflops, "TFLOP/s")
+
+
+def kernel_rows() -> Iterator[Row]:
+    """One GPU by length."""
+    for (name, mask, direction), published in points.CHART.items():
+        cluster, kernel, backward = MACHINES[name[-4:]], points.CHART_KERNELS[name], direction == "backward"
+        for tokens, rate in zip(points.CHART_TOKENS, published, strict=True):
+            call = Call(1, tokens, 64, 8, causal=mask == "causal")
+            flops = call.flops(backward)
+            seconds = kernel_s(cluster, kernel, flops, call.q_elements, backward, call.causal)
+            yield Row(9, name, f"{mask} {direction}, {tokens // 1024}K", flops / seconds / 1e12, rate, "TFLOP/s")
+
+
+def link_rows() -> Iterator[Row]:
+    """What the presets have, beside measured links; these are constants, and the rows say from where."""
+    for name, nodes, published, what in (
+        ("h100", False, 371, "copy engine, one way; nccl issue 1264"),
+        ("h100", False, 360, "all-gather of 8; nccl-tests issue 326"),
+        ("h100", True, 180, "send and receive of a pair; nccl-tests issue 268"),
+        ("a100", True, 195, "send and receive of a ring of 8; li-plus/playground"),
+        ("b200", False, 770, "copy engine, GB200; Azure guide issue 7"),
+    ):
+        cluster = CLUSTERS[name]
+        rate = cluster.peer_bandwidth if nodes else cluster.bandwidth
+        yield Row(10, name.upper(), what, (rate or 0) / 1e9, published, "GB/s")
+    for name in ("h100", "b200"):
+        yield Row(
+            10,
+            name.upper(),
+            "one 400G NIC; nccl-tests issue 290",
+            (CLUSTERS[name].node_bandwidth or 0) / 1e9,
+            47,
+            "GB/s",
+        )
+
+
+def all_rows() -> list[Row]:
+    """Every figure."""
+    makers = (magi_rows, document_rows, ring_rows, node_rows, degree_rows, training_rows, kernel_rows, link_rows)
+    return [row for make in makers for row in make()]
+
+
+LEADS = {
+    1: ("H100: ring, all-gather, Ulysses and both, 8 to 64 ranks", ""),
+    2: ("the same on B200",
+        "Ulysses causal on 32 and 64 ranks: its rate falls on leaving the node and stays low however long the "
+        "sequence, so it is no bandwidth; without a mask the same bytes cost nothing of the kind"),
+    3: ("packed documents, a ring's step",
+        "8 ranks: all on NVLink and 1.3 to 1.7 ms all the same; the cost of many short pieces in a launch has no "
+        "constant here. 64 ranks: the pairs of documents are known to a fifth"),
+    4: ("contiguous, zigzag, striped; H800 and A100", ""),
+    5: ("BurstAttention by length", ""),
+    6: ("four nodes: heads or ring inside of the node",
+        "ring inside: 2 to 2.4 times at every length, while bytes would lose weight with length; a ring of 4 that is "
+        "not balanced would explain 1.75. Heads inside: runs of that benchmark differ by up to 21 %"),
+    7: ("Ulysses degrees on NVLink and on PCIe",
+        "PCIe, degrees 4 and 8: what crosses host bridges is shared by all ranks of a box, and one number for each "
+        "rank cannot say so. NVLink, ring: 1.1 to 2.1 ms a step where the same code pays 0.6 in lead 4"),
+    8: ("training end to end",
+        "torch of 2024 on cards of 500 W, with other kernels than ours, and losses of a quarter from 2 to 4 ranks that "
+        "no constant of a ring explains"),
+    9: ("kernels by length", ""),
+    10: ("links: constants, not predictions",
+         "B200: the preset has the datasheet's 900 GB/s, and only a GB200 was measured"),
+}  # fmt: skip
+
+
+def leads_table(rows: list[Row]) -> Table:
+    """One row for each of the ten points."""
+    found = Table(
+        "Ten points, in the order in which they separate hypotheses",
+        ("point", "figures", f"within {NEAR:.0%}", "median", "least", "greatest", "not met, and why"),
+    )
+    for lead, (what, why) in LEADS.items():
+        of = [row for row in rows if row.lead == lead]
+        ratios = [row.ratio for row in of]
+        met = sum(row.met for row in of)
+        found.rows.append((
+            f"{lead} {what}", str(len(of)), str(met), f"{median(ratios):.2f}", f"{min(ratios):.2f}",
+            f"{max(ratios):.2f}", why if met < len(of) else "",
+        ))  # fmt: skip
+    found.notes.append("- median, least, greatest: predicted over published.")
+    return found
+
+
+def family_tables(rows: list[Row]) -> list[Table]:
+    """Every figure, by point and family."""
+    tables = []
+    for lead, (what, _) in LEADS.items():
+        columns = ("implementation", "case", "predicted", "published", "unit", "ratio", "")
+        found = Table(f"{lead} {what}", columns)
+        found.rows = [
+            (row.family, row.case, f"{row.predicted:.4g}", f"{row.published:.4g}", row.unit, f"{row.ratio:.2f}",
+             "" if row.met else "not met")
+            for row in rows if row.lead == lead
+        ]  # fmt: skip
+        tables.append(found)
+    made = (points.MAGI_RING, points.TE_RING, points.GATHER, points.HEADS, points.TORCH_RING, points.BURST_RING)
+    tables[0].notes += [f"- {one.name}: {one.why}." for one in made]
+    sources = (points.MAGI, points.ZHUZILIN, points.BURST, points.ENGINE, points.YUNCHANG, points.TITAN, points.NEMO)
+    tables[0].notes.append(f"- Sources: {'; '.join(sources)}.")
+    tables[0].notes += [
+        f"- {name}: {one.source}." for name, one in CLUSTERS.items() if name in ("h100", "b200", "a100")
+    ]
+    return tables
+
+
+# --- our own ring ----------------------------------------------------------------------------------------------------
+
+
+def own_s(machine: str, kernel: Kernel, ranks: int, causal: bool, backward: bool, schedule: str, copies: bool) -> float:
+    """Our plans, with the kernel's rates: its state is carried in the kernel, and no launch corrects."""
+    tokens = ranks * (8192 if machine == "h100" else 16384)
+    layout = make_layout("zigzag" if causal else "contiguous", tokens, ranks)
+    mask = Banded(causal).mask(tokens, tokens, None, None, 64, 8)
+    problem = Problem(layout, layout, mask, 1, 64, 8, 128, 128, "bfloat16")
+    cluster = replace(CLUSTERS[machine], flops=kernel.forward, backward_flops=kernel.backward)
+    cluster = cluster.by_copy_engines() if copies else cluster.leaving(8)
+    route = choose_route(problem, schedule, cluster)
+    return simulate(tuple(plan_of(problem, route, rank, backward) for rank in range(ranks)), cluster).total_us / 1e6
+
+
+def own_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
+    """TFLOP/s a GPU, and over the published ring."""
+    found = Table(
+        "Our ring, predicted, TFLOP/s a GPU; nothing of this has run on a GPU",
+        ("machine", "mask, pass", "ranks", "published ring", "ring, NCCL", "ring, copy engines", "double ring", "gain"),
+        notes=[
+            "- The published ring's kernel and shapes. NCCL: 8 multiprocessors left to it. Copy engines: inside nodes.",
+            "- Gain: copy engines, the better of ring and double ring, over the published ring.",
+            "- Wrong if, on 8 H100 without a mask, a step costs over 0.25 ms more than its kernel alone.",
+        ],
+    )
+    for machine in ("h100", "b200"):
+        kernel = points.FA3 if machine == "h100" else points.CUDNN_B200
+        for causal in (False, True):
+            for backward in (False, True):
+                mask, direction = "causal" if causal else "full", "backward" if backward else "forward"
+                for ranks in counts:
+                    published = points.MAGI_ROWS[machine.upper(), mask, direction, "ring"][RANKS.index(ranks)]
+                    call = Call(ranks, ranks * (8192 if machine == "h100" else 16384), 64, 8, causal=causal)
+                    ways = [("ring", False), ("ring", True)] + [("double_ring", True)] * (ranks > 8)
+                    rates = [
+                        call.flops(backward) / own_s(machine, kernel, ranks, causal, backward, way, copies) / 1e12
+                        for way, copies in ways
+                    ]
+                    found.rows.append((
+                        machine, f"{mask} {direction}", str(ranks), str(published), *(f"{rate:.0f}" for rate in rates),
+                        *[""] * (3 - len(rates)), f"{max(rates[1:]) / published:.2f}",
+                    ))  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class PublishedOptions:
+    """Where results go."""
+
+    results: str = RESULTS
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Compute, print, keep; returns what is kept."""
+    options = parse(PublishedOptions(), words)
+    with progress("published") as say:
+        say("published points")
+        rows = all_rows()
+        say("our own ring")
+        tables = [leads_table(rows), own_table(), *family_tables(rows)]
+    data = {"tables": {one.title: [dict(zip(one.columns, row, strict=True)) for row in one.rows] for one in tables}}
+    finish("published", options, tables, data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
