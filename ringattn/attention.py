@@ -83,6 +83,10 @@ def attention(
         return_lse: Also return lse.
         chunk: Tokens of a chunk: each document is cut from its start into such chunks, and a query meets the keys of
             its own chunk only (Llama 4's chunked attention, with causal). None: no chunks.
+        prefix: With causal: so many first keys of each document, or of the n-th one the n-th number, are met by all its
+            queries (prefix-LM), whatever the window. None: no prefix.
+        global_tokens: With a window: so many first tokens of each document meet and are met by all its tokens, with
+            causal by those after them. None: no such tokens.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: by mask and bytes.

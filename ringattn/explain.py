@@ -19,7 +19,6 @@ from ringattn.attention import make_problem
 from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, make_layout
-from ringattn.core.mask import Banded
 from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
@@ -32,7 +31,7 @@ from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
-from ringattn.runtime.spec import MaskSpec, Window
+from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
 from ringattn.schedule.text import grid
@@ -141,6 +140,8 @@ def explain(
     causal: bool = False,
     window: Window = None,
     chunk: int | None = None,
+    prefix: int | Many[int] | None = None,
+    global_tokens: int | None = None,
     segment_lengths: Many[int] | None = None,
     dilation_rates: Many[int] | None = None,
     offset: Offset | str = "mod",
@@ -172,6 +173,8 @@ def explain(
         causal: As for `attention`.
         window: As for `attention`.
         chunk: As for `attention`.
+        prefix: As for `attention`.
+        global_tokens: As for `attention`.
         segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
         dilation_rates: As for `dilated_attention`.
         offset: As for `dilated_attention`.
@@ -208,7 +211,7 @@ def explain(
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
-    mask: MaskSpec = Banded(causal, window, chunk)
+    mask: MaskSpec = AttentionSpec.banded(causal, window, chunk=chunk, prefix=prefix, global_tokens=global_tokens).mask
     if segment_lengths is not None or dilation_rates is not None:
         mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)

@@ -71,6 +71,8 @@ def dense_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     chunk: int | None = None,
+    prefix: int | Sequence[int] | None = None,
+    global_tokens: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -85,6 +87,10 @@ def dense_attention(
         causal: A query meets the keys at its position and before.
         window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
         chunk: Tokens of a chunk, counted from the start of each document; a query meets its own chunk. None: no chunks.
+        prefix: With causal: so many first keys of each document, or of the n-th one the n-th number, are met by all its
+            queries. None: no prefix.
+        global_tokens: With a window: so many first tokens of each document meet and are met by all its tokens, with
+            causal by those after them. None: no such tokens.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
 
@@ -105,16 +111,22 @@ def dense_attention(
     document = torch.searchsorted(bounds[1:], tokens, right=True)
     place = tokens - bounds[document]
     ahead = tokens[None, :] - tokens[:, None]  # key position minus query position
-    allowed = document[:, None] == document[None, :]
-    if causal:
-        allowed &= ahead <= 0
+    near = torch.ones_like(ahead, dtype=torch.bool)
     left, right = window or (None, None)
     if left not in (None, -1):
-        allowed &= ahead >= -left
+        near &= ahead >= -left
     if right not in (None, -1):
-        allowed &= ahead <= right
+        near &= ahead <= right
+    if global_tokens is not None:
+        near |= (place[:, None] < global_tokens) | (place[None, :] < global_tokens)
+    if causal:
+        near &= ahead <= 0
+    if prefix is not None:
+        counts = [prefix] * (len(bounds) - 1) if isinstance(prefix, int) else list(prefix)
+        near |= place < torch.tensor(counts, device=q.device)[document]
     if chunk is not None:
-        allowed &= place[:, None] // chunk == place[None, :] // chunk
+        near &= place[:, None] // chunk == place[None, :] // chunk
+    allowed = near & (document[:, None] == document[None, :])
     return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), scale)
 
 

@@ -123,11 +123,18 @@ def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | No
 
 
 @st.composite
-def mask_options(draw: st.DrawFn) -> dict[str, Any]:
-    """The options of `make_mask` but documents; a chunk is rare, so that read sets of plain bands are drawn often."""
+def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
+    """The options of `make_mask` over so many documents; most are plain bands, whose read sets are found otherwise."""
     causal = draw(st.booleans())
-    chunk = draw(st.one_of(st.none(), st.none(), st.integers(1, 12)))
-    return {"causal": causal, "window": draw(windows(causal)), "chunk": chunk}
+    window, count = draw(windows(causal)), st.integers(0, 12)
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    more: dict[str, st.SearchStrategy[Any]] = {"chunk": st.integers(1, 12)}
+    if causal:
+        more["prefix"] = st.one_of(count, st.tuples(*[count] * documents))
+    if window is not None:
+        more["global_tokens"] = st.integers(1, 12)
+    name = draw(st.sampled_from([None, None, None, *more]))
+    return options if name is None else options | {name: draw(more[name])}
 
 
 def _bands() -> st.SearchStrategy[Band]:
@@ -147,7 +154,8 @@ def plain_cases(draw: st.DrawFn) -> Case:
     """What `Ring.attention` can ask for on one sequence."""
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
-    mask = make_mask(length, length, documents=documents, kv_documents=documents, **draw(mask_options()))
+    options = draw(mask_options(1 if documents is None else len(documents) - 1))
+    mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, layout, mask)
 
@@ -158,7 +166,8 @@ def cross_cases(draw: st.DrawFn) -> Case:
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
-    mask = make_mask(length, kv_length, documents=documents, kv_documents=kv_documents, **draw(mask_options()))
+    options = draw(mask_options(1 if documents is None else len(documents) - 1))
+    mask = make_mask(length, kv_length, documents=documents, kv_documents=kv_documents, **options)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
 

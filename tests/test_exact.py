@@ -34,6 +34,8 @@ MASKS = {
     "documents": Trial(documents=DOCUMENTS),
     "causal-documents": Trial(causal=True, documents=DOCUMENTS),
     "causal-chunks": Trial(causal=True, chunk=8, documents=DOCUMENTS),
+    "prefix": Trial(causal=True, prefix=9),
+    "global": Trial(window=(2, 1), global_tokens=3, documents=DOCUMENTS),
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
@@ -139,6 +141,14 @@ VARIANTS = {
     ),
     "cross, chunks": Trial(
         chunk=6, causal=True, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 19, 19, 41), kv_layout="striped"
+    ),
+    "prefixes of documents": Trial(
+        causal=True, prefix=(3, 1, 20, 0), documents=(0, 7, 7, 20, 37), window=(4, 0), lse=True, heads=(4, 2), batch=2
+    ),
+    "causal global tokens": Trial(causal=True, window=(3, 0), global_tokens=2, sinks=True, lse=True),
+    "cross, prefix": Trial(causal=True, prefix=5, kv_tokens=23, kv_layout="striped"),
+    "cross, global tokens": Trial(
+        window=(1, 2), global_tokens=2, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 9, 41)
     ),
     "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
     "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),

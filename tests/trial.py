@@ -37,6 +37,8 @@ class Trial(NamedTuple):
     lse: bool = False
     strided: bool = False
     chunk: int | None = None
+    prefix: int | tuple[int, ...] | None = None
+    global_tokens: int | None = None
     kv_tokens: int | None = None
     kv_documents: tuple[int, ...] | None = None
     kv_layout: str = "contiguous"
@@ -54,7 +56,9 @@ class Trial(NamedTuple):
     @property
     def mask(self) -> dict[str, Any]:
         """Of these the ones that say which pairs meet; the new ones only where they are given."""
-        return {"causal": self.causal, "window": self.window} | ({} if self.chunk is None else {"chunk": self.chunk})
+        newer = {"chunk": self.chunk, "prefix": self.prefix, "global_tokens": self.global_tokens}
+        given = {name: value for name, value in newer.items() if value is not None}
+        return {"causal": self.causal, "window": self.window} | given
 
 
 class Inputs(NamedTuple):

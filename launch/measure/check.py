@@ -71,6 +71,10 @@ class Case:
             options["window"] = (length // 5, 0 if causal else length // 9)
         if "chunk" in self.mask:
             options["chunk"] = length // 7 + 1
+        if "prefix" in self.mask:
+            options["prefix"] = length // 8
+        if "global" in self.mask:
+            options["global_tokens"] = length // 20 + 1
         return options
 
     @property
@@ -86,7 +90,8 @@ class Case:
 
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
-         "causal chunk documents", "dilated", "causal dilated documents")  # fmt: skip
+         "causal chunk documents", "causal prefix documents", "window global", "dilated",
+         "causal dilated documents")  # fmt: skip
 
 
 def cases() -> Iterator[Case]:

@@ -73,6 +73,8 @@ class RingAttention(Reports, nn.Module):
             sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
                 sinks.
             chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
+            prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
+            global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
@@ -254,6 +256,8 @@ class RingMultiheadAttention(Projections):
             window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sinks: One learned logit per query head that takes weight and gives no value.
             chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
+            prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
+            global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.

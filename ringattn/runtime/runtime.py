@@ -52,7 +52,8 @@ class AttentionCall:
         """What all ranks must have in common, readable."""
         p, s = self.problem, self.softmax
         bounds = p.mask.branches[0].bounds
-        documents = f"{len(bounds) - 1} documents ending {bounds[-4:]}"
+        what = "documents" if len({b.bounds for b in p.mask.branches}) == 1 else "parts"
+        documents = f"{len(bounds) - 1} {what} ending {bounds[-4:]}"
         branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
         softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name != "group")
         kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"

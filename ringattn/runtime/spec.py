@@ -40,6 +40,8 @@ class BandedOptions(SoftmaxOptions, total=False):
     """Those, and which pairs meet besides a band: taken by ordinary attention; see `make_mask` for their meaning."""
 
     chunk: int | None
+    prefix: int | Many[int] | None
+    global_tokens: int | None
 
 
 class AttentionOptions(BandedOptions, total=False):
@@ -69,10 +71,11 @@ class AttentionSpec:
     @classmethod
     def banded(
         cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None, chunk: int | None = None,
-        **softmax: Unpack[SoftmaxOptions],
+        prefix: int | Many[int] | None = None, global_tokens: int | None = None, **softmax: Unpack[SoftmaxOptions],
     ) -> AttentionSpec:  # fmt: skip
-        """Of ordinary attention: full, causal or in a window, also in chunks."""
-        return cls(Banded(causal, window, chunk), sinks=sinks, **softmax)
+        """Of ordinary attention: full, causal or in a window, also in chunks, or with first tokens that all meet."""
+        each = tuple(prefix) if isinstance(prefix, Many) else prefix
+        return cls(Banded(causal, window, chunk, each, global_tokens), sinks=sinks, **softmax)
 
     @classmethod
     def dilated(

@@ -22,8 +22,9 @@ from tests.strategies import Case, branched_cases, cases, cuts, mask_options, re
 @given(st.data(), st.integers(0, 12))
 def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int) -> None:
     documents = data.draw(st.one_of(st.none(), cuts(length)))
-    options = data.draw(mask_options())
+    options = data.draw(mask_options(1 if documents is None else len(documents) - 1))
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
+    assert reference_of(mask, 1).max(initial=0) <= 1
     cu_seqlens = None if documents is None else list(documents)
     wanted = allowed_mask(length, length, cu_seqlens=cu_seqlens, **options)
     assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
@@ -32,7 +33,7 @@ def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int) -> 
 @given(st.data(), st.integers(0, 12), st.integers(0, 12), st.integers(1, 3))
 def test_cross_documents_pair_by_index(data: st.DataObject, length: int, kv_length: int, documents: int) -> None:
     cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
-    options = data.draw(mask_options())
+    options = data.draw(mask_options(documents))
     mask = make_mask(length, kv_length, documents=cu, kv_documents=kv_cu, **options)
     wanted = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
     assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
@@ -73,6 +74,13 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
         ({"chunk": 0}, r"chunk must be a number of tokens from 1 on, or None, got 0"),
         ({"chunk": 2.0}, r"chunk must be a number of tokens from 1 on, or None, got 2\.0"),
         ({"chunk": True}, r"chunk must be a number of tokens from 1 on, or None, got True"),
+        ({"chunk": 2, "prefix": 2, "causal": True}, r"chunk and prefix do not go together; give one of them"),
+        ({"prefix": 2}, r"prefix needs causal=True"),
+        ({"prefix": -1, "causal": True}, r"prefix must be a number of tokens from 0 on, .* got -1"),
+        ({"prefix": (1, 2), "causal": True}, r"prefix has 2 numbers for 1 documents; give one, or one for each"),
+        ({"prefix": (1.0,), "causal": True}, r"prefix must be a number of tokens from 0 on, .* got 1\.0"),
+        ({"global_tokens": 2}, r"global_tokens needs a window"),
+        ({"global_tokens": 0, "window": (1, 1)}, r"global_tokens must be a number of tokens from 1 on, or None, got 0"),
         ({"documents": (0, 9)}, r"either both sequences have documents or neither"),
         ({"kv_documents": (0, 7)}, r"either both sequences have documents or neither"),
         ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"q has 2 documents and k/v has 1"),

@@ -120,14 +120,24 @@ def _maybe_bad(r: Random, call: Case) -> None:
 
 
 def draw_mask(r: Random, call: Case) -> None:
-    """Masks that older seeds do not draw: windows between two sequences, chunks. Alike calls share their options."""
+    """Masks that older seeds do not draw: windows between two sequences, chunks, prefixes, global tokens.
+
+    Alike calls share their options.
+    """
     options, side = call["options"], [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
     if call["op"] != "attention" or call["via"] not in ("ring", "module"):
         return
     if call["kv_seq"] and maybe(r, 0.7):
         options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
-    if maybe(r, 0.3):
-        options["chunk"] = r.choice([1, 2, 3, 4, 8, 16, r.randint(1, 60)])
+    sizes = [1, 2, 3, 4, 8, 16, r.randint(1, 60)]
+    if maybe(r, 0.2):
+        options["chunk"] = r.choice(sizes)
+    elif options["causal"] and maybe(r, 0.4):
+        documents = call["seq"]["documents"]
+        several = documents is not None and maybe(r, 0.5)
+        options["prefix"] = tuple(r.choice([0, *sizes]) for _ in documents[1:]) if several else r.choice([0, *sizes])
+    elif "window" in options and maybe(r, 0.4):
+        options["global_tokens"] = r.choice(sizes)
 
 
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:

@@ -25,6 +25,10 @@ ROUNDINGS = 4.0
 USUAL_SCORE = 5.0
 
 
+MASKS = ("causal", "window", "chunk", "prefix", "global_tokens")
+"""Options of `Ring.attention` that say which pairs meet."""
+
+
 class Wanted(NamedTuple):
     """A result, how far each element may be off, and which elements must be NaN; others may be where there are any."""
 
@@ -107,8 +111,8 @@ def counts_of(call: Case) -> reference.Counts:
     options, seq = call["options"], call["seq"]
     if call["op"] == "attention":
         kv = call["kv_seq"] or seq
-        mask = options["causal"], options.get("window"), options.get("chunk")
-        return reference.plain_counts(seq["length"], seq["documents"], kv["length"], kv["documents"], *mask)
+        named = {name: options[name] for name in MASKS if name in options}
+        return reference.plain_counts(seq["length"], seq["documents"], kv["length"], kv["documents"], **named)
     named = {key: options[key] for key in ("causal", "offset", "layer", "tail") if key in options}
     branches = options["segment_lengths"], options["dilation_rates"]
     return reference.dilated_counts(seq["length"], seq["documents"], tuple(call["heads"]), *branches, **named)

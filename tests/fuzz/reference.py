@@ -86,22 +86,27 @@ def plain_counts(
     causal: bool = False,
     window: Sequence[int | None] | None = None,
     chunk: int | None = None,
+    prefix: int | Sequence[int] | None = None,
+    global_tokens: int | None = None,
 ) -> Counts:
     """Queries meet keys of the document of the same number; positions are counted from the two documents' starts.
 
     `window` = (l, r): l keys before the query's own position and r after it; None or -1 is unbounded. `chunk`: both
-    documents are cut into chunks of so many tokens, and those of the same number meet.
+    documents are cut into chunks of so many tokens, and those of the same number meet. `prefix`: of each document so
+    many first keys meet all its queries. `global_tokens`: of both documents so many first tokens pass by the window.
     """
     q, k = places(length, documents), places(kv_length, kv_documents)
     ahead = k.within[None, :] - q.within[:, None]
-    meets = q.document[:, None] == k.document[None, :]
+    left, right = (float("inf") if side is None or side == -1 else side for side in window or (None, None))
+    meets = (-ahead <= left) & (ahead <= right)
+    if global_tokens is not None:
+        meets = meets | (q.within < global_tokens)[:, None] | (k.within < global_tokens)[None, :]
     if causal:
         meets = meets & (ahead <= 0)
-    left, right = window or (None, None)
-    if left is not None and left != -1:
-        meets = meets & (-ahead <= left)
-    if right is not None and right != -1:
-        meets = meets & (ahead <= right)
+    if prefix is not None:
+        each = torch.tensor([prefix] * (len(documents or (0, 0)) - 1) if isinstance(prefix, int) else list(prefix))
+        meets = meets | (k.within < each[k.document])[None, :]
+    meets = meets & (q.document[:, None] == k.document[None, :])
     if chunk is not None:
         meets = meets & (q.within[:, None] // chunk == k.within[None, :] // chunk)
     return Counts(meets.double()[None, None])
