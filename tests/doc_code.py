@@ -5,9 +5,11 @@ A block with a word after `python` is shown and not run. Errors name the line of
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,22 @@ def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: floa
     """Run the page's code as one script on `ranks` processes; returns what each of them printed, rank after rank."""
     script = folder / page.replace(".md", ".py")
     script.write_text(code_of(page), encoding="utf-8")
+    return run_under_torchrun([str(script)], folder, ranks, timeout_s)
+
+
+def run_under_torchrun(
+    program: Sequence[str], folder: Path, ranks: int, timeout_s: float = 240.0, cwd: Path = ROOT, **env: str
+) -> str:
+    """Run a Python program on `ranks` processes; returns what each of them printed, rank after rank.
+
+    `env`: variables beside those that there are.
+    """
     logs = folder / "logs"  # a file each: on one pipe the ranks' lines would mix
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
-    command = [*launcher, f"--nproc-per-node={ranks}", str(script)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    command = [*launcher, f"--nproc-per-node={ranks}", *program]
+    ended = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     printed = {int(file.parent.name): file.read_text(encoding="utf-8") for file in logs.rglob("stdout.log")}
     assert ended.returncode == 0, (printed, ended.stderr)
     assert set(printed) == set(range(ranks)), printed

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from ringattn.cli import COMMANDS
 from ringattn.testing import dense_attention, run_ranks
+from tests.doc_code import run_under_torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,10 +43,8 @@ def test_threads_script_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchrun_script_runs_on_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "attend.py"
     script.write_text(scripts()[1], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert sorted(re.findall(r"rank \d of 2: \d+ of \d+ tokens", ended.stdout)) == [
+    printed = run_under_torchrun([str(script)], tmp_path, 2)
+    assert re.findall(r"rank \d of 2: \d+ of \d+ tokens", printed) == [
         "rank 0 of 2: 4096 of 8192 tokens",
         "rank 1 of 2: 4096 of 8192 tokens",
     ]

@@ -43,6 +43,7 @@ def wait_until(
 ) -> bool:
     """Nap until `ready()`; False when the deadline passed first. `watch` runs before each nap and may raise.
 
+    What is ready counts before what `watch` finds: another rank may have gone on, and failed, since it was asked for.
     `naps_s`: the first nap and the longest.
     """
     (nap_s, longest_nap_s), spun = naps_s, time.monotonic() + SPIN_S
@@ -50,7 +51,12 @@ def wait_until(
         if deadline.passed:
             return False
         if watch is not None:
-            watch()
+            try:
+                watch()
+            except Exception:
+                if ready():
+                    return True
+                raise
         if time.monotonic() >= spun:
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, longest_nap_s)

@@ -184,6 +184,11 @@ class GlooTransport(ProcessTransport):
             except DeadlineError as unanswered:
                 raise DeadlineError(f"{opened}{unanswered}") from error
             raise DeadlineError(late) from error
+        try:
+            # A rank that went on and closed would take connections away from one that still makes its own.
+            control.combine("connected", b"", lambda every: b"", deadline)
+        except RuntimeError as error:
+            raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
         return cls(group, control, timeout_s, flight_dir, job_size, record)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
-from tests.doc_code import code_of
+from tests.doc_code import code_of, run_under_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL, PEFT = "1.16.0", "0.21.2"
@@ -37,10 +37,15 @@ REFUSED = {
 OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 
 
+def with_trl() -> dict[str, str]:
+    """The variables of a program for which TRL and PEFT are installed."""
+    path = os.pathsep.join([str(environment(*PACKAGES)), str(ROOT)])
+    return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
 def run_with_trl(*arguments: str, folder: Path = ROOT, timeout_s: float = 560.0) -> str:
     """What `python ARGUMENTS` prints in `folder` where TRL and PEFT are installed."""
-    path = os.pathsep.join([str(environment(*PACKAGES)), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    env = {**os.environ, **with_trl()}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
     )
@@ -81,10 +86,9 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
 def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text(code_of("embedding-trainers.md"), encoding="utf-8")
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    printed = run_with_trl(*ranks, str(page), folder=tmp_path)
-    for words in ("SFTTrainer: [", "Trainer: ", "configuration: "):
-        assert printed.count(words) >= 2, printed
+    printed = run_under_torchrun([str(page)], tmp_path, 2, 560.0, tmp_path, **with_trl())
+    for words in ("SFTTrainer: [", "\nTrainer: ", "configuration: "):
+        assert printed.count(words) == 2, printed
 
 
 @pytest.mark.slow

@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
-from ringattn.transport import control_store
+from ringattn.transport import control_store, gloo
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import group_store, rendezvous_store
 from ringattn.transport.gloo import GlooTransport, _Operation
@@ -58,6 +60,31 @@ QUICK = {
 )
 def test_contract(processes: Processes, check: contract.Check) -> None:
     processes.run(run_check, check.__name__)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def opened_before_the_last(rank: int, world_size: int) -> bool:
+    """Whether this rank has its ring while rank 0, which is slow, still connects."""
+    store = store_of(rank, world_size, list(range(world_size)))
+
+    def slowly(*arguments: Any) -> dist.ProcessGroupGloo:
+        group = gloo_connect(*arguments)
+        time.sleep(0.3)
+        store.set("rank 0 has connected", "1")
+        return group
+
+    gloo_connect = gloo._connect
+    with patch.object(gloo, "_connect", slowly if rank == 0 else gloo_connect):
+        ring = GlooTransport.open(dist.PrefixStore("slowly", store), rank, world_size, 20.0)
+    early = not store.check(["rank 0 has connected"])
+    ring.close()
+    return early
+
+
+def test_no_rank_goes_on_while_another_connects(processes: Processes) -> None:
+    assert set(processes.run(opened_before_the_last).values()) == {False}
 
 
 # --- rings beside rings and groups -----------------------------------------------------------------------------------

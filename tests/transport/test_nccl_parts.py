@@ -272,3 +272,6 @@ def test_wait_until() -> None:
     assert 0.2 <= time.monotonic() - start < 0.2 + 10 * LONGEST_NAP_S
     with pytest.raises(ValueError, match="the ring has failed"):
         wait_until(lambda: False, Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("the ring has failed")))
+    # What all waited for came, and then a rank that has seen it failed.
+    answers = iter([False, True])
+    assert wait_until(lambda: next(answers), Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("failed since")))
