@@ -15,13 +15,14 @@ right = many_ranks.hop
 
 
 def hop(case: many_ranks.Case) -> Any:
-    """By bytes: 1 dies on rank 1, 2 hangs there, 3 raises there, 4 is refused on both; more is right."""
+    """By bytes: 1 dies on rank 1, 2 leaves a file there and hangs, 3 raises there, 4 is refused on both; else right."""
     kind, culprit = case["bytes"][0], os.environ["RANK"] == "1"
     if kind == 4:
         raise UnsupportedError("no such transport")
     if culprit and kind == 1:
         os._exit(9)
     if culprit and kind == 2:
+        Path(os.environ["RINGATTN_TEST_HANGS"]).touch()
         time.sleep(1000)
     if culprit and kind == 3:
         raise ArithmeticError("a wrong byte")

@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from tests.contract import transport_contract as contract
 from tests.contract.meeting import store_of
 from tests.contract.pairs import PAIRED, check_pairs
 from tests.contract.processes import Processes
+from tests.contract.stopping import stop_until_told
 from tests.transport.test_shared import descriptors, mappings
 
 
@@ -126,14 +126,29 @@ def with_a_child(ring: ShmTransport, act: Callable[[], None]) -> None:
     act()
 
 
-def suffers(rank: int, world_size: int, members: list[int], victim: int, point: str, kill: bool) -> tuple[str, float]:
-    """What this rank is told after `victim` was killed or stopped, and how many seconds after."""
-    ring = meet(rank, world_size, members, LONG_S if kill else SHORT_S)
+def comes_up(note: Path) -> None:
+    until = time.monotonic() + LONG_S
+    while not note.exists():
+        assert time.monotonic() < until, note
+        time.sleep(0.01)
+
+
+def suffers(
+    rank: int, world_size: int, members: list[int], victim: int, point: str, notes: Path | None = None
+) -> tuple[str, float]:
+    """What this rank is told after `victim` was killed, or stopped until all others left a note, and when."""
+    ring = meet(rank, world_size, members, LONG_S)
     ring.all_gather_bytes(b"")
     if rank != victim:
+        if notes is not None:
+            if point != "in_a_wait":  # a wait that began long before would end with the victim still alive
+                comes_up(notes / "stops")
+            ring._group.timeout_s = SHORT_S
         with pytest.raises(TransportError) as caught:
             pass_on(ring)
         told_s = time.monotonic()
+        if notes is not None:
+            (notes / str(rank)).touch()
         with pytest.raises(ClosedError):
             ring.exchange([], [])
         return str(caught.value), told_s
@@ -141,9 +156,10 @@ def suffers(rank: int, world_size: int, members: list[int], victim: int, point: 
 
     def act() -> None:
         happened.append(time.monotonic())
-        if not kill:  # somebody has to wake it
-            subprocess.Popen(["sh", "-c", f"sleep {SHORT_S + 4.0}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGKILL if kill else signal.SIGSTOP)
+        if notes is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            stop_until_told(len(members) - 1, notes)
 
     try:
         globals()[point](ring, act)
@@ -167,9 +183,9 @@ SLOW_POINTS = at_once, after_a_start, in_an_agreement
 
 
 @pytest.mark.parametrize("point", [in_a_wait, *(pytest.param(point, marks=pytest.mark.slow) for point in SLOW_POINTS)])
-def test_a_stopped_rank_is_named_by_all(processes: Processes, point: Callable[..., None]) -> None:
+def test_a_stopped_rank_is_named_by_all(processes: Processes, point: Callable[..., None], tmp_path: Path) -> None:
     # Rank 0, which hosts the store: nothing asks it.
-    told = processes.run(suffers, [0, 1, 2], 0, point.__name__, False)
+    told = processes.run(suffers, [0, 1, 2], 0, point.__name__, tmp_path)
     assert_named(told, 0, [0, 1, 2], kill=False)
     assert "DeadlineError" in told[0][0], told[0]  # continued, it hears why the ring has ended
 
@@ -180,7 +196,7 @@ def test_a_killed_rank_is_named_by_all_and_nothing_is_left() -> None:
     with Processes(6) as mortals:
         for victim, point in ((5, with_a_child), (4, in_a_wait), (3, after_a_start), (2, in_an_agreement)):
             members = list(mortals.ranks)
-            told = mortals.run(suffers, members, victim, point.__name__, True, exits=victim)
+            told = mortals.run(suffers, members, victim, point.__name__, exits=victim)
             assert_named(told, victim, members, kill=True)
         sockets = {name for name, files in mortals.run(fills_memory, [0, 1]).values() if files == []}
         assert len(sockets) == 2 and sockets <= listening()
