@@ -21,6 +21,11 @@ def schedules_in_turn(number: int) -> list[str]:
     return [*(name for name in ROUTES if name not in NEWER), NEWER[number % len(NEWER)]]
 
 
+def a_third_in_turn(number: int) -> list[str]:
+    """Three cells that follow each other take all of them."""
+    return list(ROUTES)[number % 3 :: 3]
+
+
 def schedule_params(quick: Sequence[str] = ("double_ring", "balanced"), **values: Any) -> list[Any]:
     """A parameter for every schedule, its name or its value in `values`; `NEWER` ones that are not `quick` are slow."""
     slow = set(NEWER) - set(quick)

@@ -20,7 +20,7 @@ from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.covering import thinned
 from tests.poison import unset_is_nan
-from tests.schedules import NEWER, schedules_in_turn
+from tests.schedules import NEWER, a_third_in_turn, schedules_in_turn
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
@@ -57,7 +57,9 @@ HALVES = 1.25
 )
 def test_float64(mask: str, layout: str, ranks: int) -> None:
     trial = MASKS[mask]._replace(heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped")
-    check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT)
+    # On 8 ranks each mask and each layout meets every schedule, and not both at once.
+    turn = a_third_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout)) if ranks == 8 else ()
+    check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT, turn)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +163,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize(("variant", "ranks"), thinned(product(VARIANTS, RANKS), strength=1))
 def test_variants(variant: str, ranks: int) -> None:
+    turn = a_third_in_turn(list(VARIANTS).index(variant)) if ranks == 8 else ()
     for layout in ("contiguous", "zigzag", "striped") if ranks == 3 else ("zigzag",):
-        check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT)
+        check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT, turn)
 
 
 @pytest.mark.parametrize(

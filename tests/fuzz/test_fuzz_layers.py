@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import session
 from tests.fuzz.draw import draw
 
-QUICK_S, SLOW_S = 5.0, 55.0
+QUICK_S, SLOW_S = 5.0, 30.0
 KINDS = ("layers", "sequences", "order", "disagree", "processes")
 
 
