@@ -8,8 +8,8 @@ from importlib import import_module
 from ringattn.errors import InputError
 
 NAMES = (
-    "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction",
-    "recording", "hop", "control_store", "launch", "faults", "link_faults", "makespan", "margin", "shm",
+    "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction", "choice",
+    "recording", "hop", "control_store", "launch", "faults", "link_faults", "two_nodes", "makespan", "margin", "shm",
     "estimate", "training_published", "published",
 )  # fmt: skip
 

@@ -51,10 +51,11 @@ def run_in_processes(
             if code:
                 errors.seek(0)
                 raise RingError(f"{target} on {world_size} processes failed:\n{errors.read()[-LAST_CHARACTERS:]}")
-        return [json.loads(_result(folder, rank).read_text(encoding="utf-8")) for rank in range(world_size)]
+        return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def _result(folder: str, rank: int) -> Path:
+def result_file(folder: str, rank: int) -> Path:
+    """What a rank leaves behind."""
     return Path(folder, f"rank{rank}.json")
 
 
@@ -66,7 +67,7 @@ def main(target: str, folder: str, transport: str) -> None:
     function = getattr(import_module(module), name)
     with Ring(transport=transport, timeout_s=TIMEOUT_S) as ring:
         result = function(ring, **spec)
-    _result(folder, ring.rank).write_text(json.dumps(result), encoding="utf-8")
+    result_file(folder, ring.rank).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

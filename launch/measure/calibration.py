@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ GPU_SCALE = 8
 COPY_BYTES = 8 << 20
 ON_PROCESSOR = ("forward", "backward", "copy")
 """What a rank does without waiting for anybody."""
+NEAR, FAR = "message", "far message"
+"""Names of messages: between ranks of a node, and between nodes where there are several."""
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
@@ -71,24 +74,36 @@ SHAPES = (
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process: seconds of each thing on this rank, by round."""
+    """One process: what `measured` finds on a ring of its own."""
     torch.set_num_threads(1)
     with ringattn.Ring(timeout_s=TIMEOUT_S, transport=spec["transport"]) as ring:
-        works, found = _works(ring, spec["dtype"]), dict[str, list[float]]()
-        for work in works.values():
-            work()  # compiles, allocates, connects
-        for _ in _rounds(spec["rounds"], ring.rank == 0):
-            for name, work in works.items():
-                ring.barrier()
-                start, cpu = time.perf_counter(), time.process_time()
-                work()
-                ring.synchronize()
-                wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-                alone = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
-                found.setdefault(name, []).append(cpu_s if alone else wall_s)
-                found.setdefault(f"processor {name}", []).append(cpu_s)
-        return {"seconds": found, "transport": ring.transport.name, "engine": _engine(ring, spec["dtype"]).name,
-                "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
+        return measured(ring, spec["dtype"], spec["rounds"])
+
+
+def measured(
+    ring: ringattn.Ring, dtype: str, rounds: int, links: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, Any]:
+    """Seconds of each thing on this rank, by round.
+
+    `links`: names of messages, with the ranks that they go to and come from. None: `NEAR` from neighbor to neighbor.
+    """
+    ranks = ring.world_size
+    peers = links or {NEAR: ((ring.rank + 1) % ranks, (ring.rank - 1) % ranks)}
+    works, found = _works(ring, dtype, peers), dict[str, list[float]]()
+    for work in works.values():
+        work()  # compiles, allocates, connects
+    for _ in _rounds(rounds, ring.rank == 0):
+        for name, work in works.items():
+            ring.barrier()
+            start, cpu = time.perf_counter(), time.process_time()
+            work()
+            ring.synchronize()
+            wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+            alone = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
+            found.setdefault(name, []).append(cpu_s if alone else wall_s)
+            found.setdefault(f"processor {name}", []).append(cpu_s)
+    return {"seconds": found, "transport": ring.transport.name, "engine": _engine(ring, dtype).name,
+            "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
 
 
 def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
@@ -100,7 +115,7 @@ def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _works(ring: ringattn.Ring, dtype: str) -> dict[str, Callable[[], Any]]:
+def _works(ring: ringattn.Ring, dtype: str, peers: Mapping[str, tuple[int, int]]) -> dict[str, Callable[[], Any]]:
     """What is measured, by its name."""
     found: dict[str, Callable[[], Any]] = {}
     engine, scale = _engine(ring, dtype), GPU_SCALE if ring.device.type == "cuda" else 1
@@ -110,8 +125,8 @@ def _works(ring: ringattn.Ring, dtype: str) -> dict[str, Callable[[], Any]]:
     one = torch.zeros(COPY_BYTES // 4, device=ring.device)
     other = torch.zeros_like(one)
     found["copy"] = lambda: other.copy_(one)
-    for nbytes in MESSAGE_BYTES:
-        found[f"message {nbytes}"] = _exchange(ring, nbytes)
+    for (name, (to, source)), nbytes in product(peers.items(), MESSAGE_BYTES):
+        found[f"{name} {nbytes}"] = _exchange(ring, nbytes, to, source)
     found["pass"] = _empty_pass(ring, dtype)
     if ring.device.type == "cpu":
         crowd = [_passes(engine, Shape(512, 512), ring.device, dtype)[0] for _ in range(_jobs(ring))]
@@ -156,11 +171,10 @@ def _passes(
     )
 
 
-def _exchange(ring: ringattn.Ring, nbytes: int) -> Callable[[], None]:
-    """To the next rank, from the one before."""
+def _exchange(ring: ringattn.Ring, nbytes: int, to: int, source: int) -> Callable[[], None]:
+    """One message to a rank, and one from a rank."""
     sent, came = (ring.transport.allocate(nbytes) for _ in range(2))
-    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
-    sends, recvs = [Message(after, sent, "calibration")], [Message(before, came, "calibration")]
+    sends, recvs = [Message(to, sent, "calibration")], [Message(source, came, "calibration")]
     return lambda: ring.transport.exchange(sends, recvs).wait()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.errors import RingError
-from ringattn.launch.measure.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape
+from ringattn.launch.measure.calibration import COPY_BYTES, FAR, MESSAGE_BYTES, NEAR, SHAPES, Shape
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, call_work
 
 BLOCKS = (0, 64, 128, 256, 512, 1024)
@@ -113,10 +113,13 @@ def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -
         for (number, shape), backward in product(enumerate(SHAPES), (False, True))
     ]  # fmt: skip
     kernel = kernel_fit(samples, copy_bytes_s, dtype)
-    link = link_fit(MESSAGE_BYTES, [seconds[f"message {nbytes}"] for nbytes in MESSAGE_BYTES])
+    link = link_fit(MESSAGE_BYTES, [seconds[f"{NEAR} {nbytes}"] for nbytes in MESSAGE_BYTES])
     constants = {**kernel.constants, **link.constants, "copy_bytes_s": copy_bytes_s, "pass_s": seconds["pass"]}
+    if f"{FAR} {MESSAGE_BYTES[0]}" in seconds:
+        far = link_fit(MESSAGE_BYTES, [seconds[f"{FAR} {nbytes}"] for nbytes in MESSAGE_BYTES])
+        constants |= {f"node_{key}": value for key, value in far.constants.items()}
     if "crowd" in seconds:
-        largest = f"message {MESSAGE_BYTES[-1]}"
+        largest = f"{NEAR} {MESSAGE_BYTES[-1]}"
         constants["cores"] = max(1, round(jobs * seconds["alone"] / seconds["crowd"]))
         constants["wire_cores"] = seconds[f"processor {largest}"] / seconds[largest]
     return constants, kernel, link

@@ -3,13 +3,15 @@
 A step packs, lets its messages go and works; a rank enters its next step when its work is done and all its messages
 have left and arrived. A message starts when both ends have let their messages go. What a rank sends in a step shares
 its link, and so does what it receives. Where a machine has fewer processors than ranks at work, all of them get equal
-shares of it, and messages that processors carry take part (egalitarian processor sharing).
+shares of it, and messages that processors carry take part (egalitarian processor sharing); over a link slower than
+those inside a machine they take as much less as it is slower, and keep its pace.
 Guarantees: the same plans and constants, the same times.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
@@ -117,6 +119,7 @@ class _Play:
         cluster.check_ranks(len(plans))
         nodes = 1 + max(map(cluster.node_of, range(len(plans)))) if cluster.cores is not None else 1
         self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
+        self._slow_links = _Machine(None)
         self._orders = count()
         self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
         # Bytes by rank, step, whether sent, and the class of link, which what is sent in a step shares.
@@ -133,7 +136,7 @@ class _Play:
         self._posted_s: list[list[float | None]] = [[None] * len(plan.steps) for plan in plans]
         self._working = [False] * len(plans)
         self._left = [0] * len(plans)  # messages that the rank's step still waits for
-        self._travelling = [0] * len(plans)
+        self._travelling: list[Counter[LinkClass]] = [Counter() for _ in plans]
         self.finished = [0.0] * len(plans)
         self.spans: list[list[Span]] = [[] for _ in plans]
 
@@ -141,7 +144,8 @@ class _Play:
         """Until all ranks have ended."""
         for rank in range(len(self._plans)):
             self._work(rank, 0.0, self._cluster.pass_s if self._plans[rank].steps else 0.0, "begin", self._enter)
-        while (machine := min(self._machines, key=_Machine.next_s)).next_s() < float("inf"):
+        machines = [*self._machines, self._slow_links]
+        while (machine := min(machines, key=_Machine.next_s)).next_s() < float("inf"):
             machine.end_one(machine.next_s())
         for rank, plan in enumerate(self._plans):
             if self._at[rank] < len(plan.steps):
@@ -200,20 +204,30 @@ class _Play:
 
         def done(end_s: float) -> None:
             for rank in (src, dst):
-                self._carry(rank, end_s, -1)
+                self._carry(rank, end_s, kind, -1)
             for rank in (src, dst):
                 self._arrived(rank, end_s)
 
         for rank in (src, dst):
-            self._carry(rank, now_s, 1)
-        self._machine(src).start(now_s, travel_s, next(self._orders), done)
+            self._carry(rank, now_s, kind, 1)
+        # A link that wants a part of a processor gets it; one that could take more waits for its share.
+        carrier = self._slow_links if self._share(kind) < 1 else self._machine(src)
+        carrier.start(now_s, travel_s, next(self._orders), done)
 
-    def _carry(self, rank: int, now_s: float, by: int) -> None:
+    def _share(self, kind: LinkClass) -> float:
+        """Of what a rank's messages inside a node take of processors: in proportion to bytes/s, and no more."""
+        return min(1.0, self._cluster.link(kind)[1] / self._cluster.bandwidth)
+
+    def _carry(self, rank: int, now_s: float, kind: LinkClass, by: int) -> None:
         """A rank's processors carry one message more or less; one transport carries them all."""
-        before = self._travelling[rank]
-        self._travelling[rank] += by
-        if not (before and self._travelling[rank]):
-            self._machine(rank).demand_more(now_s, by * self._cluster.wire_cores)
+        if not self._cluster.wire_cores:
+            return
+        travelling = self._travelling[rank]
+        before = max(map(self._share, +travelling), default=0.0)
+        travelling[kind] += by
+        more = max(map(self._share, +travelling), default=0.0) - before
+        if more:
+            self._machine(rank).demand_more(now_s, more * self._cluster.wire_cores)
 
     def _worked(self, rank: int, now_s: float) -> None:
         self._working[rank] = False

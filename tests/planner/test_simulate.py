@@ -136,6 +136,19 @@ def test_carrying_messages_takes_processors_by_hand() -> None:
     assert time.total_us == pytest.approx(1500 + 200 + 1000)
 
 
+def test_a_slow_link_takes_processors_by_its_rate_and_is_not_slowed_by_them() -> None:
+    # One rank on each of two nodes of one processor; inside a node messages would be four times as fast, and take all
+    # of a processor. So the link takes a quarter: work runs at 1 / 1.25, the message in its own 1200 us. Step 0 ends
+    # its work at 1250 us, alone after 1200: 960 + 40 of work. Then 1000 us.
+    slow = replace(SLOW_LINK, bandwidth=4 * SLOW_LINK.bandwidth, node_bandwidth=SLOW_LINK.bandwidth, cores=1,
+                   wire_cores=1.0, ranks_per_node=1)  # fmt: skip
+    assert simulate(plans_of(problem_of(2)), slow).total_us == pytest.approx(1200 + 40 + 1000)
+    # A link faster than messages inside a node takes what those take, and waits for processors as they do.
+    fast = replace(slow, node_bandwidth=16 * SLOW_LINK.bandwidth)
+    same = replace(fast, bandwidth=16 * SLOW_LINK.bandwidth)
+    assert simulate(plans_of(problem_of(2)), fast).total_us == simulate(plans_of(problem_of(2)), same).total_us
+
+
 def test_links_between_machines_by_hand() -> None:
     # Two machines of two ranks each: the ring crosses between 1 and 2, and between 3 and 0.
     # Work is for nothing; each of 3 hops waits for the slowest link of the ring.

@@ -1,0 +1,150 @@
+"""Schedules over two nodes of two ranks with a slow link between them: measured, and predicted beside it.
+
+The nodes are network namespaces (`rails.py`); ranks of a node share memory, and each has a rail of its own to its
+peer on the other node, held to `rate_mb` megabytes a second. Kernel, memory and both kinds of messages are measured
+first, by the same ranks; the prediction plays the plans that run on these constants, with no constant of its own.
+`python -m ringattn.bench.two_nodes`, as root.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ringattn.bench.clock import Sample, kept, wall
+from ringattn.bench.options import parse
+from ringattn.bench.rails import NODES, RailedNodes
+from ringattn.bench.report import RESULTS, Table, finish, progress
+from ringattn.bench.timed_calls import PASSES, Shape, plans_of, samples_of, timed
+from ringattn.errors import InputError
+from ringattn.launch.measure.calibration import FAR, NEAR, finalized, measured
+from ringattn.launch.measure.constants import constants_of
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.simulate import simulate
+from ringattn.ring import Ring
+
+PROGRAM = "ringattn.bench.two_nodes:on_rank"
+PLACES = 2
+RANKS = NODES * PLACES
+FLAT = "ring"
+SCHEDULES = (FLAT, "double_ring", "all_gather", "direct", "ulysses")
+CALLS = (
+    Shape(4096, 8, 8, 64, "contiguous", FLAT, causal=False),
+    Shape(4096, 8, 8, 64, "zigzag", FLAT),
+    Shape(8192, 8, 4, 64, "zigzag", FLAT),
+)
+
+
+@dataclass(frozen=True)
+class TwoNodesOptions:
+    """`rate_mb`: megabytes/s of a rail, each way. `calls`: how many. `rounds`: of the constants' measurement."""
+
+    rate_mb: float = 25.0
+    calls: int = 3
+    repeats: int = 5
+    rounds: int = 10
+    results: str = RESULTS
+
+
+def shapes(calls: int) -> list[Shape]:
+    """Each call by each schedule."""
+    return [call._replace(schedule=name) for call in CALLS[:calls] for name in SCHEDULES]
+
+
+def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
+    """One rank's part: the constants, then the calls."""
+    if ring.rank == 0:
+        print("measures kernel, memory and messages of this machine", flush=True)
+    near, far = ring.rank ^ 1, (ring.rank + PLACES) % RANKS
+    found = measured(ring, "float32", spec["rounds"], {NEAR: (near, near), FAR: (far, far)})
+    return {"constants": found, **timed(ring, shapes(spec["calls"]), spec["repeats"])}
+
+
+def cluster_of(measurements: list[dict[str, Any]], cores: int, rate_mb: float) -> Cluster:
+    """The two nodes as the planner knows them. `cores`: processors of a node."""
+    constants, _, _ = constants_of(finalized(measurements), "float32", 1, measurements[0]["jobs"])
+    constants |= {"cores": cores, "ranks_per_node": PLACES}
+    return Cluster(
+        name=f"two nodes of {PLACES} ranks, rails of {rate_mb:g} MB/s (measured)",
+        source="measured by the ranks themselves, just before", calibrated=True, **constants,
+    )  # fmt: skip
+
+
+def table_of(options: TwoNodesOptions, cluster: Cluster, found: list[dict[str, list[Sample]]]) -> Table:
+    """A row for each call, pass and schedule, with the flat ring's time over its own; the verdict below."""
+    table = Table(
+        f"{RANKS} ranks on {NODES} nodes, rails of {options.rate_mb:g} MB/s, {options.repeats} rounds",
+        ("tokens, heads, mask, layout", "pass", "schedule", "over rails, MiB", "measured, ms", "predicted, ms", "error",
+         "ring over it", "predicted", "foreign"),
+        notes=[
+            "- over rails: what the busiest rank sends to the other node. error: predicted over measured, less one. "
+            "Ring over it: the flat ring's time over this schedule's, measured, and beside it predicted.",
+            f"- {cluster.cores} processors a node; foreign: processors that other programs took in the kept rounds.",
+            f"- messages, measured: inside a node {1e6 * cluster.latency_s:.0f} us and {cluster.bandwidth / 1e6:.0f} "
+            f"MB/s; between nodes {1e6 * (cluster.node_latency_s or 0):.0f} us and "
+            f"{(cluster.node_bandwidth or 0) / 1e6:.1f} MB/s.",
+        ],
+    )  # fmt: skip
+    errors, right = [], 0
+    taken = dict(zip(shapes(options.calls), found, strict=True))
+    for call in CALLS[: options.calls]:
+        for name in PASSES:
+            backward = name == "backward"
+            mine = [call._replace(schedule=schedule) for schedule in SCHEDULES]
+            plans = {shape: plans_of(shape, RANKS, backward, cluster) for shape in mine}
+            said = {shape: simulate(plans[shape], cluster).total_us / 1e6 for shape in mine}
+            took = {shape: wall(taken[shape][name]) for shape in mine}
+            right += took[min(mine, key=said.__getitem__)] <= 1.1 * min(took.values())
+            for shape in mine:
+                errors.append(said[shape] / took[shape] - 1)
+                table.rows.append((
+                    call.call, name, shape.schedule, f"{crossing_bytes(plans[shape], cluster) / 2**20:.1f}",
+                    f"{1e3 * took[shape]:.0f}", f"{1e3 * said[shape]:.0f}", f"{errors[-1]:+.1%}",
+                    f"{took[mine[0]] / took[shape]:.2f}", f"{said[mine[0]] / said[shape]:.2f}",
+                    f"{median(one.foreign for one in kept(taken[shape][name])):.2f}",
+                ))  # fmt: skip
+    table.notes.append(
+        f"- median error {median(map(abs, errors)):.1%}, greatest {max(map(abs, errors)):.1%}; the schedule of the "
+        f"least predicted time is within 10 % of the fastest measured in {right} of {2 * options.calls} passes."
+    )
+    return table
+
+
+def crossing_bytes(plans: Sequence[Any], cluster: Cluster) -> int:
+    """What the rank that sends most to the other node sends there."""
+    return max(
+        sum(
+            send.elements * plan.element_bytes(send.buffer)
+            for step in plan.steps
+            for send in step.sends
+            if cluster.node_of(send.peer) != cluster.node_of(plan.rank)
+        )
+        for plan in plans
+    )
+
+
+def main(words: Sequence[str]) -> dict[str, Any]:
+    """Run, print, keep; returns what is kept. Raises `UnsupportedError` where namespaces or `tc` are not permitted."""
+    options = parse(TwoNodesOptions(), words)
+    if options.rate_mb <= 0 or options.repeats < 1 or options.rounds < 1 or not 1 <= options.calls <= len(CALLS):
+        raise InputError(f"rate_mb, repeats and rounds must be positive, and calls from 1 to {len(CALLS)}")
+    with progress("two_nodes") as say, RailedNodes(PLACES, options.rate_mb * 1e6) as nodes:
+        by_rank = nodes.run(PROGRAM, asdict(options), say, "shm")
+        cores = len(nodes.processors[0])
+    cluster = cluster_of([rank["constants"] for rank in by_rank], cores, options.rate_mb)
+    found = samples_of(by_rank)
+    data: dict[str, Any] = {
+        "cluster": asdict(cluster),
+        "samples": {str(shape): one for shape, one in zip(shapes(options.calls), found, strict=True)},
+        "sample_fields": Sample._fields,
+        "largest_error": max(rank["error"] for rank in by_rank),
+    }
+    finish("two_nodes", options, [table_of(options, cluster, found)], data, options.results)
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
