@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,6 +36,7 @@ from torchtitan.models.common.decoder_sharding import set_gqa_inner_attention_lo
 from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 
 from ringattn.adapters import torchtitan as adapter
+from ringattn.adapters.groups import close_rings
 from tests.adapters.hosts import record
 
 DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
@@ -96,11 +97,26 @@ def reference() -> tuple[Tensor, list[Tensor]]:
     return total.detach(), list(torch.autograd.grad(total, list(alone.parameters())))
 
 
-def of_processes(spec: dict[str, Any]) -> dict[str, float]:
-    """One of two ranks, on a mesh: the greatest relative error of loss and gradients for each load balancer."""
+def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
+    """One of two ranks: what each of the next three functions says, by its name; torchtitan takes seconds to import."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    mesh, answers = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
+    for case in (of_sharded_weights, of_a_model, of_half_a_recipe):
+        answers[case.__name__] = case(mesh)
+        close_rings()
+    dist.destroy_process_group()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    """Of two processes, every case one after the other."""
+    return run_ranks_in_processes("tests.adapters.test_torchtitan:of_processes", {}, 2, 200, 1)
+
+
+def of_a_model(mesh: DeviceMesh) -> dict[str, float]:
+    """The greatest relative error of loss and gradients for each load balancer."""
     set_spmd_backend("partial_dtensor")
-    torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
     device = torch.device("cpu")
@@ -115,22 +131,18 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
             torch.distributed.all_reduce(grad)
         pairs = zip(grads, [*expected, expected_loss], strict=True)
         errors[str(balancer)] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    adapter.ring_of(mesh).close()
-    torch.distributed.destroy_process_group()
     return errors
 
 
 @pytest.mark.slow
-def test_a_model_over_two_processes_equals_one() -> None:
-    for errors in run_ranks_in_processes("tests.adapters.test_torchtitan:of_processes", {}, 2, 120, 1):
+def test_a_model_over_two_processes_equals_one(answers: list[dict[str, Any]]) -> None:
+    for errors in (answer["of_a_model"] for answer in answers):
         assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
 
 
-def of_half_a_recipe(spec: dict[str, Any]) -> list[str]:
-    """One of two ranks: what is said where torchtitan's own function, or none, made the shards; then what is not."""
+def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:
+    """What is said where torchtitan's own function, or none, made the shards; then what is not."""
     set_spmd_backend("partial_dtensor")
-    torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
     words = []
@@ -151,24 +163,18 @@ def of_half_a_recipe(spec: dict[str, Any]) -> list[str]:
         again = half(mine, **extra)
     again.sum().backward()
     words.append(str(torch.equal(again, alone)))
-    ring.close()
-    torch.distributed.destroy_process_group()
     return words
 
 
 @pytest.mark.slow
-def test_half_of_the_recipe_is_refused() -> None:
-    for before, after, local in run_ranks_in_processes(
-        "tests.adapters.test_torchtitan:of_half_a_recipe", {}, 2, 120, 1
-    ):
+def test_half_of_the_recipe_is_refused(answers: list[dict[str, Any]]) -> None:
+    for before, after, local in (answer["of_half_a_recipe"] for answer in answers):
         assert "shard over the 2 ranks of cp" in before and "torchtitan.prepare_context_parallel_input" in before
         assert after == before and local == "True"
 
 
-def of_sharded_weights(spec: dict[str, Any]) -> list[str]:
-    """One of two ranks, whose weights are shards too: what is said of a batch of which one rank has no positions."""
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
-    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+def of_sharded_weights(mesh: DeviceMesh) -> list[str]:
+    """Where weights are shards too: what is said of a batch of which one rank has no positions."""
     sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     for block in sharded.layers.values():
         fully_shard(block, mesh=mesh)
@@ -180,16 +186,13 @@ def of_sharded_weights(spec: dict[str, Any]) -> list[str]:
             answers.append(f"loss {float(loss_of(sharded(mine, **extra), targets).detach()):.2f}")
         except InputError as error:
             answers.append(str(error))
-    adapter.ring_of(mesh).close()
-    torch.distributed.destroy_process_group()
     return answers
 
 
 @pytest.mark.slow
-def test_a_refused_batch_is_heard_of_before_weights_are_gathered() -> None:
-    answers = run_ranks_in_processes("tests.adapters.test_torchtitan:of_sharded_weights", {}, 2, 120, 1)
-    assert all(first.startswith("loss") for first, _ in answers), answers
-    assert all("extra_kwargs['positions'] is missing" in second for _, second in answers), answers
+def test_a_refused_batch_is_heard_of_before_weights_are_gathered(answers: list[dict[str, Any]]) -> None:
+    for first, second in (answer["of_sharded_weights"] for answer in answers):
+        assert first.startswith("loss") and "extra_kwargs['positions'] is missing" in second, answers
 
 
 def test_recomputation_has_its_sequence_as_an_argument() -> None:
