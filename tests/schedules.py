@@ -13,7 +13,7 @@ import pytest
 
 from ringattn.schedule.routes import ROUTES
 
-NEWER = ("bidirectional", "double_ring", "pass_q", "balanced")
+NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 
 def schedules_in_turn(number: int) -> list[str]:

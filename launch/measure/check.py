@@ -17,7 +17,7 @@ from ringattn.errors import InputError
 from ringattn.launch.names import DTYPES, ENGINES
 from ringattn.launch.options import MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
-from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.routes import NUMBERED, ROUTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,11 +201,13 @@ def refused_schedules(ring: Ring) -> dict[str, str]:
     """The schedules that this ring refuses by name, each with the reason."""
     from ringattn.schedule.double_ring import grid_of
 
-    try:
-        grid_of(tuple(map(ring.cluster.node_of, range(ring.world_size))))
-    except InputError as error:
-        return {"double_ring": str(error)}
-    return {}
+    refused = {}
+    for name in NUMBERED:
+        try:
+            grid_of(tuple(map(ring.cluster.node_of, range(ring.world_size))), name)
+        except InputError as error:
+            refused[name] = str(error)
+    return refused
 
 
 class Result(NamedTuple):

@@ -37,7 +37,8 @@ require_checked("megatron-core", *CHECKED)
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True,
            AttnMaskType.no_mask: False, AttnMaskType.padding: False}  # fmt: skip
-_SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}
+_SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses",
+              "a2a+p2p": "ulysses_ring"}  # fmt: skip
 
 
 class RingCoreAttention(MegatronModule):
@@ -52,7 +53,8 @@ class RingCoreAttention(MegatronModule):
         attention_type: "self".
         attention_dropout: 0. None: that of the config, which must be 0.
         softmax_scale: Factor of the scores. None: 1 / sqrt(head_dim).
-        cp_comm_type: None (the schedule auto), p2p (ring), all_gather or a2a (ulysses).
+        cp_comm_type: None (the schedule auto), p2p (ring), all_gather, a2a (ulysses) or a2a+p2p
+            (ulysses_ring).
         pg_collection: The groups `cp` and `tp`. None: Megatron's own.
         k_channels: Not read; latent attention (MLA) passes it, and the dimensions are those of the tensors.
         v_channels: Not read, like k_channels.

@@ -75,6 +75,7 @@ def verify_placement(plan: Plan) -> None:
     whole: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
     arrived: dict[int, int] = defaultdict(int)  # elements, from the first on
+    ended = set[int]()  # received queries that have their result, by their buffer
 
     parts: dict[int, list[int]] = defaultdict(list)
     for index, one in enumerate(plan.buffers):
@@ -140,7 +141,11 @@ def verify_placement(plan: Plan) -> None:
             write(pack.into, now)
         for item in step.work:
             if isinstance(item, AttendReceivedOp):
-                write(item.result, now)
+                if item.q in ended:
+                    raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.q].label} have their result")
+                if item.result != LOCAL:
+                    ended.add(item.q)
+                    write(item.result, now)
                 for source in (item.q, item.kv, item.seed, item.dkv):
                     read(source, now)
                 continue

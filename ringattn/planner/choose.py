@@ -42,9 +42,9 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
 
     Dilated rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that),
     the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
-    anyway, it is kept for the backward pass if it is little. "double_ring" has an inner ring in each node of `cluster`,
-    and on one node rings of equal length. Raises `InputError` for an unknown schedule and for inner rings of unlike
-    length.
+    anyway, it is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a
+    group, in each node of `cluster`; on one node see `Route.grid_for`. Raises `InputError` for an unknown schedule and
+    for nodes of unlike length.
     """
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
@@ -58,9 +58,9 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
         route = route_named(schedule, problem.world_size)
         nodes = tuple(map(cluster.node_of, range(problem.world_size)))
-        # A double ring that is not told its inner rings has one in each node.
+        # What is not told which ranks belong together takes those of each node.
         if route.by_node and not route.grid and len(set(nodes)) > 1:
-            route = replace(route, grid=grid_of(nodes))
+            route = replace(route, grid=grid_of(nodes, route.name))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
     else:
@@ -93,7 +93,7 @@ def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
 
 def _little_comes(problem: Problem, route: Route) -> bool:
     """Whether everything that a forward pass brings lies there at once, on every rank in little memory."""
-    if problem.world_size == 1 or not (route.at_once or route.by_head):
+    if problem.world_size == 1 or not (route.at_once or (route.by_head and not route.by_node)):
         return False
     held = [count * problem.kv_heads * record_bytes(problem, problem.dtype) for count in problem.kv_layout.counts]
     came = [0] * problem.world_size

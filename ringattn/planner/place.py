@@ -38,7 +38,7 @@ from ringattn.planner.plan import (
     Zero,
     record_elements,
 )
-from ringattn.planner.received_heads import ReceivedHeads
+from ringattn.planner.received_heads import ReceivedHeads, received_by_step
 from ringattn.planner.visits import rows_of, with_visits
 from ringattn.schedule.content import Content, HeadRows, chained, piece_of, size, union
 from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
@@ -91,11 +91,11 @@ class _Projection:
         # All rows of each input block that arrive, in one message or in pieces.
         self.arrivals = _together(copy for copy in copies if copy.block.kind in INPUTS and copy.dst == rank)
         self.own = self._own_blocks()
-        self.received = {
-            now: ReceivedHeads(items, index)
+        self.received = received_by_step({
+            now: (index, items)
             for now, (index, step) in enumerate(self.steps)
             if (items := [item for item in step.work if not isinstance(item, Merge) and is_on_received(item)])
-        }
+        })  # fmt: skip
         # Known before the walk, so that a message can be received inside its fused buffer at once.
         fused = [buffer for received in self.received.values() for buffer in received.fused.values()]
         fused += arrivals_together(schedule, rank, self.sums)
@@ -147,25 +147,34 @@ class _Projection:
 
     def _attend_received(self, received: ReceivedHeads, draft: _Draft) -> None:
         """The work on received queries; the rank's own rows are put beside the received ones in the same buffers."""
+        now, queries, apart, used = draft.now, received.queries, list[Add](), dict[Kind, int]()
         for kind, buffer in received.fused.items():
-            for block, content in buffer.contents.items():
+            # Queries stay; what they carry begins from the output gradients and is a result in the last step.
+            if (kind is Kind.GRAD_OUT and now > queries.first) or (kind in (Kind.OUT, Kind.DQ) and now < queries.last):
+                continue
+            for block, content in buffer.contents.items() if kind is not Kind.Q or now == queries.first else ():
                 # Results are made here, so their parts need a place and no source.
                 if kind not in INPUTS:
-                    self.held[block] = self._inside(block, content, draft.now)
+                    made = self._inside(block, content, now)
+                    # Sums of more rows than are read here lie by themselves.
+                    if self.sums.get(block, content) == content:
+                        self.held[block] = made
+                    else:
+                        apart.append(Add(made, self._sum(block, draft)))
                 elif block.owner == self.rank:  # rounded as what is sent, so that all keys of a head are alike
-                    own = self._arriving(block, content, f"{block} coded", draft.now)
+                    own = self._arriving(block, content, f"{block} coded", now)
                     draft.packs.append(Pack(LOCAL, own))
                     self._in_fused(block, own, draft)
                 else:
                     self._in_fused(block, self.held[block], draft)
-        buffers = {kind: self.fused_index[buffer.label] for kind, buffer in received.fused.items()}
-        inputs = received.tiles(self.problem.group), buffers[Kind.Q], buffers[Kind.KV]
-        # OUT and dQ are written whole; dK/dV are added to.
+            used[kind] = self._use(self.fused_index[buffer.label], now)
         if self.backward:
-            draft.zeros.append(self._zeroed(buffers[Kind.DKV]))
-            draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.DQ], buffers[Kind.GRAD_OUT], buffers[Kind.DKV]))
-        else:
-            draft.work.append(AttendReceivedOp(*inputs, buffers[Kind.OUT]))
+            draft.zeros.append(self._zeroed(used[Kind.DKV]))
+        result, seed, dkv = (
+            used.get(kind, LOCAL) for kind in (Kind.DQ if self.backward else Kind.OUT, Kind.GRAD_OUT, Kind.DKV)
+        )
+        tiles = received.tiles(self.problem.group)
+        draft.work += [AttendReceivedOp(tiles, used[Kind.Q], used[Kind.KV], result, seed, dkv), *apart]
 
     def _attend_fused(self, buffer: FusedBuffer, items: list[Attend | AttendGrad], draft: _Draft) -> None:
         """One attention update for all work on a fused buffer."""
@@ -194,11 +203,11 @@ class _Projection:
             draft.work += [op for tiles in item.tiles for op in self._attend_ops(item, tiles, kv, dkv)]
 
     def _in_fused(self, block: Block, held: int, draft: _Draft) -> None:
-        """Have a received block read in its fused buffer: it lies there, or is restored into it from eight bits."""
+        """Have a received block read in its fused buffer: it lies there, or is packed or restored into it."""
         self._use(held, draft.now)
-        # It was received outside: in eight bits, or packed from the own tensors.
+        # It was received outside: in eight bits, packed from the own tensors, or with rows that are only relayed.
         if self.buffers[held].inside is None:
-            draft.restores.append(Pack(held, self._inside(block, self.buffers[held].content, draft.now)))
+            draft.restores.append(Pack(held, self._inside(block, self.fused[block].contents[block], draft.now)))
 
     def _inside(self, block: Block, content: Content, now: int) -> int:
         """A new buffer for a block, inside its fused buffer."""
@@ -299,9 +308,10 @@ class _Projection:
         return Recv(copy.src, buffer, first * elements, size(copy.content) * elements, label)
 
     def _arriving(self, block: Block, content: Content, label: str, now: int) -> int:
-        """The buffer for what arrives of a block: in the fused buffer, if it needs no restoring."""
-        dtype = self._sent_dtype(block.kind)
-        if block.kind in INPUTS and block in self.fused and dtype == self._held_dtype(block.kind):
+        """The buffer for what arrives of a block: in the fused buffer, if all of it is read and needs no restoring."""
+        dtype, fused = self._sent_dtype(block.kind), self.fused.get(block)
+        is_whole = fused is not None and fused.contents[block] == content
+        if block.kind in INPUTS and is_whole and dtype == self._held_dtype(block.kind):
             return self._inside(block, content, now)
         return self._new(label, content, dtype, now, block.kind)
 

@@ -96,14 +96,15 @@ class AttendOp(NamedTuple):
 class AttendReceivedOp(NamedTuple):
     """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
 
-    Forward fills `result` with out and lse; backward reads `seed`, fills `result` with dQ and adds to `dkv`, or where
-    it is the `first` sets the rows of its tiles.
+    The works with one buffer `q` carry one state: the first of them begins it, backward from `seed`, and the last
+    fills `result` with out and lse, backward with dQ; elsewhere these are LOCAL, for none. Backward adds to `dkv`, or
+    where it is the `first` on it sets the rows of its tiles.
     """
 
     tiles: TileTable
     q: int
     kv: int
-    result: int
+    result: int = LOCAL
     seed: int = LOCAL
     dkv: int = LOCAL
     first: bool = False

@@ -1,11 +1,16 @@
 """What one rank computes on received heads: the blocks that arrived and those that are returned to their owners, each
 kind in one fused buffer, and the work on them.
+
+Queries stay for all steps that work on any of them; keys are there for one step.
+       step      1                    2                    3
+       queries   Q0 Q1  state begins  Q0 Q1                Q0 Q1  its result OUT0 OUT1
+       keys      KV0 KV1              KV2 KV3              KV4 KV5
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ringattn.core.geometry import Tile, TokenRange
 from ringattn.core.tiling import TileTable
@@ -15,27 +20,45 @@ from ringattn.schedule.content import Content, HeadRows, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind
 from ringattn.schedule.passes import inputs_of, result_of
 
+CARRIED = Kind.Q, Kind.GRAD_OUT, Kind.OUT, Kind.DQ
+"""Kinds of blocks that have the rows of the queries."""
+
+
+class ReceivedQueries:
+    """Queries that a rank works on in some steps, and what they carry meanwhile: a softmax state, or dQ.
+
+    They come before the `first` of the steps; what they carry is made once, and is a result after the `last`.
+    """
+
+    def __init__(self, items: Iterable[Attend | AttendGrad], steps: Sequence[tuple[int, int]]) -> None:
+        """`items`: all work on them; `steps`: of the plan with their numbers in the schedule, ascending."""
+        (self.first, number), (self.last, _) = steps[0], steps[-1]
+        self.fused = fused_by_kind((found for item in items for found in (*inputs_of(item), *result_of(item))
+                                    if found[0].kind in CARRIED), number)  # fmt: skip
+
+
+def fused_by_kind(found: Iterable[tuple[Block, Content]], step: int) -> dict[Kind, FusedBuffer]:
+    """A fused buffer for each kind of block, with of each block the union of what was found."""
+    contents: dict[Block, list[Content]] = defaultdict(list)
+    for block, rows in found:
+        contents[block].append(rows)
+    by_kind: dict[Kind, dict[Block, Content]] = defaultdict(dict)
+    for block in sorted(contents):
+        by_kind[block.kind][block] = union(contents[block])
+        if not alone(by_kind[block.kind][block]):
+            raise PlanError("what is received must have a part for every head")
+    return {kind: FusedBuffer(f"{kind} received for step {step}", kind, held) for kind, held in by_kind.items()}
+
 
 class ReceivedHeads:
-    """The inputs and results of a rank's work on received queries, a fused buffer for each kind of block."""
+    """The inputs and results of a rank's work on received queries in one step: these, and the keys that they meet."""
 
-    def __init__(self, items: Iterable[Attend | AttendGrad], step: int) -> None:
-        """`items`: all work of the rank on received queries in a step."""
-        self.items = tuple(items)
-        found: dict[Block, list[Content]] = defaultdict(list)
-        for item in self.items:
-            for block, rows in (*inputs_of(item), *result_of(item)):
-                found[block].append(rows)
-        # Of each block the union over all work on it.
-        contents = {block: union(found[block]) for block in sorted(found)}
-        if not all(map(alone, contents.values())):
-            raise PlanError("what is received must have a part for every head")
-        by_kind: dict[Kind, dict[Block, Content]] = defaultdict(dict)
-        for block, rows in contents.items():
-            by_kind[block.kind][block] = rows
-        self.fused = {
-            kind: FusedBuffer(f"{kind} received for step {step}", kind, held) for kind, held in by_kind.items()
-        }
+    def __init__(self, items: Iterable[Attend | AttendGrad], step: int, queries: ReceivedQueries) -> None:
+        """`items`: all work of the rank on received queries in the step of this number."""
+        self.items, self.queries = tuple(items), queries
+        of_keys = fused_by_kind((found for item in self.items for found in (*inputs_of(item), *result_of(item))
+                                 if found[0].kind not in CARRIED), step)  # fmt: skip
+        self.fused = queries.fused | of_keys
 
     def tiles(self, group: int) -> TileTable:
         """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head."""
@@ -75,3 +98,25 @@ def _packed_ranges(tokens: TokenRange, part: HeadRows, start: int) -> Iterator[T
         rows = overlap.packed
         # Positions stay those of the tile, for the band; rows become rows of the fused buffer.
         yield TokenRange(tokens.positions.pick(overlap.indices), rows._replace(start=rows.start + start))
+
+
+def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad]]]) -> dict[int, ReceivedHeads]:
+    """The work on received queries by step of the plan, given with the step's number in the schedule.
+
+    Steps that have a block of queries in common work on the same queries.
+    """
+    # Blocks of queries, and the steps that work on them.
+    sets: list[tuple[set[Block], list[int]]] = []
+    for now, (_, items) in steps.items():
+        blocks, of_set = {item.q for item in items}, [now]
+        for other in [one for one in sets if one[0] & blocks]:
+            sets.remove(other)
+            blocks, of_set = blocks | other[0], other[1] + of_set
+        sets.append((blocks, sorted(of_set)))
+    found: dict[int, ReceivedHeads] = {}
+    for _, of_set in sets:
+        queries = ReceivedQueries(
+            (item for now in of_set for item in steps[now][1]), [(now, steps[now][0]) for now in of_set]
+        )
+        found |= {now: ReceivedHeads(steps[now][1], steps[now][0], queries) for now in of_set}
+    return found

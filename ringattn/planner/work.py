@@ -107,7 +107,7 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
             continue
         work = call_work(problem, item.tiles, plan.backward, cluster.block_keys)
         seconds += work_s(problem, work, cluster, plan.backward)
-        if isinstance(item, AttendReceivedOp):
+        if isinstance(item, AttendReceivedOp) and item.result != LOCAL:
             moved += COPIED * buffer_bytes(problem, buffers[item.result])
     return seconds + moved_s(moved, cluster) + exchange_s(plan, step, cluster)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Sizes
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Sizes, SoftmaxState
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.runtime.records import LocalTensors, PackedBuffer, Rows
 from ringattn.schedule.ops import Kind
@@ -25,6 +25,7 @@ class ForwardArithmetic:
         self.value_dim = local.values[1].x.shape[3]
         # All works at once: the engine may find which launches are the first and the last on their rows.
         self.state = engine.begin(works, q, self.value_dim, sinks)
+        self._received: dict[int, SoftmaxState] = {}
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
         # Outputs of other ranks are merged into what is carried; without it, none arrive.
         if self.state.out.carried is not None:
@@ -34,13 +35,19 @@ class ForwardArithmetic:
         """Into the state."""
         self.engine.attend(self.q, kv, self.state, work)
 
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
-        """As `attend`, into a state of its own, which is handed out."""
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
+        """As `attend`, into a state of its own, which is handed out after the last of the works."""
         # Received rows are all one head: each (row, head) of a shard is a row here.
-        q, out = _only(received[Kind.Q]).x, _only(received[Kind.OUT])
-        # No sinks: the owner of the queries counts them, once.
-        state = self.engine.begin([work], q, self.value_dim, None)
-        self.engine.attend(q, _keys(received[Kind.KV]), state, work)
+        q = _only(received[Kind.Q]).x
+        if not at:
+            # No sinks: the owner of the queries counts them, once.
+            self._received[id(works)] = self.engine.begin(works, q, self.value_dim, None)
+        state = self._received[id(works)]
+        self.engine.attend(q, _keys(received[Kind.KV]), state, works[at])
+        if Kind.OUT not in received:
+            return
+        del self._received[id(works)]
+        out = _only(received[Kind.OUT])
         assert state.out.carried is not None
         out.x.copy_(state.out.carried)
         # The lse goes back in the record of its output: the owner merges by it.
@@ -63,6 +70,7 @@ class BackwardArithmetic:
         self.engine, self.q, self.seed = engine, q, seed
         self.value_dim = seed.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
+        self._received: dict[int, tuple[BackwardInputs, Output]] = {}
         # lse and delta travel beside dout, so a receiver needs no output.
         scalars = _row_first(seed.lse), _row_first(seed.delta)
         grad_out = LocalTensors(seed.dout, scalars=scalars)
@@ -76,22 +84,34 @@ class BackwardArithmetic:
         sums, result = (None, dkv) if final else (dkv, None)
         self.engine.attend_grad(self.q, kv, self.seed, self.dq, sums, work, result)
 
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
         """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""
-        q, came, dq = (_only(received[kind]) for kind in (Kind.Q, Kind.GRAD_OUT, Kind.DQ))
-        # They lie beside each other in a record, row by row; the engines want each by itself.
-        dout, (lse, delta) = came.x.contiguous(), (one.permute(1, 2, 0).contiguous() for one in came.scalars)
-        # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
-        seed = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
-        # Not the own dQ: these queries belong to other ranks, to whom it is sent.
-        into = self.engine.begin_grad([work], q.x, self.value_dim)
-        self.engine.attend_grad(q.x, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), work)
+        q = _only(received[Kind.Q]).x
+        if not at:
+            # Not the own dQ: these queries belong to other ranks, to whom it is sent.
+            into = self.engine.begin_grad(works, q, self.value_dim)
+            self._received[id(works)] = _seed(_only(received[Kind.GRAD_OUT])), into
+        seed, into = self._received[id(works)]
+        self.engine.attend_grad(q, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), works[at])
+        if Kind.DQ not in received:
+            return
+        del self._received[id(works)]
         assert into.carried is not None
-        dq.x.copy_(into.carried)
+        _only(received[Kind.DQ]).x.copy_(into.carried)
+
+
+def _seed(came: Rows) -> BackwardInputs:
+    # They lie beside each other in a record, row by row; the engines want each by itself.
+    dout, (lse, delta) = came.x.contiguous(), (one.permute(1, 2, 0).contiguous() for one in came.scalars)
+    # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
+    return BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
 
 
 def serving_bytes(sizes: Sizes, backward: bool) -> int:
-    """What `attend_received` holds beside the engine's call: a state; backward its inputs' copies, zeros and dQ."""
+    """What `attend_received` holds from the first to the last of its works, beside the engine's calls.
+
+    A state; backward its inputs' copies, zeros and dQ.
+    """
     rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
     if not backward:
         # out and lse of each row.

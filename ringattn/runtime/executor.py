@@ -6,6 +6,7 @@ the pass, so a pass allocates nothing here.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,8 +61,11 @@ class Arithmetic(Protocol):
         """
         ...
 
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], work: Any) -> None:
-        """Attend with received queries to received keys, all as one head; fills OUT, or DQ and adds to DKV."""
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
+        """Attend with received queries to received keys, all as one head: the `at`-th of the works on these queries.
+
+        The last fills OUT, or DQ; all add to DKV. GRAD_OUT is there for the first.
+        """
         ...
 
 
@@ -89,13 +93,20 @@ class Executor:
         self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged, visits=visits)
         # By identity: the plan holds its operations for as long as this dict lives.
         self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
+        # Works on the same received queries carry one state, as the updates of the own ones do.
+        self._received: dict[int, tuple[Sequence[Any], int]] = {}
+        by_queries: dict[int, list[AttendReceivedOp]] = defaultdict(list)
         for item in items:
             if isinstance(item, AttendReceivedOp):
-                # In a fused buffer each (row, head) is a row of its own, so one query head and one K/V head.
-                rows, alone = size(plan.buffers[item.q].content), softmax._replace(group=1)
-                (self._work_of[id(item)],) = engine.prepare(
-                    [tuple(item.tiles)], alone, rows, 1, more=True, visits=[Visit(item.first)]
-                )
+                by_queries[item.q].append(item)
+        for queries, ops in by_queries.items():
+            # In a fused buffer each (row, head) is a row of its own, so one query head and one K/V head.
+            rows, alone = size(plan.buffers[queries].content), softmax._replace(group=1)
+            works = engine.prepare(
+                [tuple(op.tiles) for op in ops], alone, rows, 1, more=True, visits=[Visit(op.first) for op in ops]
+            )
+            for at, op in enumerate(ops):
+                self._received[id(op)], self._work_of[id(op)] = (works, at), works[at]
         self._bound: _Bound | None = None
         # Whether `begin` has started a pass that `run` has not yet continued.
         self._begun = False
@@ -107,21 +118,24 @@ class Executor:
     def workspace_bytes(self) -> int:
         """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
         problem, plan, most = self.plan.problem, self.plan, 0
+        # What received queries carry, by their buffer: from the first work on them to the last.
+        carried: dict[int, int] = {}
         dims = problem.head_dim, problem.value_dim, TORCH_DTYPE[problem.dtype]
         own = Sizes(problem.q_layout.counts[plan.rank], problem.batch, problem.q_heads, *dims)
         for item in (item for step in plan.steps for item in step.work):
             if isinstance(item, Add):
                 continue
-            sizes, held, received = own, 0, isinstance(item, AttendReceivedOp)
+            sizes, received = own, isinstance(item, AttendReceivedOp)
             if isinstance(item, AttendReceivedOp):
                 sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
-                # A state for the received rows, backward copies of their inputs, beside the engine's workspace.
-                held = serving_bytes(sizes, plan.backward)
+                carried[item.q] = serving_bytes(sizes, plan.backward)
             # The delta of received rows arrives as a gradient of its lse, see `arithmetic`.
             dlse = plan.backward and received
             called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
             # Updates run one after another and give back what they allocate, so the maximum counts, not the sum.
-            most = max(most, held + called)
+            most = max(most, sum(carried.values()) + called)
+            if isinstance(item, AttendReceivedOp) and item.result != LOCAL:
+                del carried[item.q]
         return most
 
     @property
@@ -219,7 +233,7 @@ class Executor:
                         # The kind of a buffer says its role; a role that the pass lacks is LOCAL.
                         roles = (item.q, item.kv, item.result, item.seed, item.dkv)
                         received = {self.plan.buffers[one].kind: buffers[one] for one in roles if one != LOCAL}
-                        arithmetic.attend_received(received, self._work_of[id(item)])
+                        arithmetic.attend_received(received, *self._received[id(item)])
                     else:
                         kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
                         if self.plan.backward:

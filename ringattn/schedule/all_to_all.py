@@ -1,6 +1,6 @@
 """Queries, keys and values to the owner of a head, and outputs back: Ulysses within each segment of each branch.
 
-The K/V heads that a segment's ranks need of each other are partitioned among these ranks; each receives the rows of its
+The heads that a segment's ranks need of each other are partitioned among these ranks; each receives the rows of its
 heads, attends, and returns the outputs to their owners, where they are merged. For each token and head of a segment of
 m ranks 4 (m - 1) / m rows travel (q, k, v, out), where a ring sends 2 (m - 1). A rank's queries attend to its own keys
 locally, half of the head parts while the inputs travel, half while the outputs do.
@@ -13,7 +13,7 @@ Guarantees: a schedule that needs no pass, forward or backward; every row travel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
@@ -21,7 +21,6 @@ from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, union
 from ringattn.schedule.ops import (
     Attend,
-    AttendGrad,
     Block,
     Copy,
     HeadTiles,
@@ -33,7 +32,7 @@ from ringattn.schedule.ops import (
     attend_grad,
     ordered_step,
 )
-from ringattn.schedule.passes import inputs_of, result_of
+from ringattn.schedule.passes import inputs_of, own_sum, result_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
 
 OUT, SERVE, BACK, MERGE = range(4)
@@ -58,7 +57,7 @@ def exchange(
     # The heads of a sub-ring are divided among its own ranks only: no other rank holds tokens of it.
     for number, pairs in enumerate(rings):
         for item in _served(problem, number, pairs):
-            work[SERVE].append(grad_on_received(item) if backward else item)
+            work[SERVE].append(attend_grad(item) if backward else item)
     arrives, leaves = rows_served(work[SERVE])
     # What the forward pass kept is at its place and is not sent again; gradients of outputs are.
     there = {(rank, block) for rank, block, _ in kept}
@@ -70,9 +69,7 @@ def exchange(
         # A result of the rank's own queries needs no message, but it is merged all the same.
         if block.owner != rank:
             copies[BACK].append(Copy(block, rank, block.owner, content))
-        # DKV has a partial sum for each rank (`origin`); OUT and DQ go straight into the owner's tensor.
-        into = Block(block.kind, block.owner, block.owner if block.kind is Kind.DKV else None)
-        work[MERGE].append(Merge(block.owner, into, block))
+        work[MERGE].append(Merge(block.owner, own_sum(block), block))
     return Schedule(problem, name, tuple(map(ordered_step, copies, work)), kept)
 
 
@@ -100,31 +97,44 @@ def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
 def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:
     """The work of a sub-ring, each K/V head on its owner."""
     members = sorted({rank for pair in pairs for rank in pair})
-    found = {pair: by_head(problem, tables) for pair, tables in pairs.items()}
-    heads = sorted({head for tables in found.values() for head in tables})
-    # Contiguous shares of the heads, differing by at most one:
-    #    heads  0 1 2 3 4    members 2    at * 2 // 5 = 0 0 0 1 1
-    shares = [[head for at, head in enumerate(heads) if at * len(members) // len(heads) == place]
-             for place in range(len(members))]  # fmt: skip
+    found = {pair: by_head(tables) for pair, tables in pairs.items()}
+    shares = shares_of(problem, {head for tables in found.values() for head in tables}, len(members))
     # `asker` owns the queries, `owner` the keys; `rank` computes and may be either of them or a third.
     for (asker, owner), tables in found.items():
         for rank, mine in zip(members, shares, strict=True):
-            if tiles := tuple(HeadTiles(StridedRange(head, 1), tables[head]) for head in mine if head in tables):
+            if tiles := of_heads(problem, tables, mine):
                 q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
                 yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
 
 
-def by_head(problem: Problem, tables: Tables) -> dict[int, TileTable]:
-    """The tiles by K/V head, each of a single query head."""
+def shares_of(problem: Problem, heads: Iterable[int], members: int) -> list[list[int]]:
+    """Contiguous shares of query heads, one for each member: of whole K/V heads where these can be divided evenly.
+
+    Else shares differ by at most one query head, and members that share a K/V head all receive it.
+       K/V heads  0 0 1 1 2 2    members 2    shares 0 1 2 | 3 4 5
+    """
+    heads = sorted(heads)
+    kv_heads = sorted({head // problem.group for head in heads})
+    even = not len(kv_heads) % members
+    # The place of a unit in the list of all says whose it is:  5 units, 2 members   at * 2 // 5 = 0 0 0 1 1
+    units = {unit: at for at, unit in enumerate(kv_heads if even else heads)}
+    shares: list[list[int]] = [[] for _ in range(members)]
+    for head in heads:
+        shares[units[head // problem.group if even else head] * members // len(units)].append(head)
+    return shares
+
+
+def by_head(tables: Tables) -> dict[int, TileTable]:
+    """The tiles by query head."""
     single = TileTable.together(table for some in tables.values() for table in some).with_single_heads()
     # Column 12 of a tile is its first query head, here its only one.
-    kv_head = single.columns[:, 12] // problem.group
-    return {head: single.take(kv_head == head) for head in sorted(set(kv_head.tolist()))}
+    return {head: single.take(single.columns[:, 12] == head) for head in sorted(set(single.columns[:, 12].tolist()))}
 
 
-def grad_on_received(item: Attend) -> AttendGrad:
-    """The backward of work on received queries."""
-    rank, ring = item.rank, item.q.ring
-    # dQ, dK and dV made here are partial sums of this rank; their owners add them up.
-    seed, dq = Block(Kind.GRAD_OUT, item.q.owner, ring=ring), Block(Kind.DQ, item.q.owner, rank, ring)
-    return AttendGrad(rank, item.q, item.kv, seed, dq, Block(Kind.DKV, item.kv.owner, rank, ring), item.tiles)
+def of_heads(problem: Problem, tables: dict[int, TileTable], heads: Iterable[int]) -> tuple[HeadTiles, ...]:
+    """The tiles of some query heads, by the K/V head that they read."""
+    found: dict[int, list[TileTable]] = defaultdict(list)
+    for head in heads:
+        if head in tables:
+            found[head // problem.group].append(tables[head])
+    return tuple(HeadTiles(StridedRange(head, 1), TileTable.together(found[head])) for head in sorted(found))

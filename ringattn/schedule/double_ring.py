@@ -30,22 +30,22 @@ Grid = tuple[tuple[int, ...], ...]
 """Ranks by node, as many in each."""
 
 
-def grid_of(nodes: tuple[int, ...]) -> Grid:
+def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:
     """The ranks of each node, given the node of each rank. Raises `InputError` where nodes have unlike numbers."""
     grid = tuple(tuple(rank for rank, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes))
     if len({len(ranks) for ranks in grid}) > 1:
         counts = ", ".join(str(len(ranks)) for ranks in grid)
         raise InputError(
-            f"schedule='double_ring' needs as many ranks on each node, and the nodes have {counts}; "
-            "choose schedule='ring', or name the ranks of an inner ring: schedule='double_ring:2'"
+            f"schedule='{name}' needs as many ranks on each node, and the nodes have {counts}; "
+            f"choose schedule='ring', or say how many ranks belong together: schedule='{name}:2'"
         )
     return grid
 
 
-def blocks_of(ranks: int, inner: int) -> Grid:
-    """Inner rings of `inner` neighboring ranks each. Raises `InputError` where they do not divide the ranks."""
+def blocks_of(ranks: int, inner: int, name: str = "double_ring") -> Grid:
+    """`inner` neighboring ranks each. Raises `InputError` where they do not divide the ranks."""
     if inner < 1 or ranks % inner:
-        raise InputError(f"schedule='double_ring:{inner}': inner rings of {inner} ranks do not divide {ranks} ranks")
+        raise InputError(f"schedule='{name}:{inner}': {inner} ranks that belong together do not divide {ranks} ranks")
     return tuple(tuple(range(first, first + inner)) for first in range(0, ranks, inner))
 
 

@@ -161,10 +161,13 @@ def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None
 
 
 def attend_grad(item: Attend) -> AttendGrad:
-    """The backward of an attend."""
-    rank, kv = item.rank, item.kv
-    seed, dq, dkv = Block(Kind.GRAD_OUT, rank), Block(Kind.DQ, rank), Block(Kind.DKV, kv.owner, rank, kv.ring)
-    return AttendGrad(rank, item.q, kv, seed, dq, dkv, item.tiles)
+    """The backward of an attend. Of received queries dQ is a partial sum of this rank, as dK and dV always are."""
+    rank, q, kv = item.rank, item.q, item.kv
+    seed, dq = (
+        Block(Kind.GRAD_OUT, q.owner, ring=q.ring),
+        Block(Kind.DQ, q.owner, q.ring if q.ring is None else rank, q.ring),
+    )
+    return AttendGrad(rank, q, kv, seed, dq, Block(Kind.DKV, kv.owner, rank, kv.ring), item.tiles)
 
 
 def work_of(problem: Problem, rank: int) -> dict[int, tuple[HeadTiles, ...]]:

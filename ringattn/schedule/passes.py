@@ -31,6 +31,9 @@ from ringattn.schedule.ops import (
 RankBlock = tuple[int, Block]
 """A rank and a block it may hold."""
 
+DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
+"""Of the inputs their gradients."""
+
 Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
@@ -114,8 +117,9 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
     """The backward of a pruned forward schedule.
 
     Forward step s becomes a main step and a merge step; one opening step fetches what the first main step reads.
-    A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it. K/V is
-    delivered anew: by `deliveries`, or by `deliveries_of` where none are given.
+    A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it; so does one
+    of Q. A copy of OUT becomes one of its gradient, with Q beside it. K/V is delivered anew: by `deliveries`, or by
+    `deliveries_of` where none are given.
     """
     last = len(schedule.steps) - 1
     # One opening step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
@@ -123,21 +127,32 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
     work: list[list[Work]] = [[] for _ in copies]
     for s, step in enumerate(schedule.steps):
         main = main_step(s, last)
-        for item in step.work:
-            assert isinstance(item, Attend)
-            work[main].append(attend_grad(item))
+        # A merge of outputs is no part of the backward: each part has the gradient of the whole.
+        work[main] += [attend_grad(item) for item in step.work if isinstance(item, Attend)]
         for copy in step.copies:
+            if copy.block.kind is Kind.OUT:
+                came = (copy.block._replace(kind=kind, origin=None) for kind in (Kind.Q, Kind.GRAD_OUT))
+                copies[main] += [Copy(block, copy.dst, copy.src, copy.content) for block in came]
+                continue
             # The receiver's sum for these rows is returned along the same edge, and added to the sender's own sum.
-            part = copy.block._replace(kind=Kind.DKV, origin=copy.dst)
+            part = copy.block._replace(kind=DUAL[copy.block.kind], origin=copy.dst)
             copies[main].append(Copy(part, copy.dst, copy.src, copy.content))
-            # At the owner all sub-rings add to the one gradient of its own tensor.
-            ring = None if copy.src == part.owner else part.ring
-            work[main + 1].append(Merge(copy.src, part._replace(origin=copy.src, ring=ring), part))
+            into = own_sum(part) if copy.src == part.owner else part._replace(origin=copy.src)
+            work[main + 1].append(Merge(copy.src, into, part))
+    # What is made of own rows beside received ones lies apart, until nothing more is added to it.
+    made = {block for items in work for item in items if isinstance(item, AttendGrad) for block, _ in result_of(item)}
+    alone = sorted(block for block in made if block.origin == block.owner and block.ring is not None)
+    work[-1] += [Merge(block.owner, own_sum(block), block) for block in alone]
     for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
         # `at` is the forward step of which the main step runs beside the delivery; one past the last is the opening
         # step.
         copies[main_step(at, last) if at <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, tuple(map(ordered_step, copies, work)))
+
+
+def own_sum(part: Block) -> Block:
+    """The owner's own gradient, to which its parts of all ranks and sub-rings are added."""
+    return Block(part.kind, part.owner, part.owner if part.kind is Kind.DKV else None)
 
 
 def main_step(forward_step: int, last: int) -> int:

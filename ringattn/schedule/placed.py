@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
-from ringattn.schedule.all_to_all import by_head, grad_on_received
+from ringattn.schedule.all_to_all import by_head, of_heads
 from ringattn.schedule.ops import (
     Attend,
     Block,
@@ -33,7 +33,7 @@ from ringattn.schedule.ops import (
     ordered_step,
     work_of,
 )
-from ringattn.schedule.passes import inputs_of, result_of
+from ringattn.schedule.passes import inputs_of, own_sum, result_of
 
 Place = Callable[[int, int, int], tuple[bool, int]]
 """Of asker, owner and the number of ranks: whether they meet on the owner of the keys, and in which step."""
@@ -62,7 +62,7 @@ def exchange(problem: Problem, name: str, place: Place, backward: bool) -> Sched
                 work[step].append(attend_grad(item) if backward else item)
             else:
                 other = _received(problem, asker, owner, parts, step)
-                work[step].append(grad_on_received(other) if backward else other)
+                work[step].append(attend_grad(other) if backward else other)
     copies: dict[int, list[Copy]] = defaultdict(list)
     merges: dict[int, list[Work]] = defaultdict(list)
     for step, items in work.items():
@@ -78,8 +78,7 @@ def exchange(problem: Problem, name: str, place: Place, backward: bool) -> Sched
                     continue
                 if not is_own:
                     copies[step + 1].append(Copy(block, made.rank, block.owner, rows))
-                into = Block(block.kind, block.owner, block.owner if block.kind is Kind.DKV else None)
-                merges[step + (1 if is_own else 2)].append(Merge(block.owner, into, block))
+                merges[step + (1 if is_own else 2)].append(Merge(block.owner, own_sum(block), block))
     steps = range(steps_of(place, ranks))
     return Schedule(problem, name, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
 
@@ -91,8 +90,8 @@ def steps_of(place: Place, ranks: int) -> int:
 
 def _received(problem: Problem, asker: int, owner: int, parts: tuple[HeadTiles, ...], step: int) -> Attend:
     tables: dict[StridedRange, list[TileTable]] = {part.heads: [part.tiles] for part in parts}
-    single = by_head(problem, tables)
-    tiles = tuple(HeadTiles(StridedRange(head, 1), single[head]) for head in sorted(single))
+    single = by_head(tables)
+    tiles = of_heads(problem, single, single)
     # Named by the step, for a rank's own keys lie anew beside the queries of each.
     q, kv = Block(Kind.Q, asker, ring=step), Block(Kind.KV, owner, ring=step)
     return Attend(owner, q, kv, Block(Kind.OUT, asker, owner, step), tiles)

@@ -8,7 +8,8 @@ received; otherwise the owner sends straight to the reader. *At once* (all-gathe
        ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
        direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
        all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Others are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional`, `double_ring` and `placed`.
+Others are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional`, `double_ring`, `placed` and
+`ulysses_ring`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal
 
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
-from ringattn.schedule import all_to_all, bidirectional, double_ring, placed, sub_rings
+from ringattn.schedule import all_to_all, bidirectional, double_ring, placed, sub_rings, ulysses_ring
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery, prune, transpose
@@ -31,7 +32,7 @@ from ringattn.schedule.read_sets import read_sets_of
 class Route:
     """One way for blocks to travel. `keeps`: what a forward pass received is kept for its backward, not sent again.
 
-    `grid`: of a double ring, the ranks of each node; empty for the most nearly square one.
+    `grid`: of a double ring the ranks of each node, of Ulysses x ring those of each group; empty: see `grid_for`.
     """
 
     name: str
@@ -50,9 +51,14 @@ class Route:
         """Whether each rank's part follows from the readers' read sets alone."""
         return not (self.by_segment or self.by_head or self.both_ways or self.by_node or self.place)
 
-    def grid_for(self, ranks: int) -> double_ring.Grid:
-        """The ranks of each node of a double ring."""
-        return self.grid or double_ring.square(ranks)
+    def grid_for(self, problem: Problem) -> double_ring.Grid:
+        """The ranks of each node or group: as given, else as nearly square as can be, or as the K/V heads allow."""
+        if self.grid:
+            return self.grid
+        ranks = problem.world_size
+        if self.by_head:
+            return double_ring.blocks_of(ranks, ulysses_ring.group_size(ranks, problem.kv_heads))
+        return double_ring.square(ranks)
 
     def source(self, owner: int, reader: int, ranks: int) -> int:
         """The rank that hands `owner`'s block to `reader`."""
@@ -83,11 +89,23 @@ SUB_RINGS = Route("sub_rings", relay=True, by_segment=True)
 ULYSSES = Route("ulysses", by_head=True)
 BIDIRECTIONAL = Route("bidirectional", relay=True, both_ways=True)
 DOUBLE_RING = Route("double_ring", relay=True, by_node=True)
+ULYSSES_RING = Route("ulysses_ring", relay=True, by_head=True, by_node=True)
 PASS_Q = Route("pass_q", place=placed.pass_q)
 BALANCED = Route("balanced", place=placed.balanced)
 ROUTES = {
     route.name: route
-    for route in (RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, PASS_Q, BALANCED)
+    for route in (
+        RING,
+        ALL_GATHER,
+        DIRECT,
+        SUB_RINGS,
+        ULYSSES,
+        BIDIRECTIONAL,
+        DOUBLE_RING,
+        ULYSSES_RING,
+        PASS_Q,
+        BALANCED,
+    )
 }
 ALIASES = {"all_to_all": ULYSSES.name}
 """Other names of schedules, taken wherever one is named."""
@@ -103,13 +121,14 @@ ScheduleName = Literal[
     "all_to_all",
     "bidirectional",
     "double_ring",
+    "ulysses_ring",
     "pass_q",
     "balanced",
 ]
 
 
 def route_named(name: str, ranks: int | None = None) -> Route:
-    """The route called `name`; "double_ring:M" has inner rings of M neighboring ranks, of `ranks` in all.
+    """The route called `name`; "double_ring:M" has inner rings, "ulysses_ring:M" groups, of M neighboring ranks.
 
     Raises `InputError` for others.
     """
@@ -117,15 +136,18 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     word = ALIASES.get(word, word)
     if word not in ROUTES or (colon and not (word in NUMBERED and inner.isdecimal())):
         raise InputError(
-            f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or double_ring:M for inner "
-            "rings of M ranks"
+            f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or double_ring:M, "
+            "ulysses_ring:M for inner rings or groups of M ranks"
         )
     route = ROUTES[word]
-    return replace(route, grid=double_ring.blocks_of(ranks, int(inner))) if colon and ranks else route
+    return replace(route, grid=double_ring.blocks_of(ranks, int(inner), word)) if colon and ranks else route
 
 
 def forward(problem: Problem, route: Route) -> Schedule:
     """The forward schedule before any pass: whole shards travel, every rank attends to all of them."""
+    if route.by_node:
+        way = ulysses_ring if route.by_head else double_ring
+        return way.forward(problem, route.name, route.grid_for(problem))
     if route.by_segment:
         return sub_rings.forward(problem, route.name)
     if route.by_head:
@@ -134,8 +156,6 @@ def forward(problem: Problem, route: Route) -> Schedule:
         return placed.exchange(problem, route.name, route.place, backward=False)
     if route.both_ways:
         return bidirectional.forward(problem, route.name)
-    if route.by_node:
-        return double_ring.forward(problem, route.name, route.grid_for(problem.world_size))
     ranks = problem.world_size
     heads = [part.kv_heads for part in problem.parts]
     tiles = [work_of(problem, rank) for rank in range(ranks)]
@@ -201,7 +221,7 @@ def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
         return placed.exchange(problem, route.name, route.place, backward)
     there = schedule_of(problem, route, False)
     if route.by_node:
-        return double_ring.backward(there, route.grid_for(problem.world_size))
+        return (ulysses_ring if route.by_head else double_ring).backward(there, route.grid_for(problem))
     # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
         return all_to_all.exchange(problem, route.name, backward, there.arrivals() if route.keeps else ())

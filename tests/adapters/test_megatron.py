@@ -101,7 +101,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     errors: dict[str, float] = {}
 
     wanted = results(alone, alone(whole["tokens"], places, None, labels=whole["labels"]).sum())
-    for kind in (None, "p2p", "all_gather", "a2a"):
+    for kind in (None, "p2p", "all_gather", "a2a", "a2a+p2p"):
         model = gpt(RingCoreAttention, groups, context_parallel_size=2, cp_comm_type=kind)
         mine = get_batch_on_this_cp_rank(dict(whole))
         loss = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum()
@@ -307,8 +307,8 @@ def test_what_is_refused() -> None:
             RingCoreAttention(config(), 1, AttnMaskType.causal, "self", attention_dropout=0.1)
         with pytest.raises(InputError, match="attention_type='cross'"):
             core(ring, "cross")
-        with pytest.raises(InputError, match=r"cp_comm_type='a2a\+p2p' is not known"):
-            core(ring, cp_comm_type="a2a+p2p")
+        with pytest.raises(InputError, match=r"cp_comm_type='p2p\+a2a' is not known"):
+            core(ring, cp_comm_type="p2p+a2a")
         with pytest.raises(InputError, match=r"qk_clip: attention over a ring does not tell .* set qk_clip=False"):
             core(ring, qk_clip=True)
         with pytest.raises(InputError, match="set log_max_attention_logit=False"):

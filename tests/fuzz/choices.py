@@ -12,12 +12,20 @@ LONGEST = 400
 """Tokens of a sequence; few are so long."""
 OF_DOCUMENTS = ("per_document", "documents")
 LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
-SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "ulysses", "all_to_all"]
+SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "all_to_all"]
 NEW_SCHEDULES = ["bidirectional", "double_ring", "pass_q", "balanced"]
 """Drawn apart from a case, so that the seeds of cases that once failed still draw them."""
+GRID_SCHEDULES = ["ulysses", "ulysses_ring", "ulysses_ring", "ulysses_ring:", "ulysses_ring:", "double_ring:"]
+"""Drawn apart again; a colon is followed by some ranks that divide all."""
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
 STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")
 MODES = ["train"] * 10 + ["inference", "no_grad", "checkpoint", "reentrant"]
+
+
+def grid_schedule(r: Random, ranks: int) -> str:
+    """One of `GRID_SCHEDULES`."""
+    name = r.choice(GRID_SCHEDULES)
+    return name + str(r.choice([some for some in range(1, ranks + 1) if ranks % some == 0])) * name.endswith(":")
 
 
 def maybe(r: Random, chance: float) -> bool:

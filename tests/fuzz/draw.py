@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.fuzz.choices import MODES, NEW_SCHEDULES, OF_DOCUMENTS, RANKS, SCHEDULES, Case, maybe, numbers, sequence
+from tests.fuzz.choices import (
+    MODES,
+    NEW_SCHEDULES,
+    OF_DOCUMENTS,
+    RANKS,
+    SCHEDULES,
+    Case,
+    grid_schedule,
+    maybe,
+    numbers,
+    sequence,
+)
 from tests.fuzz.draw_calls import branches, call, draw_mask, next_call, odd
 
 KINDS = {
@@ -40,11 +51,13 @@ def draw(seed: int) -> Case:
     """The case of this seed; some of its schedules by name are the newer ones, and so are some masks and layouts."""
     if seed < OLD_SEEDS:
         return _case(seed)
-    case, r = _case(seed), Random(f"rings {seed}")
+    case, r, grids = _case(seed), Random(f"rings {seed}"), Random(f"grids {seed}")
     for holder in (*case.get("calls", ()), case):
         options = holder.get("options", {})
         if options.get("schedule", "auto") != "auto" and maybe(r, 0.4):
             options["schedule"] = r.choice(NEW_SCHEDULES)
+        if options.get("schedule", "auto") != "auto" and maybe(grids, 0.3):
+            options["schedule"] = grid_schedule(grids, case["ranks"])
         for seq in (holder.get("seq"), holder.get("kv_seq")):
             if seq and seq["layout"] == "per_document":
                 seq["layout"] = Random(f"documents {seed}").choice(OF_DOCUMENTS)

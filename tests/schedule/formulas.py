@@ -2,7 +2,8 @@
 
 P ranks; of one shard: M bytes of keys and values, Q of queries, O of partial outputs with their lse; in the backward
 G of key and value gradients, D of output gradients with lse and delta, R of query gradients. A double ring has N nodes
-of L ranks. Source: the counts of Ring Attention, Ulysses and ring pass-Q in their papers.
+of L ranks, Ulysses x ring N groups of L ranks. Source: the counts of Ring Attention, Ulysses and ring pass-Q in their
+papers.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ FORMULAS = {
     "double_ring": RING._replace(
         forward_messages="N * (L - 1) + (N - 1) * L",
         backward_messages="N * (L - 1) + (N - 1) * L + P - 1 + max(0, N - 2) * (L - 1)",
+    ),
+    "ulysses_ring": Formulas(
+        "(L - 1) / L * (M + Q + O) + (N - 1) * M",
+        "3 * (L - 1) + (N - 1) * L",
+        "(L - 1) / L * (M + Q + D + R + G) + (N - 1) * (M + G)",
+        "5 * (L - 1) + 2 * (N - 1) * L",
     ),
     "pass_q": Formulas("(P - 1) * (Q + O)", "2 * (P - 1)", "(P - 1) * (Q + D + R)", "3 * (P - 1)"),
     "balanced": Formulas(

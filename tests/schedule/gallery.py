@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Block, Kind, Merge, Schedule
-from ringattn.schedule.routes import ROUTES, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, schedule_of
 from ringattn.schedule.text import cell, grid
 from tests.schedule import formulas
 from tests.strategies import simple
@@ -29,7 +29,7 @@ def sent() -> str:
     ]
     for name, route in ROUTES.items():
         for ranks in (4, 8):
-            problem = simple("contiguous", ROWS * ranks, ranks, heads=HEADS).problem
+            problem = simple("contiguous", ROWS * ranks, ranks, heads=heads_for(route, ranks, HEADS)).problem
             cells = [cell for backward in (False, True) for cell in _counts(schedule_of(problem, route, backward))]
             lines.append(f"| `{name}` | {ranks} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -37,12 +37,18 @@ def sent() -> str:
 
 def _counts(schedule: Schedule) -> list[str]:
     ranks, shards, messages = schedule.problem.world_size, 0.0, Counter[int]()
+    heads = schedule.problem.kv_heads
     for step in schedule.steps:
         for copy in step.copies:
-            shards += SHARD[copy.block.kind] * size(copy.content) / (ROWS * HEADS)
+            shards += SHARD[copy.block.kind] * size(copy.content) / (ROWS * heads)
             messages[copy.src] += 1
     works = sum(any(not isinstance(item, Merge) for item in step.work) for step in schedule.steps)
     return [f"{shards / ranks:.3g}", str(max(messages.values())), str(works)]
+
+
+def heads_for(route: Route, ranks: int, heads: int) -> int:
+    """So many heads that Ulysses x ring has two groups, where it is the route."""
+    return ranks // 2 if route.by_head and route.by_node else heads
 
 
 def grids() -> str:
@@ -51,7 +57,9 @@ def grids() -> str:
     for name, route in ROUTES.items():
         found.append(f"`{name}`")
         for ranks in (4, 8):
-            problem = simple("contiguous", 4 * ranks, ranks, heads=ranks, causal=name == "balanced").problem
+            problem = simple(
+                "contiguous", 4 * ranks, ranks, heads=heads_for(route, ranks, ranks), causal=name == "balanced"
+            ).problem
             found.append(f"```text\n{drawn(schedule_of(problem, route, False), short=ranks == 8)}\n```")
     return "\n\n".join(found)
 

@@ -39,8 +39,9 @@ def test_every_pair_of_two_ranks_meets_once_on_the_owner_of_its_head(case: Case)
         assert item.q.owner != item.kv.owner and item.rank == item.out.origin
         for heads, table in item.tiles:
             assert heads.count == 1
-            owners[item.q.ring or 0, heads.start].add(item.rank)
             for tile in table:
+                assert tile.heads.count == 1 and tile.heads.start // problem.group == heads.start
+                owners[item.q.ring or 0, tile.heads.start].add(item.rank)
                 at = np.ix_(tile.heads.members(), q[list(tile.q.rows.members())], k[list(tile.k.rows.members())])
                 distance = at[1] - at[2]
                 met[at] += (distance >= tile.band.lo) & (distance <= tile.band.hi)

@@ -97,12 +97,12 @@ def test_inner_rings_are_the_nodes_of_the_cluster() -> None:
     scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
     assert choose_route(problem, "double_ring", scattered).grid == ((0, 2), (1, 3))
     assert choose_route(problem, "double_ring", CLUSTERS["cpu"]).grid == ()
-    assert DOUBLE_RING.grid_for(4) == square(4) == ((0, 1), (2, 3)) == route_named("double_ring:2", 4).grid
+    assert DOUBLE_RING.grid_for(problem) == square(4) == ((0, 1), (2, 3)) == route_named("double_ring:2", 4).grid
     assert square(6) == ((0, 1), (2, 3), (4, 5)) and square(5) == ((0,), (1,), (2,), (3,), (4,))
     with pytest.raises(InputError, match=r"as many ranks on each node, and the nodes have 3, 1;.*'double_ring:2'"):
         choose_route(problem, "double_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
     assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == blocks_of(4, 2)
-    with pytest.raises(InputError, match="inner rings of 3 ranks do not divide 4 ranks"):
+    with pytest.raises(InputError, match="3 ranks that belong together do not divide 4 ranks"):
         choose_route(problem, "double_ring:3", CLUSTERS["cpu"])
 
 

@@ -25,7 +25,7 @@ def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: i
         q_heads=group * ranks, kv_heads=ranks, head_dim=16, value_dim=8, batch=2, wire_dtype=wire, out_wire_dtype=wire,
     )  # fmt: skip
     route = ROUTES[name]
-    letters = quantities(problem, len(route.grid_for(ranks)) if route.by_node else 1)
+    letters = quantities(problem, len(route.grid_for(problem)) if route.by_node else 1)
     sent = [
         sum(getattr(plan_of(problem, route, rank, backward), what) for rank in range(ranks)) / ranks
         for backward in (False, True)

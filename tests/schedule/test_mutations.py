@@ -156,11 +156,11 @@ def test_reading_in_the_step_that_delivers(route: str, backward: bool) -> None:
     whole = schedule(route, backward)
     at = first(whole, lambda step: any(copy.block.kind is Kind.KV for copy in step.copies))
     arriving = {(copy.dst, copy.block.owner) for copy in whole.steps[at].copies}
-    later = whole.steps[at + 1].work
-    early = tuple(item for item in later if (item.rank, item.kv.owner) in arriving)[:1]
-    assert early
-    moved = with_step(whole, at, work=(*whole.steps[at].work, *early))
-    moved = with_step(moved, at + 1, work=tuple(item for item in later if item not in early))
+    reading = ((after, item) for after, step in enumerate(whole.steps) if after > at for item in step.work
+               if not isinstance(item, Merge) and (item.rank, item.kv.owner) in arriving)  # fmt: skip
+    after, early = next(reading)
+    moved = with_step(whole, at, work=(*whole.steps[at].work, early))
+    moved = with_step(moved, after, work=tuple(item for item in whole.steps[after].work if item is not early))
     with pytest.raises(PlanError, match=r"reads rows of KV\d\S* that have not arrived"):
         verify(moved)
 

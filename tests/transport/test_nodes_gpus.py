@@ -11,7 +11,7 @@ import torch
 
 from ringattn import Ring
 from ringattn.errors import RingError
-from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.routes import NUMBERED, ROUTES
 from ringattn.transport.base import Message
 from ringattn.transport.nodes import DeviceNodesTransport
 from tests.contract import transport_contract as contract
@@ -52,7 +52,7 @@ def test_which_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", [EVEN, pytest.param(EARLY, marks=pytest.mark.slow)], ids=str)
 def test_attention_is_exact(nodes: tuple[int, ...]) -> None:
     trial, layout = TRIALS["causal"]
-    schedules = [name for name in ROUTES if name != "double_ring" or nodes == EVEN]  # which needs equal nodes
+    schedules = [name for name in ROUTES if name not in NUMBERED or nodes == EVEN]  # which needs equal nodes
 
     def body(ring: DeviceNodesTransport) -> list[Any]:
         with Ring(transport=ring, engine="plain", timeout_s=30.0, poison=True) as made:
