@@ -57,8 +57,8 @@ def flex_attention(
         value: Like query.
         score_mod: None, or a function that is softcap * tanh(score / softcap) with a number.
         block_mask: A mask of the whole sequence, as one process would pass it: its mask_mod is given positions in the
-            whole sequence, wherever a token lies. Full, causal, a window, documents or a window in documents, alike
-            for all heads; each row of the batch may have its own. It separates what the documents of the sequence
+            whole sequence, wherever a token lies. Full, causal, a window, or causal after a prefix, also in documents,
+            alike for all heads; each row of the batch may have its own. It separates what the documents of the sequence
             separate. None: every pair.
         scale: Factor of the scores. None: 1 / sqrt(head_dim).
         enable_gqa: Key and value may have fewer heads.
@@ -106,8 +106,8 @@ def flex_attention(
         cut = seq.with_documents(one.documents) if one.says_documents else seq
         some_q, some_k, some_v = (x if len(mine) == batch else x[mine] for x in (q, k, v))
         parts.append(seq.ring.attention(
-            some_q, some_k, some_v, cut, causal=one.causal, window=one.window, scale=scale, softcap=softcap,
-            return_lse=True,
+            some_q, some_k, some_v, cut, causal=one.causal, window=one.window, prefix=one.prefix, scale=scale,
+            softcap=softcap, return_lse=True,
         ))  # fmt: skip
     out, lse = parts[0]
     if len(parts) > 1:

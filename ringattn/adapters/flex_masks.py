@@ -27,17 +27,21 @@ DRAWN = 1 << 18
 
 _POSSIBLE = (
     "a ring computes full, causal and sliding-window masks, also cut into documents (so chunks of equal length too), "
-    "alike for all heads; prefix-LM, dilated and any other masks it does not"
+    "and causal ones after a prefix (prefix-LM), alike for all heads; here it is given no other masks"
 )
 
 
 @dataclass(frozen=True)
 class FoundMask:
-    """A mask in the words of `Ring.attention`; `documents`: cumulative lengths, None for one."""
+    """A mask in the words of `Ring.attention`; `documents`: cumulative lengths, None for one.
+
+    `prefix`: of each document the first keys that all its queries see, None where causal is all that is said.
+    """
 
     causal: bool
     window: tuple[int | None, int | None] | None
     documents: tuple[int, ...] | None
+    prefix: tuple[int, ...] | None = None
 
     @property
     def says_documents(self) -> bool:
@@ -53,7 +57,11 @@ class FoundMask:
         right = 0 if self.causal else right
         first, last = cuts[which - 1], cuts[which]
         first = first if left is None else torch.maximum(first, q - left)
-        return first, last if right is None else torch.minimum(last, q + right + 1)
+        after = last if right is None else torch.minimum(last, q + right + 1)
+        if self.prefix is not None:
+            prefix = cuts[:-1] + torch.tensor(self.prefix, device=device)
+            after = torch.maximum(after, torch.minimum(last, prefix[which - 1]))
+        return first, after
 
 
 def found_masks(mask: BlockMask | None, length: int, batch: int, heads: int) -> tuple[FoundMask, ...]:
@@ -193,7 +201,27 @@ def _candidate(pairs: _Pairs, row: int, places: Tensor, meets: Tensor) -> FoundM
     seen = pairs(torch.full_like(q, row), torch.zeros_like(q), q, torch.cat([own.flip(0), own]))
     sides = tuple(None if side == len(own) - 1 else side for side in map(_run, seen.chunk(2)))
     window = None if sides in ((None, None), (None, 0)) else (sides[0], sides[1])
-    return FoundMask(sides[1] == 0, window, tuple(cuts.tolist()) if len(cuts) > 2 else None)
+    found = FoundMask(sides[1] == 0, window, tuple(cuts.tolist()) if len(cuts) > 2 else None)
+    return found if sides[0] is not None else _with_prefix(pairs, row, places, cuts, found)
+
+
+def _with_prefix(pairs: _Pairs, row: int, places: Tensor, cuts: Tensor, found: FoundMask) -> FoundMask:
+    """`found`, or a prefix in each document and causal after it, where the first queries of documents say so."""
+    # How many keys the first query of each document sees: one where it is causal, of a prefix all.
+    lengths = cuts.diff()
+    starts = torch.repeat_interleave(cuts[:-1], lengths)
+    seen = pairs(torch.full_like(places, row), torch.zeros_like(places), starts, places)
+    prefix = torch.stack([part.to(torch.uint8).cumprod(0).sum() for part in seen.split(lengths.tolist())]).long()
+    ends = found.ranges(len(places), places.device)[1]
+    if torch.equal(ends[cuts[:-1]], cuts[:-1] + prefix):
+        # A window's right side says as much of them; the second query tells, for the window moves on with it.
+        some = ((prefix > 1) & (prefix < lengths)).nonzero().flatten()
+        if not len(some):
+            return found
+        k = cuts[some[:1]] + prefix[some[:1]]
+        if pairs(torch.full_like(k, row), torch.zeros_like(k), cuts[some[:1]] + 1, k).any():
+            return found
+    return FoundMask(True, None, found.documents, tuple(prefix.tolist()))
 
 
 def _run(seen: Tensor) -> int:
@@ -302,4 +330,7 @@ def _words(found: FoundMask) -> str:
     )
     if found.window is not None:
         return f"a {'causal ' if found.causal else ''}window {found.window}{documents}"
+    if found.prefix is not None:
+        more = ", ..." if len(found.prefix) > 4 else ""
+        return f"causal after a prefix of {', '.join(map(str, found.prefix[:4]))}{more} tokens{documents}"
     return ("causal" if found.causal else "full") + documents

@@ -57,6 +57,15 @@ def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (k < 4) | (q >= k)
 
 
+def prefixes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Of the first document the first 3 keys, of the second none, of the third all."""
+    return documents(CUTS)(b, h, q, k) & ((q >= k) | (k < 3) | (k >= 19))
+
+
+def sink_tokens(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & ((k < 2) | (q - k < 8))
+
+
 def block_mask(mod: Mod, tokens: int = TOKENS, batch: int | None = None, heads: int | None = None, **how: Any) -> Any:
     return create_block_mask(mod, batch, heads, tokens, tokens, device="cpu", **{"BLOCK_SIZE": BLOCK, **how})
 
@@ -116,6 +125,13 @@ MASKS: dict[str, tuple[Mod, FoundMask]] = {
     "causal documents": (and_masks(causal, documents(CUTS)), FoundMask(True, None, CUTS)),
     "all three": (and_masks(causal, window, documents(CUTS)), FoundMask(True, (6, 0), CUTS)),
     "chunks": (and_masks(causal, chunks), FoundMask(True, None, (0, 10, 20, 30, 37))),
+    "prefix": (prefix, FoundMask(True, None, None, (4,))),
+    "prefixes of documents": (prefixes, FoundMask(True, None, CUTS, (3, 1, 18))),
+    "prefix of a shorter document": (
+        lambda b, h, q, k: (q >= k) & ((q < 19) == (k < 19)) | (k < 4) & (q < 19),
+        FoundMask(True, None, (0, 19, 37), (4, 1)),
+    ),
+    "a window ahead": (lambda b, h, q, k: k - q <= 5, FoundMask(False, (None, 5), None)),
     "itself": (lambda b, h, q, k: q == k, FoundMask(False, (0, 0), None)),
     "what follows": (lambda b, h, q, k: q <= k, FoundMask(False, (0, None), None)),
     "once more": (or_masks(causal, and_masks(causal, window)), FoundMask(True, None, None)),
@@ -135,6 +151,7 @@ def test_exact() -> None:
     """Out, lse and gradients; also where the sequence has the mask's documents."""
     assert check(MASKS["causal"][0], 2, "zigzag") < 1e-12
     assert check(MASKS["all three"][0], 3, "striped", seq_cuts=[0, 19, 37]) < 1e-12
+    assert check(prefixes, 3, "zigzag", seq_cuts=[0, 5, 37]) < 1e-12
 
 
 def test_rows_with_documents_of_their_own() -> None:
@@ -183,7 +200,12 @@ def interleaved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mod", "told"),
     [
-        (prefix, "prefix"),
+        (sink_tokens, r"would be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
+        (
+            lambda b, h, q, k: (q >= k) | (k < 4) & (q != 1),
+            "at query 1, key 2 .* would else be causal after a prefix of 4 tokens",
+        ),
+        (lambda b, h, q, k: (q >= k) | (k < 4) | (k - q == 9) & (q > 5), "causal after a prefix of 4 tokens"),
         (per_head, r"at query 9, key 0 of row 0, head 3, and would else be causal"),
         (padded, "query 30 of row 0 does not see its own key"),
         (scattered, "window"),
@@ -271,7 +293,7 @@ def test_calls_are_refused_on_all_ranks() -> None:
         q, k, v = (seq.shard(x, 2) for x in (q, k, v))
         cut = ring.sequence(cu_seqlens=list(CUTS), layout="zigzag")
         odd: list[tuple[dict[str, Any], Any, str]] = [
-            ({"block_mask": block_mask(prefix)}, seq, "block_mask"),
+            ({"block_mask": block_mask(sink_tokens)}, seq, "block_mask"),
             ({"block_mask": block_mask(causal, 19)}, seq, r"of 19 queries and 19 keys, the active sequence has 37 tok"),
             ({"block_mask": block_mask(causal, batch=3)}, seq, "the batch has 2 rows"),
             ({"block_mask": block_mask(causal, heads=2)}, seq, "of 2 heads, there are 4"),

@@ -60,7 +60,8 @@ def wanted(given: Sequence[Tensor], cuts: Sequence[int] | None, case: dict[str, 
     """Out and the three gradients, of whole tensors."""
     *leaves, dout = (x[None].clone().requires_grad_() for x in given)
     length = len(given[0])
-    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], options.pop("window", None))
+    mask = {name: options.pop(name, None) for name in ("window", "prefix")}
+    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], **mask)
     out, _ = reference.attention(*leaves, counts, **options)
     return [x[0].detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
@@ -166,18 +167,25 @@ def flex(seed: int) -> None:
     cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 4)))}) if r.random() < 0.6 else None
     left, right = r.choice([(None, None), (r.randint(0, 20), None), (r.randint(0, 20), r.randint(0, 5)), (None, 2)])
     right = 0 if case["causal"] else right
+    documents = len(cuts or (0, 0)) - 1
+    prefix = [Random(f"{seed} {n}").choice([0, 1, 3, 9]) for n in range(documents)] if seed % 3 == 0 else None
+    prefix = prefix if case["causal"] and left is None else None
     scale, cap = r.choice([None, 0.3]), r.choice([None, None, 2.0])
     layout = r.choice(["zigzag", "contiguous", "striped", *(["per_document"] if cuts else [])])
     told = cuts if cuts and (layout == "per_document" or r.random() < 0.4) else None
     block, separate = r.choice([1, 7, (4, 16), 128]), r.random() < 0.7
     case |= {"seed": seed, "length": length, "cuts": cuts, "window": (left, right), "scale": scale, "softcap": cap,
-             "layout": layout, "told": told, "block": block, "separate": separate}  # fmt: skip
+             "prefix": prefix, "layout": layout, "told": told, "block": block, "separate": separate}  # fmt: skip
     ids = torch.bucketize(torch.arange(length), torch.tensor((cuts or [0, length])[1:]), right=True)
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = ids[q] == ids[k]
         seen = seen if left is None else seen & (q - k <= left)
-        return seen if right is None else seen & (k - q <= right)
+        early = torch.tensor(False) if prefix is None else seen & (k - starts[k] < counts[k])
+        return early | (seen if right is None else seen & (k - q <= right))
+
+    starts = torch.tensor(cuts or [0])[ids]
+    counts = torch.tensor(prefix or [0] * documents)[ids]
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert cap is not None
@@ -203,7 +211,7 @@ def flex(seed: int) -> None:
         grads = torch.autograd.grad(out, leaves, dout)
         return [seq.gather(x.detach(), 0) for x in (out, *grads)]
 
-    expected = wanted(given, cuts, case, window=(left, right), scale=scale, softcap=cap)
+    expected = wanted(given, cuts, case, window=(left, right), prefix=prefix, scale=scale, softcap=cap)
     with torch.no_grad():
         own = torchs_own(*(x[None].transpose(1, 2) for x in given[:3]), **options)
     for found in [*run_ranks(case["ranks"], body), [own[0].transpose(0, 1)]]:
