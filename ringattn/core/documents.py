@@ -1,23 +1,23 @@
 """Packed documents over ranks: short documents whole on one rank, long ones cut over as many ranks as they need.
 
-Ranks are filled one after another. Each takes its share of the tokens exactly, and its share of the causal pairs as
-nearly as a few rows are worth. A document that does not fit is cut at its end, where a query has the most pairs: who
-takes the last tokens reads all keys before them, and the fewer ranks read so far the more each takes there. It fills up
-with whole short documents, or with first tokens of the same document, which cost no rows: it reads these anyway.
+Every rank has its share of the tokens exactly, and of the causal pairs as nearly as a few rows are worth. Two ways to
+cut a document that does not fit are tried, and the faster one is taken:
 
-    a long document   |f1|f2|--------- third ---------|--- second ---|-- first --|    f1, f2: of the first, the second
-    alone             |-1-|-2-|-3-|-3-|-2-|-1-|                                      the zigzag layout
+    zigzag            |-1-|-2-|-3-|-4-|-4-|-3-|-2-|-1-|     each rank has equal work with the keys of each other
+    from its end      |1|2|--------- 3 --------|-- 2 --|-1-|     fewer rows: fewer ranks read as far as its end
 
+A rank that takes the last tokens fills up with whole short documents, or with first tokens of the same document, which
+cost no rows: it reads these anyway.
 Guarantees: the same cuts and ranks, the same placement; counts are those of the contiguous layout.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import isqrt
 from typing import NamedTuple
 
 PAIRS_PER_ROW = 200
@@ -35,14 +35,20 @@ class Choice(NamedTuple):
     `lack`: of its share of pairs, what a rank may do without before a document is cut for it. `light`: of its share of
     pairs, what a whole document has at most that is taken beside the end of a long one. `density`: how many times the
     mean pairs of a token the last part of a cut document should have; more takes more first tokens before. 0: none.
+    `even`: documents with more pairs than so many ranks' shares lie zigzag over all ranks, which then have equal work
+    with every other rank's keys.
     """
 
     lack: float
     light: float
     density: float
+    even: float = math.inf
 
 
-CHOICES = (Choice(0.002, 0.03, 2.0), Choice(0.002, 1.0, 0.0), Choice(0.03, 0.05, 0.0), Choice(0.03, 1.0, 1.0))
+CHOICES = (
+    Choice(0.002, 0.03, 2.0), Choice(0.002, 1.0, 0.0), Choice(0.03, 0.05, 0.0), Choice(0.03, 1.0, 1.0),
+    Choice(0.002, 0.03, 2.0, even=1.0), Choice(0.002, 1.0, 0.0, even=3.0),
+)  # fmt: skip
 """What is tried, in order. Found on drawn documents, see `ringattn.bench.placement`: others hardly save any rows."""
 
 Piece = tuple[int, int]
@@ -52,16 +58,21 @@ Shards = tuple[tuple[Piece, ...], ...]
 
 
 class Load(NamedTuple):
-    """Of a placement, by rank: causal pairs; rows of K and V received, and sent, each once to each reader."""
+    """Of a placement, by rank: causal pairs; rows of K and V received, and sent, each once to each reader.
+
+    `in_steps`: pairs of the slowest rank in each step, added up; in step s a rank attends to the keys of the rank s
+    before it, and in most schedules no rank is a step ahead of the next.
+    """
 
     pairs: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
+    in_steps: int
 
     @property
     def cost(self) -> int:
-        """Of the slowest rank whose messages hide behind its work, in pairs."""
-        return max(*self.pairs, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
+        """Of the whole pass, whose messages hide behind its work, in pairs."""
+        return max(self.in_steps, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
 
 
 class _Item(NamedTuple):
@@ -103,18 +114,40 @@ def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
 
 def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
     """Where documents (0, ..., length) go by one choice."""
-    spans = ((start, stop - start) for start, stop in pairwise(cuts) if stop > start)
+    spans = [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
     items = sorted(_Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
     left = sum(item.pairs for item in items)
     share, extra = divmod(cuts[-1], ranks)
-    shards = []
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    own, even_pairs, dealt = [0] * ranks, [0] * ranks, 0
+    most = choice.even * left / ranks
+    while items and items[-1].pairs > most:
+        item = items.pop()
+        for rank, (lo, mid, end, hi) in enumerate(_zigzag(item.tokens, ranks, dealt)):
+            pieces[rank] += [(item.start + a, item.start + b) for a, b in ((lo, mid), (end, hi)) if b > a]
+            own[rank] += mid - lo + hi - end
+            even_pairs[rank] += causal_pairs(lo, mid) + causal_pairs(end, hi)
+        dealt += item.tokens % ranks
     for rank in range(ranks):
         # The share is that of the ranks that are left, so what one lacks all later ones take.
-        filling = _Filling(items, share + (rank < extra), max(1, left // (ranks - rank)), choice)
+        pairs = max(1, left // (ranks - rank) - even_pairs[rank])
+        filling = _Filling(items, share + (rank < extra) - own[rank], pairs, choice)
         filling.fill()
-        left -= filling.taken
-        shards.append(_joined(filling.pieces))
-    return tuple(shards)
+        left -= filling.taken + even_pairs[rank]
+        pieces[rank] += filling.pieces
+    return tuple(map(_joined, pieces))
+
+
+def _zigzag(tokens: int, ranks: int, dealt: int) -> list[tuple[int, int, int, int]]:
+    """Two parts of a document for each rank, lo .. mid - 1 and end .. hi - 1; extra tokens go on at rank `dealt`."""
+    size, extra = divmod(tokens, ranks)
+    lo, hi, found = 0, tokens, []
+    for rank in range(ranks):
+        count = size + ((rank - dealt) % ranks < extra)
+        mid, end = lo + count // 2, hi - (count - count // 2)
+        found.append((lo, mid, end, hi))
+        lo, hi = mid, end
+    return found
 
 
 def causal_pairs(lo: int, hi: int) -> int:
@@ -135,6 +168,7 @@ def load_of(cuts: tuple[int, ...], shards: Shards) -> Load:
                 held.setdefault(at, []).append((rank, lo, lo + end - start))
                 pairs[rank] += causal_pairs(lo, lo + end - start)
                 start, at = end, at + 1
+    by_step = [[0] * len(shards) for _ in shards]  # [step][rank]
     for pieces in held.values():
         reach: dict[int, int] = {}
         for rank, _, hi in pieces:
@@ -145,7 +179,18 @@ def load_of(cuts: tuple[int, ...], shards: Shards) -> Load:
                 if reader != owner and rows > 0:
                     received[reader] += rows
                     sent[owner] += rows
-    return Load(tuple(pairs), tuple(received), tuple(sent))
+            for reader, first, stop in pieces:
+                if reader != owner and stop > lo:
+                    step = (reader - owner) % len(shards)
+                    by_step[step][reader] += _pairs_with(first, stop, lo) - _pairs_with(first, stop, hi)
+    for rank, whole in enumerate(pairs):
+        by_step[0][rank] = whole - sum(step[rank] for step in by_step[1:])
+    return Load(tuple(pairs), tuple(received), tuple(sent), sum(map(max, by_step)))
+
+
+def _pairs_with(lo: int, hi: int, key: int) -> int:
+    """Pairs of the queries lo .. hi - 1 with this key and all after it."""
+    return causal_pairs(max(lo, key) - key, max(hi, key) - key)
 
 
 class _Filling:
@@ -243,7 +288,7 @@ class _Filling:
         if not ranks or not self.choice.density:
             return 0
         rest = item.pairs - ranks * self.pairs
-        last = item.hi - isqrt(max(0, item.hi**2 - 2 * ranks * self.pairs))
+        last = item.hi - math.isqrt(max(0, item.hi**2 - 2 * ranks * self.pairs))
         return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
 
     def _parts(self, item: _Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.documents import CHOICES, Choice, causal_pairs, load_of, place, placed
+from ringattn.core.documents import CHOICES, PAIRS_PER_ROW, Choice, Load, causal_pairs, load_of, place, placed
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -54,6 +54,11 @@ def test_loads_are_what_tiles_and_read_sets_say(bounds: tuple[int, ...], ranks: 
     reads = read_sets_of(problem)
     assert list(load.pairs) == pairs_of(problem)
     assert sum(load.sent) == sum(load.received) == reads.totals[1]
+    by_owner = [dict.fromkeys(range(ranks), 0) for _ in range(ranks)]
+    for rank, owners in enumerate(by_owner):
+        for (owner, _), table in tiles_of(problem, rank).items():
+            owners[owner] += table.area()
+    assert load.in_steps == sum(max(by_owner[r][(r - step) % ranks] for r in range(ranks)) for step in range(ranks))
 
 
 def test_whole_documents_that_fill_the_ranks_stay_whole() -> None:
@@ -74,13 +79,22 @@ def test_a_document_alone_costs_what_zigzag_does(ranks: int) -> None:
 
 def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     short = tuple(range(4000, 8001, 50))
-    load = load_of((0, *short), placed((0, *short), 4))
-    mean = sum(load.pairs) / 4
-    assert max(load.pairs) <= 1.01 * mean
-    # Cut where pairs are equal the long one is read up to sqrt(k / 4) of its length, k = 1, 2, 3.
-    assert sum(load.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
-    per_document = read_sets_of(problem_of((0, *short), 4, "per_document")).totals[1]
+    bounds = (0, *short)
+    load = load_of(bounds, placed(bounds, 4))
+    assert max(load.pairs) <= 1.01 * sum(load.pairs) / 4
+    assert load.in_steps <= 1.01 * sum(load.pairs) / 4, "no step waits for one rank"
+    assert sum(load.sent) == 9000  # zigzag alone: three quarters of its tokens to each of three ranks
+    # Cut from its end, where pairs are equal: read up to sqrt(k / 4) of its length, k = 1, 2, 3.
+    fewest = load_of(bounds, place(bounds, 4, CHOICES[1]))
+    assert sum(fewest.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
+    assert fewest.in_steps > 1.2 * load.in_steps
+    per_document = read_sets_of(problem_of(bounds, 4, "per_document")).totals[1]
     assert per_document > 1.9 * sum(load.sent)
+
+
+def test_the_slowest_rank_counts_by_its_work_or_its_messages() -> None:
+    assert Load((900, 700), (0, 2), (2, 0), 950).cost == 950
+    assert Load((900, 700), (0, 5), (5, 0), 950).cost == 5 * PAIRS_PER_ROW
 
 
 def test_the_same_documents_are_placed_alike() -> None:
