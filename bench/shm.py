@@ -38,6 +38,7 @@ BAR = 4.0
 """How many times faster than gloo messages must be at every size."""
 BYTES_PER_SERIES = 1 << 28
 MOST, LEAST = 100, 4
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 PASSES = ("forward", "backward")
 
 
@@ -185,6 +186,9 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         f"- Then the mean number of processes that wanted a processor was {loads[0]} over one minute, {loads[2]} "
         f"over fifteen; this benchmark has up to 4, the machine {os.cpu_count()}."
     )
+    if HUGE_PAGES.exists():
+        chosen = HUGE_PAGES.read_text(encoding="utf-8").split("[")[1].split("]")[0]
+        tables[0].notes.append(f"- Huge pages for shared memory ({HUGE_PAGES}): {chosen}.")
     tables.append(calls_table(options.tokens, calls))
     tables.append(fault_table(FaultsOptions(options.faults, options.timeout_s), outcomes))
     data: dict[str, Any] = {
