@@ -24,7 +24,7 @@ from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import flex, flex_masks
 from ringattn.adapters.context_parallel import context_parallel
 from ringattn.adapters.flex import flex_attention
-from ringattn.adapters.flex_masks import FoundMask, found_masks, found_softcap
+from ringattn.adapters.flex_masks import FoundMask, found_masks
 from ringattn.testing import run_ranks
 
 TOKENS, BLOCK = 37, 8
@@ -171,9 +171,6 @@ def test_softcap_and_scale() -> None:
     assert check(causal, 2, "zigzag", score_mod=capped, scale=0.7) < 1e-12
 
 
-LEARNED = torch.tensor(3.0, requires_grad=True)
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -259,30 +256,6 @@ def test_tables_that_say_otherwise_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="sliced"):
         found_masks(good[:, :, torch.arange(5)], TOKENS, 1, 1)
     assert found_masks(block_mask(causal, 40)._adjust(TOKENS, TOKENS), TOKENS, 1, 1)[0].causal
-
-
-@pytest.mark.parametrize(
-    ("mod", "told"),
-    [
-        (lambda s, b, h, q, k: s + 0.5 * (q - k), "biases such as ALiBi"),
-        (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "reads the place.* Masks go into block_mask"),
-        (lambda s, b, h, q, k: 2 * s, "neither the score itself"),
-        (lambda s, b, h, q, k: 3.0 * torch.tanh(s / 2.0), "neither the score itself"),
-        (lambda s, b, h, q, k: s + torch.ones(8)[h], "reads the place"),
-        (lambda s, b, h, q, k: s if int(q) else 2 * s, "reads the place"),
-        (lambda s, b, h, q, k: LEARNED * torch.tanh(s / LEARNED), "learned parameter"),
-        (lambda s, b, h, q, k: s if s > 0 else 2 * s, "could not be evaluated"),
-    ],
-)
-def test_other_score_mods_are_refused(mod: Mod, told: str) -> None:
-    with pytest.raises(UnsupportedError, match=told):
-        found_softcap(mod)
-
-
-def test_score_mods_that_are_known() -> None:
-    assert found_softcap(None) is None and found_softcap(lambda s, b, h, q, k: s) is None
-    assert found_softcap(capped) == 2.5
-    assert found_softcap(lambda s, b, h, q, k: torch.tanh(s * 0.02) * 50) == pytest.approx(50.0, rel=1e-15)
 
 
 def test_calls_are_refused_on_all_ranks() -> None:
