@@ -101,6 +101,7 @@ class _Projection:
         fused += arrivals_together(schedule, rank, self.sums)
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
         self.fused_index: dict[str, int] = {}
+        self.parts: dict[int, list[int]] = defaultdict(list)  # of each fused buffer
 
     def plan(self, keeps: bool) -> Plan:
         """The finished plan."""
@@ -168,6 +169,8 @@ class _Projection:
                 else:
                     self._in_fused(block, self.held[block], draft)
             used[kind] = self._use(self.fused_index[buffer.label], now)
+            for part in self.parts[used[kind]]:
+                self._use(part, now)
         if self.backward:
             draft.zeros.append(self._zeroed(used[Kind.DKV]))
         result, seed, dkv = (
@@ -217,7 +220,8 @@ class _Projection:
             self.fused_index[buffer.label] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
         # A part of the fused buffer from its first row on; the arena derives its offset.
         place = Inside(self._use(self.fused_index[buffer.label], now), buffer.starts[block])
-        return self._new(f"{block} in {buffer.label}", content, dtype, now, block.kind, place)
+        self.parts[place.buffer].append(self._new(f"{block} in {buffer.label}", content, dtype, now, block.kind, place))
+        return self.parts[place.buffer][-1]
 
     def _held_dtype(self, kind: Kind) -> str:
         """The dtype in which work reads or makes a block."""
