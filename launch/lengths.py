@@ -1,4 +1,4 @@
-"""Counts of tokens as people write them: 128k, 1M, 1e6, 128Ki. k, M, G are powers of 1000; Ki, Mi, Gi powers of 1024.
+"""Counts of tokens as people write them: 128k, 1M, 1e6, 128Ki. k, M, G (or B) are powers of 1000; Ki, Mi, Gi powers of 1024.
 
 Guarantees: where a letter was written, the count can be told, so that nobody takes 128k for 131,072.
 """
@@ -12,8 +12,8 @@ from ringattn.errors import InputError
 
 WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 """`key=value`, as Hydra has it; its flags are other words."""
-LENGTH = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKmMgG]i?)?(?![\w.])")
-SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+LENGTH = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKmMgG]i?|[bB])?(?![\w.])")
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 COUNTS = ("segment_lengths", "cu_seqlens", "left", "right")
 
 
@@ -51,6 +51,7 @@ def lengths_told(words: Sequence[str]) -> Iterator[str]:
                 continue
             told = f"{match[2]}={length[0]} is {int(with_lengths(match[2], length[0])):,} tokens"
             if not length[2].endswith("i"):
-                binary = f"{length[1]}{length[2].replace('k', 'K')}i"
-                told += f" ({binary}: {float(length[1]) * SIZES[length[2].lower() + 'i']:,.0f})"
+                letter = {"k": "K", "b": "G", "B": "G"}.get(length[2], length[2])
+                binary = f"{length[1]}{letter}i"
+                told += f" ({binary}: {float(length[1]) * SIZES[letter.lower() + 'i']:,.0f})"
             yield told

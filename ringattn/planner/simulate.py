@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan
 from ringattn.planner.work import packing_s, step_s
@@ -39,13 +40,15 @@ class Timeline(NamedTuple):
     spans: tuple[tuple[Span, ...], ...]
 
 
-def simulate(plans: tuple[Plan, ...], cluster: Cluster, overlap: bool = True) -> Timeline:
+def simulate(
+    plans: tuple[Plan, ...], cluster: Cluster, overlap: bool = True, disturbance: Disturbance | None = None
+) -> Timeline:
     """Play the plans of all ranks of one pass against each other. Raises `InputError` for plans that never end.
 
     `overlap`: False where a step's messages begin only when its work has ended, as exchanges do that find no
-    multiprocessor free before.
+    multiprocessor free before. `disturbance`: what slows some ranks and links.
     """
-    play = _Play(plans, cluster, overlap)
+    play = _Play(plans, cluster, overlap, disturbance or Disturbance())
     play.run()
     total = max(play.finished, default=0.0) * 1e6
     spans = tuple(tuple(found) for found in play.spans)
@@ -114,9 +117,14 @@ class _Message(NamedTuple):
 class _Play:
     """The state of all ranks."""
 
-    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool) -> None:
-        self._plans, self._cluster, self._overlap = plans, cluster, overlap
+    def __init__(
+        self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool, disturbance: Disturbance
+    ) -> None:
+        self._plans, self._cluster, self._overlap, self._disturbance = plans, cluster, overlap, disturbance
         cluster.check_ranks(len(plans))
+        disturbance.check_ranks(len(plans))
+        numbers = {step.number for plan in plans for step in plan.steps}
+        self._factors = {number: disturbance.of_work(len(plans), number).tolist() for number in numbers}
         nodes = 1 + max(map(cluster.node_of, range(len(plans)))) if cluster.cores is not None else 1
         self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
         self._slow_links = _Machine(None)
@@ -172,7 +180,7 @@ class _Play:
             self.finished[rank] = now_s
             return
         step = steps[self._at[rank]]
-        packing = packing_s(self._plans[rank], step, self._cluster)
+        packing = packing_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
         self._work(rank, now_s, packing, f"step {step.number} pack", self._depart)
 
     def _depart(self, rank: int, now_s: float) -> None:
@@ -182,7 +190,7 @@ class _Play:
         self._working[rank], self._left[rank] = True, len(self._messages[rank][at])
         if self._overlap:
             self._post(rank, now_s)
-        work = step_s(self._plans[rank], step, self._cluster)
+        work = step_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
         self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
 
     def _post(self, rank: int, now_s: float) -> None:
@@ -212,7 +220,7 @@ class _Play:
             self._carry(rank, now_s, kind, 1)
         # A link that wants a part of a processor gets it; one that could take more waits for its share.
         carrier = self._slow_links if self._share(kind) < 1 else self._machine(src)
-        carrier.start(now_s, travel_s, next(self._orders), done)
+        carrier.start(now_s, travel_s * self._disturbance.of_link(src, dst), next(self._orders), done)
 
     def _share(self, kind: LinkClass) -> float:
         """Of what a rank's messages inside a node take of processors: in proportion to bytes/s, and no more."""

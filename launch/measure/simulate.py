@@ -1,0 +1,223 @@
+"""`ringattn simulate`: how long one attention call takes on 1 to 16,384 ranks of a cluster, and who waits for whom.
+
+Nothing is run. Few ranks are simulated with the plans that would run, thousands by classes of ranks that behave alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ringattn.core.layout import LAYOUTS
+from ringattn.errors import InputError
+from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.outputs import writing
+from ringattn.launch.spelling import load_plain
+from ringattn.planner.cluster import CLUSTERS, cluster_named
+from ringattn.schedule.routes import ROUTES
+
+PURPOSE = """\
+Simulates one attention call on so many ranks of a cluster: how long it takes, how long ranks work and wait, what they
+hold, and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
+Examples: ringattn simulate ranks=16384 tokens=1B cluster=h100
+          ringattn simulate ranks=1,8,64,512,4096 tokens=1B scaling=both cluster=gb200 picture=scaling.png
+          ringattn simulate ranks=64 tokens=1M slow_rank=3:1.5 slow_link=7-8:4 jitter=0.05 seed=1"""
+SCALINGS = "strong", "weak", "both"
+MOST_RANKS = 2**14
+
+
+@dataclass
+class SimulateConfig:
+    """One attention call. Sizes count the whole sequence."""
+
+    ranks: str = option("8", "ranks of the ring; several as 1,8,64")
+    tokens: int = option(131072, "tokens of the sequence, as 128K, 1M or 1B; of the most ranks where scaling is weak",
+                         least=1, most=MOST)  # fmt: skip
+    scaling: str = option("strong", "several ranks share the same tokens, or have as many each", choices=SCALINGS)
+    cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
+                          names=tuple(CLUSTERS))  # fmt: skip
+    schedule: str = option("ring", "how keys and values travel", choices=tuple(ROUTES))
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
+    causal: bool = option(True, "keys after the query are hidden")
+    left: int = option(-1, "window: keys before the query, -1 for all", least=-1, most=MOST)
+    right: int = option(-1, "window: keys after the query, -1 for all", least=-1, most=MOST)
+    batch: int = option(1, "sequences", least=1, most=MOST)
+    heads: int = option(32, "query heads", least=1, most=2**16)
+    kv_heads: int = option(8, "key and value heads; divides heads", least=1, most=2**16)
+    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
+    dtype: str = option("bfloat16", "of the inputs", choices=("float32", "float64", "bfloat16", "float16"))
+    backward: bool = option(True, "also the backward pass")
+    overlap: bool = option(True, "messages travel beside the work of their step; else they follow it")
+    sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
+    slow_rank: str = option("", "ranks whose work takes longer, as 3:1.5 or 3:1.5,9:2")
+    slow_link: str = option("", "pairs whose messages take longer, either way, as 7-8:4")
+    jitter: float = option(0.0, "work takes up to this share longer, drawn anew for each rank and step", least=0.0)
+    seed: int = option(0, "what jitter is drawn from", least=0, most=2**32 - 1)
+    json: str = option("", "file to write everything into (JSON)", writes="file")
+    picture: str = option("", "file to draw curves or, of one number of ranks, a timeline into (PNG)", writes="picture")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Raises `InputError` for bad options and `UnsupportedError` for what cannot be simulated."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text("simulate", PURPOSE, SimulateConfig))
+        return 0
+    began = time.perf_counter()
+    config = load_plain(argv, SimulateConfig)
+    ranks = counts(config.ranks)
+    disturbance = (factors("slow_rank", config.slow_rank, 1), factors("slow_link", config.slow_link, 2))
+    cluster = cluster_named(config.cluster).leaving(config.sm_margin)
+    print(f"on {cluster.name}; {cluster.source}", flush=True)
+    from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call  # numpy
+    from ringattn.planner.disturbance import Disturbance
+
+    call = Call(
+        config.schedule, config.layout, config.causal, *(None if one < 0 else one for one in (config.left, config.right)),
+        config.batch, config.heads, config.kv_heads, config.head_dim, config.dtype,
+    )  # fmt: skip
+    machines = Machines(cluster, Disturbance(*disturbance, config.jitter, config.seed), config.overlap)  # type: ignore[arg-type]
+    curves: dict[str, list[Any]] = {}
+    for scaling in SCALINGS[:2] if config.scaling == "both" else (config.scaling,):
+        if len(ranks) > 1:
+            print(f"\n{scaling} scaling", flush=True)
+        print(HEADER, flush=True)
+        for count, tokens in zip(ranks, shared_out(config.tokens, ranks, scaling == "weak"), strict=True):
+            watched = told_ranks(count, [rank for rank, _ in disturbance[0]]) if len(ranks) == 1 else []
+            found = simulate_call(call, machines, tokens, count, config.backward, watched, _say)
+            curves.setdefault(scaling, []).append(found)
+            print(line(found), flush=True)
+    points = [found for one in curves.values() for found in one]
+    print("\n".join(notes(points)))
+    if len(points) == 1:
+        print("\n" + table(points[0]))
+    print(f"simulated in {time.perf_counter() - began:.1f} s, at most {_peak_mib():,.0f} MiB of this process")
+    if config.json:
+        with writing("json", config.json):
+            Path(config.json).write_text(json.dumps(record(config, cluster, curves), indent=1) + "\n", encoding="utf-8")
+        print(f"written into {config.json}")
+    if config.picture:
+        from ringattn.launch.pictures.simulated import draw_curves, draw_point
+
+        words = f"{config.schedule} on {cluster.name}"
+        with writing("picture", config.picture):
+            if len(points) == 1:
+                draw_point(config.picture, points[0], words)
+            else:
+                draw_curves(config.picture, curves, words)
+        print(f"drawn into {config.picture}")
+    return 0
+
+
+HEADER = (f"{'ranks':>7}{'tokens':>15}{'ms':>12}{'efficiency':>12}{'exposed ms':>12}{'waiting ms':>12}{'MiB held':>11}"
+          f"{'took s':>9}  simulated")  # fmt: skip
+
+
+def line(found: Any) -> str:
+    """One number of ranks: all passes together, of the rank that waits longest and holds most."""
+    exposed, waiting = (sum(getattr(one, name).max() for one in found.passes) for name in ("exposed_s", "waiting_s"))
+    how = "by classes of ranks" if found.classes else "by the plan of each rank"
+    return (
+        f"{found.ranks:>7,}{found.tokens:>15,}{_ms(found.total_s):>12}{found.efficiency:>12.1%}{_ms(exposed):>12}"
+        f"{_ms(waiting):>12}{found.held_bytes[2] / 2**20:>11,.0f}{found.took_s:>9.2f}  {how}"
+    )
+
+
+def notes(points: Sequence[Any]) -> list[str]:
+    """What the figures are, and what was rounded."""
+    lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; exposed, "
+             "waiting, MiB held: of the rank that has most"]  # fmt: skip
+    if rounded := [one for one in points if one.tokens != one.asked]:
+        most = max(one.tokens / one.asked - 1 for one in rounded)
+        lines.append(f"classes have shards of one length: tokens are rounded up, by at most {most:.2g} of them")
+    return lines
+
+
+def table(found: Any) -> str:
+    """Least, median and greatest of all ranks, by pass."""
+    lines = [f"{'pass':<10}{'of all ranks':<14}{'least':>12}{'median':>12}{'greatest':>12}"]
+    for name, one in zip(("forward", "backward"), found.passes, strict=False):
+        for word, values in (("work ms", one.busy_s), ("waiting ms", one.waiting_s), ("exposed ms", one.exposed_s)):
+            shown = "".join(f"{_ms(value):>12}" for value in quantiles(values))
+            lines.append(f"{name:<10}{word:<14}{shown}")
+        shown = "".join(f"{value / 2**20:>12,.1f}" for value in quantiles(one.sent_bytes))
+        lines.append(f"{name:<10}{'MiB sent':<14}{shown}")
+    shown = "".join(f"{value / 2**20:>12,.1f}" for value in found.held_bytes)
+    return "\n".join([*lines, f"{'greatest':<10}{'MiB held':<14}{shown}"])
+
+
+def quantiles(values: Any) -> list[float]:
+    """Least, median, greatest."""
+    ordered = sorted(values.tolist())
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+
+
+def record(config: SimulateConfig, cluster: Any, curves: dict[str, list[Any]]) -> dict[str, Any]:
+    """Everything for JSON; seconds and bytes."""
+    return {
+        "config": asdict(config),
+        "cluster": {"name": cluster.name, "source": cluster.source},
+        "curves": {
+            scaling: [
+                {
+                    "ranks": one.ranks, "tokens": one.tokens, "asked_tokens": one.asked,
+                    "by": "classes" if one.classes else "plans", "total_s": one.total_s, "ideal_s": one.ideal_s,
+                    "efficiency": one.efficiency, "held_bytes": list(one.held_bytes), "took_s": one.took_s,
+                    "passes": [
+                        {name: quantiles(getattr(each, name))
+                         for name in ("busy_s", "waiting_s", "exposed_s", "sent_bytes")} | {"total_s": each.total_s}
+                        for each in one.passes
+                    ],
+                }
+                for one in found
+            ]
+            for scaling, found in curves.items()
+        },
+    }  # fmt: skip
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of ranks, in order. Raises `InputError` for what is none."""
+    words = text.strip("[]").split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise InputError(f"ranks={text}: give numbers from 1 to {MOST_RANKS:,}, as ranks=1,8,64")
+    return sorted({int(word) for word in words})
+
+
+def factors(key: str, text: str, ranks: int) -> tuple[tuple[float, ...], ...]:
+    """Ranks, or pairs of them, and factors. Raises `InputError` for what is none."""
+    found: list[tuple[float, ...]] = []
+    for word in filter(None, text.strip("[]").split(",")):
+        match = re.fullmatch("-".join([r"(\d+)"] * ranks) + r":(\d+(?:\.\d+)?)", word.strip())
+        if match is None:
+            example = "3:1.5 for rank 3 and times half as long again" if ranks == 1 else "7-8:4 for four times as long"
+            raise InputError(f"{key}={word}: write {example}")
+        found.append((*map(int, match.groups()[:-1]), float(match[ranks + 1])))
+    return tuple(found)
+
+
+def told_ranks(ranks: int, slow: Sequence[int]) -> list[int]:
+    """The ranks whose timelines are drawn: the first, the last, some between, and the slow ones."""
+    spread = {0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1}
+    return sorted({*spread, *(int(rank) for rank in slow[:3])})
+
+
+def _say(words: str) -> None:
+    import sys
+
+    if sys.stderr.isatty():
+        print(f"\r{words:<60}\r", end="", file=sys.stderr, flush=True)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
+def _peak_mib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
