@@ -1,4 +1,6 @@
-"""Counts of tokens as people write them: 128k, 1M, 1e6, 128Ki. k, M, G (or B) are powers of 1000; Ki, Mi, Gi powers of 1024.
+"""Counts of tokens as people write them: 128k, 1M, 1B, 1e6, 128Ki.
+
+k, M, G are powers of 1000, and so is B, a billion; Ki, Mi, Gi are powers of 1024.
 
 Guarantees: where a letter was written, the count can be told, so that nobody takes 128k for 131,072.
 """

@@ -30,7 +30,8 @@ CASTS = {("precision", "bf16"): "bf16_cast", ("dtype", "bf16_cast"): "bf16"}
 def load_plain(words: Sequence[str], schema: type[T]) -> T:
     """An instance of the dataclass `schema` from its defaults and the words `key=value`, as `config.load` makes it.
 
-    Its fields are numbers, texts or None (`null`), and no lists. Raises `InputError` that begins with the key.
+    Its fields are numbers, texts, true or false, or None (`null`), and no lists. Raises `InputError` that begins with
+    the key.
     """
     kinds, given = get_type_hints(schema), {}
     for word in spelled(words, schema):
@@ -53,6 +54,10 @@ def _read(key: str, text: str, kind: Any) -> Any:
         kind = next(one for one in kinds if one is not type(None))
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise InputError(f"{key}={text}: should be true or false")
+        return text.lower() == "true"
     try:
         return kind(text)
     except ValueError:

@@ -19,7 +19,7 @@ from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import CLUSTERS, cluster_named
-from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 PURPOSE = """\
 Simulates one attention call on so many ranks of a cluster: how long it takes, how long ranks work and wait, what they
@@ -41,7 +41,9 @@ class SimulateConfig:
     scaling: str = option("strong", "several ranks share the same tokens, or have as many each", choices=SCALINGS)
     cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
                           names=tuple(CLUSTERS))  # fmt: skip
-    schedule: str = option("ring", "how keys and values travel", choices=tuple(ROUTES))
+    schedule: str = option(
+        "ring", "how keys and values travel", choices=tuple(ROUTES), aliases=ALIASES, numbered=NUMBERED
+    )
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
     causal: bool = option(True, "keys after the query are hidden")
     left: int = option(-1, "window: keys before the query, -1 for all", least=-1, most=MOST)
@@ -70,24 +72,25 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     config = load_plain(argv, SimulateConfig)
     ranks = counts(config.ranks)
-    disturbance = (factors("slow_rank", config.slow_rank, 1), factors("slow_link", config.slow_link, 2))
+    slow_ranks = [(rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1)]
+    slow_links = [(rank, peer, factor) for (rank, peer), factor in factors("slow_link", config.slow_link, 2)]
     cluster = cluster_named(config.cluster).leaving(config.sm_margin)
     print(f"on {cluster.name}; {cluster.source}", flush=True)
     from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call  # numpy
     from ringattn.planner.disturbance import Disturbance
 
-    call = Call(
-        config.schedule, config.layout, config.causal, *(None if one < 0 else one for one in (config.left, config.right)),
-        config.batch, config.heads, config.kv_heads, config.head_dim, config.dtype,
-    )  # fmt: skip
-    machines = Machines(cluster, Disturbance(*disturbance, config.jitter, config.seed), config.overlap)  # type: ignore[arg-type]
+    left, right = (None if one < 0 else one for one in (config.left, config.right))
+    sizes = config.batch, config.heads, config.kv_heads, config.head_dim, config.dtype
+    call = Call(config.schedule, config.layout, config.causal, left, right, *sizes)
+    disturbance = Disturbance(tuple(slow_ranks), tuple(slow_links), config.jitter, config.seed)
+    machines = Machines(cluster, disturbance, config.overlap)
     curves: dict[str, list[Any]] = {}
     for scaling in SCALINGS[:2] if config.scaling == "both" else (config.scaling,):
         if len(ranks) > 1:
             print(f"\n{scaling} scaling", flush=True)
         print(HEADER, flush=True)
         for count, tokens in zip(ranks, shared_out(config.tokens, ranks, scaling == "weak"), strict=True):
-            watched = told_ranks(count, [rank for rank, _ in disturbance[0]]) if len(ranks) == 1 else []
+            watched = told_ranks(count, [rank for rank, _ in slow_ranks]) if len(ranks) == 1 else []
             found = simulate_call(call, machines, tokens, count, config.backward, watched, _say)
             curves.setdefault(scaling, []).append(found)
             print(line(found), flush=True)
@@ -113,8 +116,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-HEADER = (f"{'ranks':>7}{'tokens':>15}{'ms':>12}{'efficiency':>12}{'exposed ms':>12}{'waiting ms':>12}{'MiB held':>11}"
-          f"{'took s':>9}  simulated")  # fmt: skip
+HEADER = (f"{'ranks':>7}{'tokens':>16}{'ms':>20}{'efficiency':>12}{'exposed ms':>14}{'waiting ms':>14}"
+          f"{'MiB held':>11}{'took s':>9}  simulated")  # fmt: skip
 
 
 def line(found: Any) -> str:
@@ -122,15 +125,15 @@ def line(found: Any) -> str:
     exposed, waiting = (sum(getattr(one, name).max() for one in found.passes) for name in ("exposed_s", "waiting_s"))
     how = "by classes of ranks" if found.classes else "by the plan of each rank"
     return (
-        f"{found.ranks:>7,}{found.tokens:>15,}{_ms(found.total_s):>12}{found.efficiency:>12.1%}{_ms(exposed):>12}"
-        f"{_ms(waiting):>12}{found.held_bytes[2] / 2**20:>11,.0f}{found.took_s:>9.2f}  {how}"
+        f"{found.ranks:>7,}{found.tokens:>16,}{_ms(found.total_s):>20}{found.efficiency:>12.1%}{_ms(exposed):>14}"
+        f"{_ms(waiting):>14}{found.held_bytes[2] / 2**20:>11,.0f}{found.took_s:>9.2f}  {how}"
     )
 
 
 def notes(points: Sequence[Any]) -> list[str]:
     """What the figures are, and what was rounded."""
-    lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; exposed, "
-             "waiting, MiB held: of the rank that has most"]  # fmt: skip
+    lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; "
+             "exposed, waiting, MiB held: of the rank that has most"]  # fmt: skip
     if rounded := [one for one in points if one.tokens != one.asked]:
         most = max(one.tokens / one.asked - 1 for one in rounded)
         lines.append(f"classes have shards of one length: tokens are rounded up, by at most {most:.2g} of them")
@@ -139,14 +142,14 @@ def notes(points: Sequence[Any]) -> list[str]:
 
 def table(found: Any) -> str:
     """Least, median and greatest of all ranks, by pass."""
-    lines = [f"{'pass':<10}{'of all ranks':<14}{'least':>12}{'median':>12}{'greatest':>12}"]
+    lines = [f"{'pass':<10}{'of all ranks':<14}{'least':>17}{'median':>17}{'greatest':>17}"]
     for name, one in zip(("forward", "backward"), found.passes, strict=False):
         for word, values in (("work ms", one.busy_s), ("waiting ms", one.waiting_s), ("exposed ms", one.exposed_s)):
-            shown = "".join(f"{_ms(value):>12}" for value in quantiles(values))
+            shown = "".join(f"{_ms(value):>17}" for value in quantiles(values))
             lines.append(f"{name:<10}{word:<14}{shown}")
-        shown = "".join(f"{value / 2**20:>12,.1f}" for value in quantiles(one.sent_bytes))
+        shown = "".join(f"{value / 2**20:>17,.1f}" for value in quantiles(one.sent_bytes))
         lines.append(f"{name:<10}{'MiB sent':<14}{shown}")
-    shown = "".join(f"{value / 2**20:>12,.1f}" for value in found.held_bytes)
+    shown = "".join(f"{value / 2**20:>17,.1f}" for value in found.held_bytes)
     return "\n".join([*lines, f"{'greatest':<10}{'MiB held':<14}{shown}"])
 
 
@@ -188,22 +191,23 @@ def counts(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def factors(key: str, text: str, ranks: int) -> tuple[tuple[float, ...], ...]:
-    """Ranks, or pairs of them, and factors. Raises `InputError` for what is none."""
-    found: list[tuple[float, ...]] = []
+def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], float]]:
+    """Ranks, `ranks` of them together, and factors. Raises `InputError` for what is none."""
+    found = []
     for word in filter(None, text.strip("[]").split(",")):
         match = re.fullmatch("-".join([r"(\d+)"] * ranks) + r":(\d+(?:\.\d+)?)", word.strip())
         if match is None:
             example = "3:1.5 for rank 3 and times half as long again" if ranks == 1 else "7-8:4 for four times as long"
             raise InputError(f"{key}={word}: write {example}")
-        found.append((*map(int, match.groups()[:-1]), float(match[ranks + 1])))
-    return tuple(found)
+        *named, factor = match.groups()
+        found.append((tuple(map(int, named)), float(factor)))
+    return found
 
 
 def told_ranks(ranks: int, slow: Sequence[int]) -> list[int]:
     """The ranks whose timelines are drawn: the first, the last, some between, and the slow ones."""
     spread = {0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1}
-    return sorted({*spread, *(int(rank) for rank in slow[:3])})
+    return sorted({*spread, *slow[:3]})
 
 
 def _say(words: str) -> None:

@@ -109,7 +109,13 @@ class Simulated(NamedTuple):
 
 
 def simulate_call(
-    call: Call, machines: Machines, tokens: int, ranks: int, backward: bool, trace: Sequence[int], say: Callable[[str], None]
+    call: Call,
+    machines: Machines,
+    tokens: int,
+    ranks: int,
+    backward: bool,
+    trace: Sequence[int],
+    say: Callable[[str], None],
 ) -> Simulated:
     """The call on so many ranks; `trace`: ranks whose steps are told, `say` is told what takes a while.
 
@@ -149,8 +155,8 @@ def _by_plans(
         whose = f"cluster={machines.cluster.name!r}, whose ranks share processors,"
         what = f"schedule={call.schedule!r}" if call.schedule not in SERVED else whose
         raise UnsupportedError(
-            f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}; simulate fewer ranks, "
-            f"or by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for each rank"
+            f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}; simulate fewer, or "
+            f"by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for each rank"
         )
     problem = call.problem(tokens, ranks)
     check_extent(problem, by_head=route_named(call.schedule).by_head)
@@ -166,7 +172,9 @@ def _by_plans(
 
 
 def _times(timeline: Timeline, sent: Sequence[int]) -> PassTimes:
-    busy, waiting, exposed = (np.array(one) / 1e6 for one in (timeline.busy_us, timeline.waiting_us, timeline.exposed_us))
+    busy, waiting, exposed = (
+        np.array(one) / 1e6 for one in (timeline.busy_us, timeline.waiting_us, timeline.exposed_us)
+    )
     return PassTimes(timeline.total_us / 1e6, busy, waiting, exposed, np.array(sent, float), {})
 
 
@@ -179,8 +187,8 @@ def _learned(call: Call, cluster: Cluster, shard: int, quarter: int) -> dict[boo
         sides = [0 if call.causal and side is None else side for side in (call.left, call.right)]
         if None in sides or layout.name == "striped":
             raise UnsupportedError(
-                f"layout={layout.name!r} with a window of ({call.left}, {call.right}): classes of ranks are told apart by "
-                "windows bounded on both sides, over contiguous or zigzag shards"
+                f"layout={layout.name!r} with a window of ({call.left}, {call.right}): classes of ranks are told apart "
+                "by windows bounded on both sides, over contiguous or zigzag shards"
             )
         run = min(one.count for one in layout.shards[0])
         reach = -(-max(side for side in sides if side is not None) // run)
@@ -201,13 +209,13 @@ def _pairs(problem: Problem) -> int:
 def spans_of(marks: np.ndarray) -> tuple[Span, ...]:
     """What a rank did, from the moments of its steps (see `PassTimes.traced`)."""
     found = []
-    for number, (entered, went, worked, ended) in enumerate((marks * 1e6).tolist()):
+    for number, (entered, went, worked, landed) in enumerate((marks * 1e6).tolist()):
         if went > entered:
             found.append(Span(f"step {number} pack", COMPUTE, entered, went))
         if worked > went:
             found.append(Span(f"step {number} attend", COMPUTE, went, worked))
-        if ended > worked:
-            found.append(Span(f"step {number} exchange", COMM, went, ended))
+        if landed > went:
+            found.append(Span(f"step {number} exchange", COMM, went, landed))
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ Not covered: that plans of more ranks agree too. It is assumed; the tests compar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import isclose
@@ -88,7 +89,7 @@ class Steps(NamedTuple):
     transposed: bool
 
     @property
-    def count(self) -> int:
+    def in_all(self) -> int:
         """Steps of the pass."""
         return 1 + 2 * self.turns if self.transposed else self.turns
 
@@ -125,17 +126,17 @@ class Classes:
         steps = self.steps_of(ranks)
         for rank, plan in enumerate(plans):
             found = {step.number: _cell(plan, step, cluster, steps.place(step.number)[1], ranks) for step in plan.steps}
-            for number in range(steps.count):
+            for number in range(steps.in_all):
                 cell = found.pop(number, EMPTY)
                 known = self._cells.setdefault(self._where(rank, number, ranks), cell)
                 if not known.agrees(cell):
                     raise _unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
             if found:
-                raise _unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.count}")
+                raise _unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
         held = sorted(plan.arena_bytes + plan.kept_bytes for plan in plans)
-        known = self.held_bytes
-        if known and (held[0], held[-1]) != (known[0], known[-1]):
-            raise _unlike(plans[0], f"of {ranks} ranks one holds {held[0]} to {held[-1]} bytes, not {known}")
+        least, most = (self.held_bytes[0], self.held_bytes[-1]) if self.held_bytes else (held[0], held[-1])
+        if (held[0], held[-1]) != (least, most):
+            raise _unlike(plans[0], f"of {ranks} ranks each holds {held[0]} to {held[-1]} bytes, not {least} to {most}")
         self.held_bytes = tuple(held)
 
     def stretches(self, number: int, ranks: int) -> list[Stretch]:
@@ -209,8 +210,8 @@ def _target(distance: int, turn: int, ranks: int) -> Target | None:
 def _unlike(plan: Plan, why: str) -> UnsupportedError:
     layout = plan.problem.q_layout
     return UnsupportedError(
-        f"schedule={plan.name!r} with layout={layout.name!r} has no classes of ranks that behave alike: {why}; simulate "
-        "as many ranks as can be planned one by one, or another schedule, layout or window"
+        f"schedule={plan.name!r} with layout={layout.name!r} has no classes of ranks that behave alike: {why}; "
+        "simulate as many ranks as can be planned one by one, or another schedule, layout or window"
     )
 
 
@@ -220,7 +221,8 @@ def classes_of(
     """The classes of both passes (backward: True), for numbers of ranks that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
-    window reaches. Raises `UnsupportedError` for schedules that have no such classes, and a window that reaches too far.
+    window reaches. Raises `UnsupportedError` for schedules that have no such classes, and a window that reaches too
+    far.
     """
     if schedule not in SERVED:
         raise UnsupportedError(
@@ -237,10 +239,12 @@ def classes_of(
     least += (quarter - least) % 4  # lines cross at a quarter of the ranks, on a rank or between two
     found = {}
     for backward in (False, True):
+        # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
+        bare = replace(cluster, message_sms=0.0)
         classes = Classes(near, halves, lambda count, backward=backward: steps_of(schedule, count, backward))  # type: ignore[misc]
         for count in (least, least + 4):
             problem = problem_of(count)
             route = choose_route(problem, schedule, cluster)
-            classes.learn(tuple(plan_of(problem, route, rank, backward) for rank in range(count)), cluster)
+            classes.learn(tuple(plan_of(problem, route, rank, backward) for rank in range(count)), bare)
         found[backward] = classes
     return found

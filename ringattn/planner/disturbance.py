@@ -28,8 +28,8 @@ class Disturbance:
 
     def __post_init__(self) -> None:
         """Nothing is faster than undisturbed."""
-        for name, *_, factor in (*(("slow_rank", *one) for one in self.slow_ranks),
-                                 *(("slow_link", *one) for one in self.slow_links)):  # fmt: skip
+        factors = [("slow_rank", factor) for _, factor in self.slow_ranks]
+        for name, factor in (*factors, *(("slow_link", factor) for _, _, factor in self.slow_links)):
             if not factor >= 1:
                 raise InputError(f"{name}: the factor {factor:g} must be at least 1, for times as long")
         if not self.jitter >= 0 or self.seed < 0:

@@ -117,9 +117,7 @@ class _Message(NamedTuple):
 class _Play:
     """The state of all ranks."""
 
-    def __init__(
-        self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool, disturbance: Disturbance
-    ) -> None:
+    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool, disturbance: Disturbance) -> None:
         self._plans, self._cluster, self._overlap, self._disturbance = plans, cluster, overlap, disturbance
         cluster.check_ranks(len(plans))
         disturbance.check_ranks(len(plans))

@@ -1,0 +1,129 @@
+"""`ringattn simulate`: its table, its files, its refusals; nothing of it needs torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringattn.core.span import COMM, COMPUTE, Span
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.launch.lengths import with_lengths
+from ringattn.launch.measure.simulate import SimulateConfig, counts, factors, main, told_ranks
+from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call
+from ringattn.launch.spelling import load_plain
+from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.disturbance import Disturbance
+
+SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
+
+
+def test_plans_and_classes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A sweep goes from plans to classes; weak scaling of a full mask keeps the work of a rank times its ranks."""
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    words = ["ranks=16,24", "tokens=24Ki", "scaling=both", *SMALL, f"json={file}", f"picture={picture}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "strong scaling" in out and "weak scaling" in out
+    assert out.count("by classes of ranks") == out.count("by the plan of each rank") == 2
+    found = json.loads(file.read_text())
+    assert [one["by"] for one in found["curves"]["strong"]] == ["plans", "classes"]
+    assert [one["tokens"] for one in found["curves"]["weak"]] == [16384, 24576]
+    assert found["curves"]["strong"][1]["total_s"] == found["curves"]["weak"][1]["total_s"]
+    for one in found["curves"]["strong"]:
+        assert one["total_s"] == pytest.approx(sum(each["total_s"] for each in one["passes"]))
+        for each in one["passes"]:
+            least, middle, most = each["busy_s"]
+            assert 0 < least <= middle <= most <= each["total_s"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_tokens_are_rounded_up_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ranks=20", "tokens=10001", "backward=false", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "10,040" in out and "tokens are rounded up, by at most 0.0039 of them" in out
+    assert "forward   waiting ms" in out and "backward  work" not in out
+
+
+def test_rounding_costs_no_more_than_it_says() -> None:
+    """Of uneven shards the time lies between those of even shards of as many rows less and more."""
+    machines, call = Machines(CLUSTERS["h100"], Disturbance()), Call(heads=4, kv_heads=2, head_dim=64)
+    times = [
+        simulate_call(call, machines, tokens, 16, True, (), print).total_s for tokens in (32 * 250, 8011, 32 * 251)
+    ]
+    assert times[0] <= times[1] <= times[2] * (1 + 1e-9)
+
+
+def test_a_timeline_is_drawn_of_one_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "a.png"
+    words = ["ranks=20", "tokens=20Ki", "slow_rank=7:2", "jitter=0.1", "seed=3", f"picture={picture}", *SMALL]
+    assert main(words) == 0
+    assert picture.stat().st_size > 10_000
+    capsys.readouterr()
+
+
+def test_shares_of_work() -> None:
+    from ringattn.launch.pictures.simulated import work_shares
+
+    spans = [Span("step 0 attend", COMPUTE, 0.0, 4.0), Span("step 0 exchange", COMM, 0.0, 6.0),
+             Span("step 1 attend", COMPUTE, 6.0, 8.0)]  # fmt: skip
+    assert work_shares(spans, 8.0, 4).tolist() == pytest.approx([1.0, 1.0, 0.0, 1.0])
+    assert work_shares(spans, 8.0, 2).tolist() == pytest.approx([1.0, 0.5])
+
+
+def test_words() -> None:
+    assert counts("64,1,8,8") == [1, 8, 64]
+    assert factors("slow_rank", "3:1.5,9:2", 1) == [((3,), 1.5), ((9,), 2.0)]
+    assert factors("slow_link", "[7-8:4]", 2) == [((7, 8), 4.0)]
+    assert told_ranks(4, [2]) == [0, 1, 2, 3]
+    assert with_lengths("tokens", "1B") == with_lengths("tokens", "1G") == "1000000000"
+    assert shared_out(1000, [1, 3, 10], weak=True) == [100, 300, 1000]
+    for wrong, told in ((lambda: counts("8,0"), "ranks=8,0: give numbers from 1 to 16,384"),
+                        (lambda: counts("16385"), "ranks=16385"), (lambda: counts("a"), "ranks=a"),
+                        (lambda: factors("slow_rank", "3", 1), "slow_rank=3: write 3:1.5"),
+                        (lambda: factors("slow_link", "3:2", 2), "slow_link=3:2: write 7-8:4"),
+                        (lambda: shared_out(3, [1, 8], weak=True), "tokens=3: leaves nothing")):  # fmt: skip
+        with pytest.raises(InputError, match=told):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["schedule=double_ring", "ranks=128"],
+            "schedule='double_ring' is simulated with a plan for each rank, up to 64",
+        ),
+        (["schedule=ulysses", "ranks=4096"], "schedule='ulysses' is simulated with a plan"),
+        (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),
+        (["left=100", "layout=striped", "ranks=128"], "layout='striped' with a window"),
+        (["left=8191", "causal=false", "ranks=128"], "windows bounded on both sides"),
+        (["left=100000", "ranks=128"], "the window reaches 98 shards"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(words: list[str], told: str) -> None:
+    with pytest.raises(UnsupportedError, match=told):
+        main(words)
+
+
+def test_true_and_false_are_read_as_such() -> None:
+    for word, wanted in (("causal=false", False), ("causal=True", True)):
+        assert load_plain([word], SimulateConfig).causal is wanted
+    with pytest.raises(InputError, match="causal=no: should be true or false"):
+        load_plain(["causal=no"], SimulateConfig)
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no rank 8, with ranks 0 to 7"):
+        main(["ranks=8", "slow_rank=8:2"])
+
+
+def test_it_needs_no_torch() -> None:
+    code = ("import sys; from ringattn.cli import main; sys.modules['torch'] = sys.modules['hydra'] = None; "
+            "raise SystemExit(main(['simulate', 'ranks=2', 'tokens=64', 'heads=2', 'kv_heads=2']))")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "simulated in" in done.stdout

@@ -1,0 +1,165 @@
+"""Ranks simulated by classes against the same ranks simulated each by its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError, UnsupportedError
+from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.classes import Classes, classes_of
+from ringattn.planner.cluster import CLUSTERS, Cluster
+from ringattn.planner.disturbance import Disturbance
+from ringattn.planner.links import Links
+from ringattn.planner.plan import Plan
+from ringattn.planner.recurrence import play
+from ringattn.planner.simulate import simulate
+
+SHARD = 64
+RANKS = 29
+NODES = replace(CLUSTERS["h100"], flops=2e11, ranks_per_node=4, pass_s=1e-5, tile_s=1e-7, call_s=1e-6)
+"""So slow that work and messages of such short shards take times alike."""
+FREE = Cluster("links that cost nothing", 2e11, 1e30, 0.0)
+DISTURBED = Disturbance(((3, 1.5), (20, 3.0)), ((7, 8, 40.0),), 0.2, 1)
+Mask = tuple[str, bool, tuple[int, int] | None]
+PLAIN: tuple[Mask, ...] = (("contiguous", False, None), ("contiguous", True, None), ("zigzag", True, None),
+                           ("striped", True, None))  # fmt: skip
+WINDOWS: tuple[Mask, ...] = (("contiguous", True, (70, 0)), ("contiguous", False, (10, 64)), ("zigzag", True, (30, 0)))
+
+
+def problem_of(ranks: int, mask: Mask) -> Problem:
+    """Shards of `SHARD` rows, 4 query heads that share 2 key heads."""
+    layout, causal, window = mask
+    rows = make_layout(layout, SHARD * ranks, ranks)
+    made = Banded(causal, window).mask(SHARD * ranks, SHARD * ranks, None, None, 4, 2)
+    return Problem(rows, rows, made, 1, 4, 2, 64, 64, "bfloat16")
+
+
+@lru_cache
+def classes(schedule: str, mask: Mask, quarter: int) -> dict[bool, Classes]:
+    """Learned once."""
+    reach = 0 if mask[2] is None else -(-max(mask[2]) // (SHARD // (1 + (mask[0] == "zigzag"))))
+    return classes_of(lambda ranks: problem_of(ranks, mask), schedule, NODES, quarter, reach)
+
+
+@lru_cache
+def plans(schedule: str, mask: Mask, ranks: int, backward: bool) -> tuple[Plan, ...]:
+    """Of every rank."""
+    problem = problem_of(ranks, mask)
+    route = choose_route(problem, schedule, NODES)
+    return tuple(plan_of(problem, route, rank, backward) for rank in range(ranks))
+
+
+@lru_cache
+def full_ring_with_free_links() -> Classes:
+    """A forward pass."""
+    return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
+
+
+def check(schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True) -> None:
+    """Both passes: equal times, bytes and spans; relative differences are those of rounding."""
+    for backward in (False, True):
+        planned = plans(schedule, mask, ranks, backward)
+        wanted = simulate(planned, NODES, overlap, disturbance)
+        learned = classes(schedule, mask, ranks % 4)[backward]
+        found = play(learned, NODES, ranks, overlap=overlap, disturbance=disturbance, trace=(0, 7, ranks - 1))
+        assert found.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
+        for times, expected in ((found.busy_s, wanted.busy_us), (found.waiting_s, wanted.waiting_us),
+                                (found.exposed_s, wanted.exposed_us)):  # fmt: skip
+            np.testing.assert_allclose(times * 1e6, expected, rtol=1e-9, atol=1e-9 * wanted.total_us)
+        assert found.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
+        held = [plan.arena_bytes + plan.kept_bytes for plan in planned]
+        assert (learned.held_bytes[0], learned.held_bytes[-1]) == (min(held), max(held))
+        for rank, marks in found.traced.items():
+            ends = [span.end_us for span in wanted.spans[rank] if span.lane == "comm"]
+            assert np.sort(marks[marks[:, 3] > 0, 3]) * 1e6 == pytest.approx(sorted(ends), rel=1e-9)
+
+
+def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
+    check("ring", ("zigzag", True, None), RANKS, DISTURBED)
+    check("ring", ("zigzag", True, None), RANKS, Disturbance(), overlap=False)
+
+
+def test_a_window_by_classes() -> None:
+    check("direct", ("contiguous", True, (70, 0)), 37, DISTURBED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [*PLAIN, *WINDOWS])
+@pytest.mark.parametrize("ranks", [30, 35])
+def test_rings_of_other_lengths(mask: Mask, ranks: int) -> None:
+    check("ring", mask, ranks, DISTURBED)
+    check("ring", mask, ranks, Disturbance())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "mask"),
+    [
+        ("direct", PLAIN[3]),
+        ("direct", WINDOWS[2]),
+        ("bidirectional", PLAIN[2]),
+        ("balanced", PLAIN[1]),
+        ("pass_q", PLAIN[1]),
+    ],
+)
+def test_other_schedules_by_classes(schedule: str, mask: Mask) -> None:
+    check(schedule, mask, 45, DISTURBED)
+
+
+def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
+    """A rank that takes twice as long sets the pace of a full ring: about twice the time, the others wait."""
+    learned = full_ring_with_free_links()
+    even = play(learned, FREE, 1024)
+    slow = play(learned, FREE, 1024, disturbance=Disturbance(((512, 2.0),)))
+    assert 1.9 < slow.total_s / even.total_s < 2.1
+    assert slow.waiting_s[512] < 0.01 * slow.total_s < 0.4 * slow.total_s < np.delete(slow.waiting_s, 512).min()
+
+
+def test_a_ring_of_thousands_by_hand() -> None:
+    """Without a mask and with links that cost nothing, each of the steps takes the work of one block."""
+    found = play(full_ring_with_free_links(), FREE, 4096)
+    assert found.total_s == pytest.approx(4096 * SHARD * SHARD * 4 * 4 * 64 / 2e11)
+    assert found.exposed_s.max() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_cells_that_differ_are_refused() -> None:
+    """A window over striped shards reaches as many rows as there are ranks, so no two numbers of ranks are alike."""
+    with pytest.raises(UnsupportedError, match="'ring' with layout='striped' has no classes of ranks"):
+        classes_of(lambda ranks: problem_of(ranks, ("striped", True, (70, 0))), "ring", NODES, 0, 2)
+
+
+def test_what_classes_do_not_serve_is_refused_by_name() -> None:
+    for schedule in ("all_gather", "double_ring", "ulysses", "sub_rings"):
+        with pytest.raises(UnsupportedError, match=f"schedule='{schedule}' cannot be simulated by classes of ranks"):
+            classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), schedule, NODES, 0)
+    with pytest.raises(UnsupportedError, match="the window reaches 9 shards"):
+        classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ring", NODES, 0, 9)
+    learned = full_ring_with_free_links()
+    with pytest.raises(UnsupportedError, match="its ranks share processors"):
+        play(learned, CLUSTERS["cpu"], 64)
+    joined = replace(FREE, links=Links((0, 0, 1, 1)))
+    with pytest.raises(UnsupportedError, match="its links are told rank by rank"):
+        play(learned, joined, 64)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: Disturbance(slow_ranks=((1, 0.5),)), "slow_rank: the factor 0.5 must be at least 1"),
+        (lambda: Disturbance(slow_links=((1, 1, 2.0),)), "slow_link: name each pair of different ranks once"),
+        (lambda: Disturbance(slow_links=((1, 2, 2.0), (2, 1, 3.0))), "slow_link: name each pair"),
+        (lambda: Disturbance(slow_ranks=((1, 2.0), (1, 3.0))), "slow_rank: name each rank once"),
+        (lambda: Disturbance(jitter=-0.1), "neither may be negative"),
+        (lambda: Disturbance(slow_ranks=((9, 2.0),)).check_ranks(8), "there is no rank 9, with ranks 0 to 7"),
+    ],
+)
+def test_disturbances_that_cannot_be(made: object, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        made()  # type: ignore[operator]
