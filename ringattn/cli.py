@@ -27,7 +27,7 @@ COMMANDS = {  # word: module of ringattn.launch, what it does
     "sweep": ("measure.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
     "demo": ("train.demo", "train with four processes and with one, compare, check, and draw"),
     "train": ("train.train", "train a byte-level language model with its sequences split over ranks"),
-    "simulate": ("measure.simulate", "say how long one attention call takes on 1 to 16,384 ranks, and who waits"),
+    "simulate": ("pictures.simulate", "say how long one attention call takes on 1 to 16,384 ranks, and who waits"),
     "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted for it"),
     "report": ("report.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
     "compare": ("report.compare", "compare two sweeps point by point; fails if the second is worse"),

@@ -12,8 +12,8 @@ import pytest
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.lengths import with_lengths
-from ringattn.launch.measure.simulate import SimulateConfig, counts, factors, main, told_ranks
 from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call
+from ringattn.launch.pictures.simulate import SimulateConfig, counts, factors, main, told_ranks
 from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.disturbance import Disturbance
