@@ -30,7 +30,7 @@ PROGRAM = "ringattn.bench.two_nodes:on_rank"
 PLACES = 2
 RANKS = NODES * PLACES
 FLAT = "ring"
-SCHEDULES = (FLAT, "double_ring", "all_gather", "direct", "ulysses")
+SCHEDULES = (FLAT, "double_ring", "all_gather", "direct", "ulysses", "ulysses_ring")
 CALLS = (
     Shape(4096, 8, 8, 64, "contiguous", FLAT, causal=False),
     Shape(4096, 8, 8, 64, "zigzag", FLAT),

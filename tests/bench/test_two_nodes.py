@@ -30,7 +30,14 @@ SHARD = 4096 // RANKS * 8 * 2 * 64 * 4  # bytes of K and V that a rank owns in t
     ("schedule", "forward", "backward"),
     # Backward gradients cross as often as what they are gradients of; Ulysses' queries, keys and values there, outputs
     # back, a quarter of each to either rank of the other node.
-    [("ring", 3, 6), ("double_ring", 1, 2), ("all_gather", 2, 4), ("direct", 2, 4), ("ulysses", 1, None)],
+    [
+        ("ring", 3, 6),
+        ("double_ring", 1, 2),
+        ("all_gather", 2, 4),
+        ("direct", 2, 4),
+        ("ulysses", 1, None),
+        ("ulysses_ring", 1, 2),
+    ],
 )
 def test_what_crosses_between_the_nodes(schedule: str, forward: int, backward: int | None) -> None:
     for back, shards in ((False, forward), (True, backward)):
@@ -70,7 +77,9 @@ def test_the_table_says_how_far_off_and_whether_the_choice_was_right() -> None:
     assert "median error 0.0%" in exact.notes[-1] and "in 2 of 2 passes" in exact.notes[-1]
     gains = {row[2]: float(row[7]) for row in exact.rows if row[1] == "forward"}
     assert gains["ring"] == 1.0 and gains["double_ring"] > 1.5 * gains["direct"]
-    wrong = two_nodes.table_of(OPTIONS, NODES, samples(NODES, {"double_ring": 4.0, "ulysses": 4.0}))
+    wrong = two_nodes.table_of(
+        OPTIONS, NODES, samples(NODES, {"double_ring": 4.0, "ulysses": 4.0, "ulysses_ring": 4.0})
+    )
     assert "greatest 75.0%" in wrong.notes[-1] and "in 0 of 2 passes" in wrong.notes[-1]
 
 
