@@ -1,7 +1,7 @@
 """`ringattn check` with every pair of mask, layout and schedule in place of every combination.
 
-All combinations are tried once over each kind of transport: by the command over shared memory, and by the tests of
-gloo, of the peer transport and of NCCL. On other numbers of ranks, and on nodes, pairs are enough.
+All combinations are tried on four ranks of shared memory, by the command, and of NCCL's simulation. What another
+number of ranks or another transport adds depends on what the plans send, not on three things at once.
 """
 
 from __future__ import annotations

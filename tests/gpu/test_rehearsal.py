@@ -208,7 +208,7 @@ def test_every_schedule_is_exact(ranks: int) -> None:
 
 @pytest.mark.slow
 def test_processes_are_exact(tmp_path: Path) -> None:
-    processes.every_schedule_is_exact(tmp_path, 2, "fp64", "gloo")
+    processes.every_schedule_is_exact(tmp_path, 2, "fp64", "gloo", pairs=True)
 
 
 @pytest.mark.slow
