@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
 from ringattn.launch.measure import check
+from tests.contract import ports
 from tests.contract.pairs import PAIRED, pairs_only
+from tests.contract.ports import GIVEN_AWAY, free_port
 from tests.gpu.test_processes import every_schedule_is_exact
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +85,17 @@ def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
 
 
 # Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.
+
+
+def test_processes_that_are_to_meet_get_a_port_that_the_system_gives_to_nobody() -> None:
+    first, last = map(int, GIVEN_AWAY.read_text().split())
+    found = {free_port() for _ in range(20)}
+    assert len(found) > 10 and not found & set(range(first, last + 1))
+    with socket.create_server(("127.0.0.1", free_port())) as mine, pytest.MonkeyPatch.context() as patch:
+        held = mine.getsockname()[1]
+        patch.setattr(ports, "SystemRandom", lambda: SimpleNamespace(sample=lambda others, count: [held]))
+        with pytest.raises(OSError, match="no port from 10000 on is free"):
+            free_port()
 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:

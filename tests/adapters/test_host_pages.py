@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
+from tests.contract.ports import free_port
 from tests.doc_code import run_page, run_page_under_torchrun
 
 _LINE = re.compile(r"^(?:loss|image|block|gradients) .*\d$", re.MULTILINE)
@@ -38,9 +38,7 @@ def test_two_processes_print_what_one_does(
 ) -> None:
     pytest.importorskip(package)
     if package == "megatron.core":  # which asks for torchrun's environment, alone too
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        alone_in = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        alone_in = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for name, value in alone_in.items():
             monkeypatch.setenv(name, value)
     run_page(page)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,14 +14,14 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from tests.contract.ports import free_port
+
 
 class Processes:
     """`world_size` processes with MASTER_ADDR and MASTER_PORT set. A context manager that leaves none behind."""
 
     def __init__(self, world_size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         context = multiprocessing.get_context("spawn")
         self.ranks = list(range(world_size))
         self._pipes: list[Connection] = []

@@ -19,7 +19,8 @@ from ringattn import cli
 from ringattn.launch.measure import run
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.points import opened
-from tests.launch.test_run import ROOT, free_port, ringattn
+from tests.contract.ports import free_port
+from tests.launch.test_run import ROOT, ringattn
 
 SMALL = ("tokens=64", "shape=small", "repeats=1", "warmup=1")
 INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -40,6 +40,7 @@ from ringattn.launch.train.config import load_train
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
+from tests.contract.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
@@ -65,12 +66,6 @@ def ringattn(
         [sys.executable, "-m", *module, *words], cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT), **(env or {})},
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ Two agents of torchrun on this machine stand for two machines.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.contract.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -24,9 +25,7 @@ def train_on_nodes(folder: Path, words: list[list[str]]) -> list[tuple[int, str]
 
     Node n runs in `folder`/n. Raises where a node takes half of the deadline.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     agents, printed = [], [folder / str(number) / "printed" for number in range(len(words))]
     for number, own in enumerate(words):
         meeting = [
