@@ -46,6 +46,9 @@ def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
         ("zigzag", {"causal": True}),
         ("contiguous", {"window": (9, 0)}),
         ("striped", {"window": (2, 3)}),
+        ("contiguous", {"causal": True, "chunk": 9}),
+        ("zigzag", {"causal": True, "prefix": 10}),
+        ("striped", {"window": (2, 1), "global_tokens": 2}),
     ],
 )
 def test_counters_and_explanations_are_what_happened(schedule: str, layout: str, options: dict[str, Any]) -> None:

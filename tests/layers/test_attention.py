@@ -95,6 +95,10 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
     "is_causal window": (
         {"window": (4, None)}, {"is_causal": True}, ~torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-4)
     ),
+    "is_causal prefix": (
+        {"prefix": 6}, {"is_causal": True},
+        torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) & (torch.arange(TOKENS) >= 6),
+    ),
 }  # fmt: skip
 """Options of the layer, of its call, and the same as torch's attn_mask."""
 
