@@ -200,6 +200,21 @@ CLUSTERS: dict[str, Cluster] = {
         f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; a pair: the "
         f"H100's share of the peak, {_PAIRS}; {_STATED}",
     ),
+    "gb200": Cluster(
+        "GB200 NVL72, 72 a rack, 400G NICs (published)", 1613e12, 770e9, 15e-6, backward_flops=1070e12,
+        copy_bytes_s=8e12, ranks_per_node=72, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=148,
+        sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=360e9, node_peer_bandwidth=18e9,
+        source="arithmetic, memory, multiprocessors and a pair: as the B200's; a rack counts as one node; NVLink 5: "
+        f"770 GB/s (nvbandwidth, Azure's AI-benchmarking-guide, issue 7); {_PAIRS}; {_STATED}",
+    ),
+    "l20": Cluster(
+        "L20, 8 a box over PCIe 4, 100G NICs (derived)", 87e12, 8e9, 15e-6, backward_flops=75e12,
+        copy_bytes_s=0.864e12, ranks_per_node=8, node_bandwidth=7.9e9, node_latency_s=30e-6, block_keys=128, sms=92,
+        sync_s=20e-6, message_sms=8, state_passes=2,
+        source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the datasheet's 119.5 "
+        "TFLOP/s, and its memory; 8 GB/s a rank inside and outside the box: stated, for eight cards share the host's "
+        f"bridges and memory; {_STATED}",
+    ),
     "rtx4090": Cluster(
         "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
         copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128, sms=128,

@@ -28,7 +28,7 @@ def written(folder: Path, constants: Any) -> str:
 
 
 def test_presets_say_where_they_come_from() -> None:
-    assert {"a100", "h100", "h200", "b200", "rtx4090", "cpu"} == set(CLUSTERS)
+    assert {"a100", "h100", "h200", "b200", "gb200", "l20", "rtx4090", "cpu"} == set(CLUSTERS)
     for name, cluster in CLUSTERS.items():
         assert cluster_named(name) is cluster
         assert cluster.source and not cluster.calibrated  # a preset was not measured on the machine at hand
@@ -37,7 +37,8 @@ def test_presets_say_where_they_come_from() -> None:
 
 
 @pytest.mark.parametrize(("name", "hardware"), [("a100", "a100-80"), ("h100", "h100"), ("h200", "h200"),
-                                                ("b200", "b200"), ("rtx4090", "rtx4090")])  # fmt: skip
+                                                ("b200", "b200"), ("gb200", "b200"),
+                                                ("rtx4090", "rtx4090")])  # fmt: skip
 def test_no_preset_is_above_the_makers_peaks(name: str, hardware: str) -> None:
     cluster, peak = CLUSTERS[name], PRESETS[hardware]
     assert cluster.flops < peak.flops and cluster.backward_flops is not None and cluster.backward_flops < cluster.flops
@@ -193,7 +194,7 @@ def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> Non
     assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops, message_sms=8) == h100
     assert REFERENCE.leaving(4).backward_flops is None and h100.leaving(0) is h100
     assert {name: cluster.sms for name, cluster in CLUSTERS.items()} == {
-        "a100": 108, "h100": 132, "h200": 132, "b200": 148, "rtx4090": 128, "cpu": None
+        "a100": 108, "h100": 132, "h200": 132, "b200": 148, "gb200": 148, "l20": 92, "rtx4090": 128, "cpu": None
     }  # fmt: skip
 
 
