@@ -163,7 +163,7 @@ def attention(
     def described() -> AttentionCall:
         call = calls.checked_call(ring, q, k, v, seq, None, spec)
         # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
-        return replace(call, route=replace(call.route, keeps=False))
+        return replace(call, route=call.route.keeping_nothing())
 
     call = calls.agreed(ring, described, sinks)
     out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)

@@ -9,10 +9,12 @@ from functools import lru_cache
 from ringattn.core.problem import Problem
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import forward_seconds
+from ringattn.planner.opening_cost import cheapest_opening
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.double_ring import grid_of
+from ringattn.schedule.opening import arrived
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
@@ -23,6 +25,7 @@ from ringattn.schedule.routes import (
     Route,
     backward_of_rank,
     forward_of_rank,
+    kept_of_rank,
     route_named,
     schedule_of,
 )
@@ -43,8 +46,8 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     Dilated rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that),
     the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
     anyway, it is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a
-    group, in each node of `cluster`; on one node see `Route.grid_for`. Raises `InputError` for an unknown schedule and
-    for nodes of unlike length.
+    group, in each node of `cluster`; on one node see `Route.grid_for`. `opening_cost` says how a
+    backward begins. Raises `InputError` for an unknown schedule and for nodes of unlike length.
     """
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
@@ -66,7 +69,8 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     else:
         relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
-    return replace(route, keeps=_little_comes(problem, route))
+    route = replace(route, keeps=_little_comes(problem, route))
+    return replace(route, opening=cheapest_opening(problem, route, cluster))
 
 
 def _fastest(problem: Problem, cluster: Cluster) -> Route:
@@ -98,7 +102,7 @@ def _little_comes(problem: Problem, route: Route) -> bool:
     held = [count * problem.kv_heads * record_bytes(problem, problem.dtype) for count in problem.kv_layout.counts]
     came = [0] * problem.world_size
     if route.by_head:
-        for rank, block, content in schedule_of(problem, route, False).arrivals():
+        for rank, block, content in arrived(schedule_of(problem, route, False)):
             dtype = problem.kv_dtype if block.kind is Kind.KV else problem.dtype
             came[rank] += size(content) * record_bytes(problem, dtype, block.kind)
     else:
@@ -111,4 +115,4 @@ def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """The plan of one rank, made from the readers' reads without building the other ranks' plans."""
     make = backward_of_rank if backward else forward_of_rank
     with _alone:
-        return project(make(problem, route, rank), rank, route.keeps)
+        return project(make(problem, route, rank), rank, kept_of_rank(problem, route, rank))

@@ -12,7 +12,7 @@ Not covered: routes, where buffers lie (see `arena`), torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,10 +45,10 @@ from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadT
 from ringattn.schedule.passes import is_on_received
 
 
-def project(schedule: Schedule, rank: int, keeps: bool = False) -> Plan:
+def project(schedule: Schedule, rank: int, keeps: Collection[Block] = ()) -> Plan:
     """The plan of `rank`: its steps of the schedule, with every buffer placed.
 
-    `keeps`: a forward pass hands what it received on to its backward pass.
+    `keeps`: received blocks that a forward pass hands on to its backward pass.
     """
     return _Projection(schedule.problem, schedule.restricted_to(rank), rank).plan(keeps)
 
@@ -103,7 +103,7 @@ class _Projection:
         self.fused_index: dict[str, int] = {}
         self.parts: dict[int, list[int]] = defaultdict(list)  # of each fused buffer
 
-    def plan(self, keeps: bool) -> Plan:
+    def plan(self, keeps: Collection[Block]) -> Plan:
         """The finished plan."""
         # What the forward pass kept is in the arena from the first step on.
         for _, block, content in self.schedule.kept:
@@ -111,10 +111,9 @@ class _Projection:
         # Their order is that of the bytes which the forward pass hands on.
         kept = [self.held[block] for _, block, _ in self.schedule.kept]
         steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
-        if keeps and not self.backward:
-            received = [block for rank, block, _ in self.schedule.arrivals() if rank == self.rank]
+        if not self.backward:
             # Read once more when the pass ends, to be copied out.
-            kept = [self._use(self.held[block], len(steps) - 1) for block in received]
+            kept = [self._use(self.held[block], len(steps) - 1) for block in keeps]
         # Offsets come last: only now is the end of every life known.
         buffers, arena_bytes = lay_out(self.problem, self.buffers)
         name = self.schedule.name

@@ -22,10 +22,11 @@ from typing import Literal
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.schedule import all_to_all, bidirectional, double_ring, placed, sub_rings, ulysses_ring
-from ringattn.schedule.content import whole
+from ringattn.schedule.content import Content, whole
+from ringattn.schedule.opening import Opening, arrived, last_read, split_local, with_kept
 from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery, prune, transpose
-from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.read_sets import ReadSets, read_sets_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Route:
     """One way for blocks to travel. `keeps`: what a forward pass received is kept for its backward, not sent again.
 
     `grid`: of a double ring the ranks of each node, of Ulysses x ring those of each group; empty: see `grid_for`.
+    `opening`: what hides the first fetch of a backward, see `schedule.opening`.
     """
 
     name: str
@@ -45,11 +47,21 @@ class Route:
     place: placed.Place | None = None
     keeps: bool = False
     grid: double_ring.Grid = ()
+    opening: Opening = "fetched"
 
     @property
     def by_turn(self) -> bool:
         """Whether each rank's part follows from the readers' read sets alone."""
         return not (self.by_segment or self.by_head or self.both_ways or self.by_node or self.place)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether a backward is the transpose of the forward, with keys fetched anew for its first work."""
+        return not (self.by_head or self.place)
+
+    def keeping_nothing(self) -> Route:
+        """The same where a forward pass has nothing to hand on in."""
+        return replace(self, keeps=False, opening="split" if self.opening == "kept" else self.opening)
 
     def grid_for(self, problem: Problem) -> double_ring.Grid:
         """The ranks of each node or group: as given, else as nearly square as can be, or as the K/V heads allow."""
@@ -205,9 +217,27 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
         return schedule_of(problem, route, True).restricted_to(rank)
     forward_part = forward_of_rank(problem, route, rank)
     # K/V that the forward pass kept is not delivered again; only gradients travel.
+    deliveries = () if route.keeps else _deliveries_of_rank(problem, route, rank)
+    back = replace(transpose(forward_part, deliveries), kept=_kept(forward_part, route)).restricted_to(rank)
+    return split_local(back) if route.opening == "split" else back
+
+
+def kept_of_rank(problem: Problem, route: Route, rank: int) -> tuple[Block, ...]:
+    """The others' blocks that a forward pass of `rank` keeps for its backward, in the order of that one's `kept`."""
+    if not route.keeps and route.opening != "kept":
+        return ()
+    if route.by_turn:
+        kept = _kept(forward_of_rank(problem, route, rank), route)
+    else:
+        kept = schedule_of(problem, route, True).kept
+    return tuple(block for at, block, _ in kept if at == rank)
+
+
+def _kept(part: Schedule, route: Route) -> tuple[tuple[int, Block, Content], ...]:
+    """What the part of a rank in a forward schedule keeps for its backward."""
     if route.keeps:
-        return replace(transpose(forward_part, ()), kept=forward_part.arrivals()).restricted_to(rank)
-    return transpose(forward_part, _deliveries_of_rank(problem, route, rank)).restricted_to(rank)
+        return arrived(part)
+    return arrived(part, last_read(part)) if route.opening == "kept" else ()
 
 
 @lru_cache(maxsize=32)
@@ -220,12 +250,20 @@ def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     if route.place is not None:
         return placed.exchange(problem, route.name, route.place, backward)
     there = schedule_of(problem, route, False)
-    if route.by_node:
-        return (ulysses_ring if route.by_head else double_ring).backward(there, route.grid_for(problem))
+    if route.by_node and route.by_head:
+        return ulysses_ring.backward(there, route.grid_for(problem))
     # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
-        return all_to_all.exchange(problem, route.name, backward, there.arrivals() if route.keeps else ())
-    return replace(transpose(there, ()), kept=there.arrivals()) if route.keeps else transpose(there)
+        return all_to_all.exchange(problem, route.name, backward, arrived(there) if route.keeps else ())
+    if route.by_node:
+        back = double_ring.backward(there, route.grid_for(problem))
+    else:
+        back = transpose(there, () if route.keeps else None)
+    if route.keeps:
+        return replace(back, kept=arrived(there))
+    if route.opening == "kept":
+        return with_kept(back, arrived(there, last_read(there)))
+    return split_local(back) if route.opening == "split" else back
 
 
 def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:
@@ -247,9 +285,22 @@ def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[D
         for distance in distances:
             reader = (owner + distance) % ranks
             # turn - 1 may be 0, the owner itself, which needs no delivery; beyond the reach nobody reads.
-            if 1 <= distance <= reach and reads.read(owner, reader):
+            if (
+                1 <= distance <= reach
+                and reads.read(owner, reader)
+                and not _reader_keeps(reads, route, reader, distance)
+            ):
                 # The way back runs against the ring: from the rank one farther on.
                 source = (reader + 1) % ranks if back and distance < reach else owner
                 copy = Copy(Block(Kind.KV, owner), source, reader, reads.read(owner, reader))
                 # Beside the step before the one that reads it in the backward: that of the next forward step.
                 yield route.read_step(distance) + 1, copy
+
+
+def _reader_keeps(reads: ReadSets, route: Route, reader: int, distance: int) -> bool:
+    """Whether a reader kept the block that came from so far: it reads none in a later step."""
+    if route.opening != "kept":
+        return False
+    step = route.read_step(distance)
+    farther = (far for far in range(distance + 1, reads.ranks) if route.read_step(far) > step)
+    return not any(reads.read((reader - far) % reads.ranks, reader) for far in farther)

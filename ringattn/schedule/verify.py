@@ -52,13 +52,32 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
                 fail(index, item.rank, f"works on {item.q}, which is not its own and was not sent")
             count = left.get((item.q.owner, item.kv.owner), Counter())
             for tile, times in _single(item.tiles).items():
-                if count[tile] < times:
+                if not all(_cut_out(count, tile) for _ in range(times - count[tile])):
                     why = "once too often" if tile in count else "that the mask does not have"
                     fail(index, item.rank, f"works on a tile of {item.kv} {why}: {tile}")
                 count[tile] -= times
     for (rank, owner), count in left.items():
         if missing := +count:
             fail(-1, rank, f"{missing.total()} tiles of KV{owner} are never worked on, first {next(iter(missing))}")
+
+
+def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
+    """Whether some tile has these keys among its own, for the same queries; then it is cut, and the piece is there."""
+    for tile in +count:
+        found = tile.k.positions.intersect(piece.k.positions)
+        whole = tile._replace(k=piece.k)
+        if tile == piece or whole != piece or found != piece.k.positions:
+            continue
+        start = (piece.k.positions.start - tile.k.positions.start) // tile.k.positions.stride
+        stop = start + found.count
+        if tile.k.pick(StridedRange(start, found.count)) == piece.k:
+            count[tile] -= 1
+            count[piece] += 1
+            for rest in (StridedRange(0, start), StridedRange(stop, tile.k.positions.count - stop)):
+                if rest.count:
+                    count[tile._replace(k=tile.k.pick(rest))] += 1
+            return True
+    return False
 
 
 def _single(parts: Iterable[HeadTiles]) -> Counter[Tile]:

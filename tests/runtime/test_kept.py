@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from ringattn.core.problem import Problem
 from ringattn.planner import choose
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
+from ringattn.schedule.opening import Opening
 from ringattn.schedule.ops import INPUTS, Kind
 from ringattn.schedule.routes import ALL_GATHER, RING, ULYSSES, Route, schedule_of
 from ringattn.schedule.verify import verify
@@ -32,6 +35,21 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choose, "KEEP_AT_MOST", 100.0)
     choose._chosen.cache_clear()
     yield
+    choose._chosen.cache_clear()
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Opening], None]]:
+    """Have the backward of every transposed schedule begin so."""
+
+    def forced(opening: Opening) -> None:
+        def chosen(problem: Problem, route: Route, cluster: object) -> Opening:
+            return opening if route.transposed and not route.keeps and problem.world_size > 1 else "fetched"
+
+        choose._chosen.cache_clear()
+        monkeypatch.setattr(choose, "cheapest_opening", chosen)
+
+    yield forced
     choose._chosen.cache_clear()
 
 
@@ -57,7 +75,8 @@ def test_plans_hand_on_what_their_backward_begins_with(route: Route, case: Case)
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
 @pytest.mark.usefixtures("keeps_all")
-def test_the_same_bits(schedule: str, wire: str | None) -> None:
+def test_the_same_bits(schedule: str, wire: str | None, begin: Callable[[Opening], None]) -> None:
+    begin("fetched")  # own work that is split is summed in another order
     trial = Trial(causal=True, heads=(4, 2), lse=True)
     kept = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
     choose._chosen.cache_clear()
@@ -99,5 +118,55 @@ def test_it_is_kept_where_it_is_little() -> None:
         there, back = (plan_of(problem, route, rank, backward) for backward in (False, True))
         assert there.bytes_sent == there.kept_bytes == 3072 * 12 * 2 * 64 * 2
         assert back.bytes_sent == 2 * there.bytes_sent  # dK and dV in float32, and nothing else
-    assert choose_route(problem, "ring") == RING  # which overwrites what came
+    assert choose_route(problem, "ring") == replace(RING, opening="split")  # which overwrites what came
     assert not choose_route(simple("contiguous", 64, 2).problem, "all_gather").keeps  # a whole shard
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("schedule", ["ring", "direct", "all_gather", "bidirectional", "double_ring"])
+def test_however_a_backward_begins(schedule: str, wire: str | None, begin: Callable[[Opening], None]) -> None:
+    trial = Trial(causal=True, heads=(4, 2), lse=True)
+    found = {}
+    for opening in ("fetched", "split", "kept"):
+        begin(opening)
+        found[opening] = run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire)
+    assert all(torch.equal(found["kept"][name], found["fetched"][name]) for name in found["kept"])
+    if wire is None:
+        assert all(greatest_error(one, reference(trial, torch.float32)) <= 1e-5 for one in found.values())
+
+
+@pytest.mark.parametrize("schedule", ["ring", "sub_rings", "double_ring"])
+def test_calls_of_any_order_get_what_they_kept(schedule: str, begin: Callable[[Opening], None]) -> None:
+    """Two forwards before a backward, one without gradients between, a graph used twice, and recomputation."""
+    generator = torch.Generator().manual_seed(3)
+    given = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)
+
+    def body(ring: Ring) -> list[torch.Tensor]:
+        seq = ring.sequence(24, layout="zigzag")
+
+        def attend(*mine: torch.Tensor) -> torch.Tensor:
+            return ring.attention(*mine, seq, causal=True, schedule=schedule)
+
+        one, two = ([seq.shard(x).clone().requires_grad_() for x in call] for call in given)
+        first = attend(*one)
+        with torch.no_grad():
+            attend(*two)
+        second = attend(*two)
+        found = [*torch.autograd.grad((first**2).sum(), one, retain_graph=True)]
+        found += torch.autograd.grad((second**2).sum(), two)
+        found += torch.autograd.grad((first**2).sum(), one)
+        again = checkpoint(attend, *two, use_reentrant=False)
+        found += torch.autograd.grad((again**2).sum(), two)
+        return [seq.gather(x) for x in found]
+
+    def wanted(call: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in call]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad((out**2).sum(), leaves)
+
+    right = [*wanted(given[0]), *wanted(given[1])] * 2
+    for opening in ("split", "kept"):
+        begin(opening)
+        for ours, exact in zip(run_ranks(4, body, engine="plain", poison=True)[0], right, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-10)

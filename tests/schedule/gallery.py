@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Block, Kind, Merge, Schedule
-from ringattn.schedule.routes import ROUTES, Route, schedule_of
+from ringattn.schedule.routes import RING, ROUTES, Route, schedule_of
 from ringattn.schedule.text import cell, grid
 from tests.schedule import formulas
 from tests.strategies import simple
@@ -64,6 +65,13 @@ def grids() -> str:
     return "\n\n".join(found)
 
 
+def backwards() -> str:
+    """The backward of a ring, however it begins."""
+    problem = simple("contiguous", 16, 4).problem
+    found = (grid(schedule_of(problem, replace(RING, opening=opening), True)) for opening in ("split", "kept"))
+    return "\n\n".join(f"```text\n{one}\n```" for one in found)
+
+
 def drawn(schedule: Schedule, short: bool) -> str:
     """The grid of a schedule; `short`: of one in which all ranks do alike, each turned by its number, rank 0 alone."""
     if not short or any(turned(schedule, by) != turned(schedule, 0) for by in range(1, schedule.problem.world_size)):
@@ -98,7 +106,12 @@ def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
 
 def renewed(page: str) -> str:
     """The page with its parts as they should be."""
-    for mark, text in (("formulas", formulas.table()), ("sent", sent()), ("grids", grids())):
+    for mark, text in (
+        ("formulas", formulas.table()),
+        ("sent", sent()),
+        ("grids", grids()),
+        ("backwards", backwards()),
+    ):
         before, rest = page.split(f"<!-- {mark} -->\n")
         after = rest.split(f"<!-- end of {mark} -->")[1]
         page = f"{before}<!-- {mark} -->\n\n{text}\n\n<!-- end of {mark} -->{after}"

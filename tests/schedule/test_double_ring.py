@@ -73,7 +73,7 @@ def test_no_step_sends_more_than_its_share_between_nodes(ranks: int, inner: int)
         most = Counter()
         for at, copy in crossings(schedule_of(problem, route, backward), inner, (Kind.KV,)):
             most[at, copy.src] += size(copy.content)
-        # The backward opens with a fetch from the owner that nothing hides, see decision 0002.
+        # The backward opens with a fetch from the owner that may need all of the block, see decision 0022.
         assert {rows for (at, _), rows in most.items() if at or not backward} <= {25 // inner, ceil(25 / inner)}
         flat = crossings(schedule_of(problem, RING, backward), inner, (Kind.KV,))
         assert max(size(copy.content) for _, copy in flat) == 25

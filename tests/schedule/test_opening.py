@@ -1,0 +1,164 @@
+"""How a backward begins: no rank waits for its first block without work, and what is kept does not travel again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.errors import PlanError
+from ringattn.planner.account import live_bytes
+from ringattn.planner.arena import verify_placement
+from ringattn.planner.choose import plan_of
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.opening_cost import cheapest_opening
+from ringattn.schedule.content import size
+from ringattn.schedule.opening import split_keys
+from ringattn.schedule.ops import INPUTS, AttendGrad, Merge, Schedule, Step, work_of
+from ringattn.schedule.routes import RING, ROUTES, Route, backward_of_rank, schedule_of
+from ringattn.schedule.text import grid
+from ringattn.schedule.verify import verify
+from tests.schedule.test_schedule import by_rows
+from tests.strategies import Case, covering, simple
+
+TRANSPOSED = [route for route in ROUTES.values() if route.transposed]
+OPENINGS = [
+    pytest.param(replace(route, opening=opening), id=f"{route.name}-{opening}",
+                 marks=() if route.name in ("ring", "double_ring") else pytest.mark.slow)
+    for route in TRANSPOSED for opening in ("split", "kept")
+]  # fmt: skip
+each_opening = pytest.mark.parametrize("route", OPENINGS)
+
+
+@each_opening
+@settings(max_examples=3)
+@covering
+def test_verified_placed_and_found_by_each_rank(route: Route, case: Case) -> None:
+    whole = schedule_of(case.problem, route, True)
+    verify(whole)
+    for rank in range(case.ranks):
+        mine, theirs = backward_of_rank(case.problem, route, rank), whole.restricted_to(rank)
+        assert by_rows(mine) == by_rows(theirs) and len(mine.kept) == len(theirs.kept)
+        plans = [plan_of(case.problem, route, rank, backward) for backward in (False, True)]
+        for plan in plans:
+            verify_placement(plan)
+        handed, begun = (
+            [(one.kind, one.content, one.dtype) for one in map(plan.buffers.__getitem__, plan.kept)] for plan in plans
+        )
+        assert handed == begun
+
+
+def idle(schedule: Schedule) -> list[tuple[int, int]]:
+    """(step, rank) in which a rank that has own keys to work on waits for its first block without work."""
+    found, begun = [], set()
+    for at, step in enumerate(schedule.steps):
+        busy = {item.rank for item in step.work if not isinstance(item, Merge)}
+        waiting = {copy.dst for copy in step.copies if copy.block.kind in INPUTS}
+        found += [(at, rank) for rank in sorted(waiting - busy - begun)]
+        begun |= busy | waiting
+    return found
+
+
+@each_opening
+@pytest.mark.parametrize("ranks", [2, 6])
+@pytest.mark.parametrize(("layout", "causal"), [("contiguous", False), ("zigzag", True), ("contiguous", True)])
+def test_no_rank_waits_for_its_first_block_without_work(route: Route, ranks: int, layout: str, causal: bool) -> None:
+    problem = simple(layout, 8 * ranks, ranks, causal=causal).problem
+    assert idle(schedule_of(problem, replace(route, opening="fetched"), True))
+    assert not idle(schedule_of(problem, route, True))
+
+
+@pytest.mark.parametrize("route", TRANSPOSED, ids=lambda route: route.name)
+def test_kept_blocks_are_those_read_last_and_are_not_sent_again(route: Route) -> None:
+    ranks, rows = 6, 8
+    problem = simple("zigzag", rows * ranks, ranks, causal=True).problem
+    fetched, kept = (schedule_of(problem, replace(route, opening=way), True) for way in ("fetched", "kept"))
+    count, row = {}, 64 * 2 * 2
+    for name, schedule in (("fetched", fetched), ("kept", kept)):
+        copies = [copy for step in schedule.steps for copy in step.copies if copy.block.kind in INPUTS]
+        count[name] = sum(size(copy.content) for copy in copies)
+    assert count["fetched"] - count["kept"] == sum(size(content) for *_, content in kept.kept) > 0
+    for rank in range(ranks):
+        there, back = (plan_of(problem, replace(route, opening="kept"), rank, backward) for backward in (False, True))
+        assert there.kept_bytes == back.kept_bytes == row * sum(size(rows) for at, _, rows in kept.kept if at == rank)
+        without = plan_of(problem, replace(route, opening="fetched"), rank, True)
+        assert live_bytes(back) <= live_bytes(without)
+
+
+def test_the_picture_of_a_ring_has_no_step_without_work() -> None:
+    problem = simple("contiguous", 16, 4).problem
+    lines = {
+        way: grid(schedule_of(problem, replace(RING, opening=way), True)).splitlines()[2:]
+        for way in ("fetched", "split", "kept")
+    }
+    assert lines["fetched"][0].split() == "0 - | KV0>3 - | KV1>0 - | KV2>1 - | KV3>2".split()
+    assert lines["split"][0].split() == "0 KV0 | KV0>3 KV1 | KV1>0 KV2 | KV2>1 KV3 | KV3>2".split()
+    assert lines["split"][1:] == lines["fetched"][1:]
+    assert lines["kept"] == lines["fetched"][1:]
+
+
+@settings(max_examples=10)
+@covering
+def test_own_keys_are_split_without_a_pair_lost(case: Case) -> None:
+    for rank, rows in enumerate(case.problem.kv_layout.counts):
+        parts = work_of(case.problem, rank).get(rank, ())
+        early, late = split_keys(parts, rows)
+
+        def pairs(parts: tuple) -> Counter:
+            return Counter(
+                (int(q), int(k), head)
+                for _, table in parts for tile in table for head in tile.heads.members()
+                for q in tile.q.rows.members() for k in tile.k.rows.members()
+                if tile.band.lo <= position(tile.q, q) - position(tile.k, k) <= tile.band.hi
+            )  # fmt: skip
+
+        assert pairs(early) + pairs(late) == pairs(parts)
+        keys = [{k for _, table in side for run in table.k_runs() for k in run.members()} for side in (early, late)]
+        assert not keys[0] or not keys[1] or max(keys[0]) < min(keys[1])
+
+
+def position(tokens: object, row: int) -> int:
+    """The position of a row of a token range."""
+    return tokens.positions.start + (row - tokens.rows.start) // tokens.rows.stride * tokens.positions.stride  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fault", ["twice", "lost", "grown"])
+def test_verify_sees_a_fault_in_a_split(fault: str) -> None:
+    schedule = schedule_of(simple("contiguous", 64, 4, causal=True).problem, replace(RING, opening="split"), True)
+    at, item = next((at, item) for at, step in enumerate(schedule.steps) for item in step.work
+                    if isinstance(item, AttendGrad) and item.rank == item.kv.owner == 3)  # fmt: skip
+    verify(schedule)
+    work = [one for one in schedule.steps[at].work if one is not item]
+    if fault == "twice":
+        work += [item, item]
+    elif fault == "grown":
+        ((heads, table),) = item.tiles
+        columns = table.columns.copy()
+        columns[:, 7] += 1
+        work.append(item._replace(tiles=((heads, type(table)(columns)),)))  # type: ignore[arg-type]
+    steps = (*schedule.steps[:at], Step(schedule.steps[at].copies, tuple(work)), *schedule.steps[at + 1 :])
+    why = "1 tiles of KV3 are never" if fault == "lost" else "works on a tile of KV3 (once too often|that the mask)"
+    with pytest.raises(PlanError, match=why):
+        verify(replace(schedule, steps=steps))
+
+
+def chosen(cluster: Cluster, tokens: int = 8192, kv_heads: int = 8, ranks: int = 4, route: Route = RING) -> str:
+    layout, mask = make_layout("zigzag", tokens, ranks), make_mask(tokens, tokens, causal=True)
+    return cheapest_opening(Problem(layout, layout, mask, 1, 32, kv_heads, 128, 128, "bfloat16"), route, cluster)
+
+
+def test_memory_is_spent_where_it_saves_more_time() -> None:
+    h100 = CLUSTERS["h100"]
+    assert chosen(h100, 1 << 20) == chosen(h100, 1 << 20, kv_heads=32) == "split"  # own work hides the fetch
+    slow = replace(h100, bandwidth=1e9)
+    assert chosen(slow, kv_heads=1) == "kept" and chosen(slow, kv_heads=32) == "split"
+    # Not on the word of constants that describe no machine; and a call may cost more than it hides.
+    assert chosen(replace(REFERENCE, bandwidth=1e9), kv_heads=1) == "split"
+    assert chosen(replace(REFERENCE, call_s=1.0)) == "fetched"
+    assert chosen(h100, ranks=1) == chosen(h100, route=ROUTES["ulysses"]) == "fetched"
+    assert chosen(h100, route=replace(ROUTES["all_gather"], keeps=True)) == "fetched"
