@@ -1,0 +1,67 @@
+"""The benchmark of placements: a published length distribution meets its bars, and the lower bound is one."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from ringattn.bench import placement
+from ringattn.core.documents import CHOICES, Piece, load_of, place, placed
+
+TOKENS = 131072
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("longest", [0, TOKENS // 4])
+def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int, longest: int) -> None:
+    for seed in range(6):
+        cuts = placement.drawn(TOKENS, seed, longest)
+        pairs = load_of(cuts, placed(cuts, ranks)).pairs
+        assert max(pairs) * ranks <= 1.05 * sum(pairs), f"seed {seed}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", [2, 4])
+def test_cut_at_its_end_one_document_that_outweighs_all_others_sends_as_few_rows_as_can_be(
+    ranks: int, seed: int
+) -> None:
+    cuts = placement.drawn(TOKENS, seed)
+    assert max(stop - start for start, stop in pairwise(cuts)) > TOKENS / 2
+    load = load_of(cuts, place(cuts, ranks, CHOICES[1]))
+    bound = placement.fewest_rows(cuts, ranks, max(load.pairs))
+    assert bound <= sum(load.sent) <= 1.01 * bound
+    fastest = load_of(cuts, placed(cuts, ranks))
+    assert fastest.in_steps < load.in_steps and sum(fastest.sent) <= 1.15 * bound, "zigzag costs a few rows more"
+
+
+@pytest.mark.parametrize("cuts", [(0, 8), (0, 6, 8), (0, 5, 9), (0, 1, 2, 3, 9), (0, 3, 6, 9), (0, 9, 10)])
+def test_no_placement_sends_fewer_rows_than_the_bound(cuts: tuple[int, ...]) -> None:
+    every = range(cuts[-1])
+    loads = []
+    for own in combinations(every, -(-cuts[-1] // 2)):
+        shards: tuple[tuple[Piece, ...], ...] = (
+            tuple((at, at + 1) for at in own), tuple((at, at + 1) for at in every if at not in own),
+        )  # fmt: skip
+        loads.append(load_of(cuts, shards))
+    for most in {max(load.pairs) for load in loads}:
+        fewest = min(sum(load.sent) for load in loads if max(load.pairs) <= most)
+        assert placement.fewest_rows(cuts, 2, most) <= fewest
+
+
+def test_direct_sends_what_is_read_and_nothing_more() -> None:
+    options = placement.PlacementOptions(heads=2, kv_heads=1, head_dim=8, schedule="direct")
+    cuts = placement.drawn(4096, 3)
+    found = placement.placed_by(cuts, "documents", 4, options)
+    assert found.sent == found.read == sum(load_of(cuts, placed(cuts, 4)).sent) > 0
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tokens=2000", "ranks=2", "seeds=1", "longest_tokens=0", "heads=2", "kv_heads=1", "head_dim=8",
+             f"results={tmp_path}"]  # fmt: skip
+    data = placement.main(words)
+    assert json.loads((tmp_path / "placement.json").read_text())["0 2"] == data["0 2"]
+    assert set(data["0 2"]) == {"bounds", *placement.LAYOUTS}
+    assert "lower bound" in capsys.readouterr().out
