@@ -96,6 +96,23 @@ def _lines(panel: Panel, metric: Metric) -> Chart | None:
     return _chart(figure, metric.title, _note(metric, "Dashed"))
 
 
+def over_ranks(
+    title: str, note: str, unit: str, lines: Sequence[tuple[Sequence[int], Sequence[float]]], logarithmic: bool
+) -> Chart:
+    """Lines over numbers of ranks, each (ranks, values), in the order of `COLORS`."""
+    figure, axes = _figure("ranks", unit)
+    for (xs, ys), color, (marker, _) in zip(lines, COLORS, MARKERS, strict=False):
+        axes.plot(xs, ys, color=color, marker=marker, markersize=5.5, linewidth=1.6, zorder=3)
+    _ticks(axes, {x for xs, _ in lines for x in xs})
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y)))
+    else:
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    return _chart(figure, title, note)
+
+
 def _aim(axes: Axes, xs: Sequence[int], ys: Sequence[float]) -> None:
     axes.plot(xs, ys, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
 

@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from ringattn.launch.report.charts import COLORS, MARKERS, charts_of
 from ringattn.launch.report.points import Sweep
 from ringattn.launch.report.series import SINGLE, Panel, panels_of, series_of
+from ringattn.launch.report.simulated import simulations
 from ringattn.launch.report.tables import commands, environments_of, facts_of, tables_of
 
 TEMPLATE = "page.html"
@@ -43,6 +44,7 @@ def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) 
         views=views,
         open_panels=OPEN_PANELS,
         undrawn=max(0, len(panels) - DRAWN_PANELS),
+        simulations=simulations(sweep.folder),
         tables=tables_of(sweep, found),
         environments=environments_of(sweep),
     )
