@@ -70,7 +70,7 @@ def dilated_attention(
         return_lse: Also return lse.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: the fastest as predicted.
+        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: the fastest as predicted.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)

@@ -77,7 +77,7 @@ class RingAttention(Reports, nn.Module):
             global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
+            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: `causal` or `window` is wrong.
@@ -260,7 +260,7 @@ class RingMultiheadAttention(Projections):
             global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
+            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or the mask is wrong.

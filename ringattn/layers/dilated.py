@@ -104,7 +104,7 @@ class Dilation(Reports, nn.Module):
             layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
+            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: Branches, the offset or the layer are wrong.
@@ -278,7 +278,7 @@ class MultiheadDilation(Projections):
             dtype: Of the weights. None: torch's default.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            schedule: How blocks travel: a name of `ScheduleName`, or double_ring:M. auto: chosen for each call.
+            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
             InputError: Heads, branches, the offset, the layer or rotary positions are unknown or do not fit each other.

@@ -59,7 +59,7 @@ class AttentionSpec:
 
     `scale`: any finite number, None for 1/sqrt(head_dim). `softcap`: scores become softcap * tanh(score / softcap).
     `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: a name of
-    `ScheduleName`, or double_ring:M for inner rings of M ranks.
+    `ScheduleName`, or double_ring:M, ulysses_ring:M for M ranks that belong together.
     """
 
     mask: MaskSpec = field(default_factory=Banded)
