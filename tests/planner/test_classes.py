@@ -91,8 +91,7 @@ def test_a_window_by_classes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [*PLAIN, *WINDOWS])
-@pytest.mark.parametrize("ranks", [30, 35])
+@pytest.mark.parametrize(("mask", "ranks"), [*((mask, 35) for mask in PLAIN), *((mask, 30) for mask in WINDOWS)])
 def test_rings_of_other_lengths(mask: Mask, ranks: int) -> None:
     check("ring", mask, ranks, DISTURBED)
     check("ring", mask, ranks, Disturbance())
