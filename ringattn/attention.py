@@ -89,7 +89,8 @@ def attention(
             causal by those after them. None: no such tokens.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by mask and bytes.
+        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by mask and bytes; by
+            predicted time where the ring was told its `cluster`.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)

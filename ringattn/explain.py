@@ -23,7 +23,8 @@ from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
 from ringattn.errors import InputError
-from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.candidates import Candidate, how_chosen, known, playable, played, table_of
+from ringattn.planner.choose import choose_route, compared, plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.extent import check_extent, excess
@@ -33,7 +34,7 @@ from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Schedule
-from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
+from ringattn.schedule.routes import Route, ScheduleName, route_named, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
@@ -46,7 +47,10 @@ class Explanation:
     `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
     GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
     pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
-    over which; else empty. `predicts`: whether the text has times; without, nobody named the machines of `cluster`.
+    over which; else empty. `candidates`: for "auto" on machines that are known, all schedules with their predictions,
+    the chosen one first, or why each was left out; `layouts`: the predicted seconds of the chosen schedule, forward and
+    backward, in layouts. `automatic`: how "auto" chose; empty where the caller did. `predicts`: whether the text has
+    times; without, nobody named the machines of `cluster`.
     """
 
     problem: Problem
@@ -67,6 +71,9 @@ class Explanation:
     crossed: tuple[tuple[Crossed, ...], ...] = ()
     ways: str = ""
     predicts: bool = True
+    candidates: tuple[Candidate, ...] = ()
+    layouts: tuple[tuple[str, float], ...] = ()
+    automatic: str = ""
 
     @property
     def balance(self) -> float:
@@ -93,6 +100,10 @@ class Explanation:
             "on a rank" + (f", predicted {self.predicted_us:.0f} us on {self.cluster.name}" if self.predicts else "")
         )
         lines += _links(self)
+        if self.automatic:
+            lines.append(f"auto took {self.forward.name}: {self.automatic}")
+        if self.predicts and self.candidates:
+            lines += ["", *table_of(self.candidates, self.layouts), ""]
         if self.ways:
             lines.append(f"messages go over {self.ways}")
         if self.predicts:
@@ -217,7 +228,12 @@ def explain(
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
-    route = choose_route(problem, schedule, ring.cluster)
+    chooser = cluster if known(cluster) else ring.cluster
+    route = choose_route(problem, schedule, chooser)
+    weighed: tuple[Candidate, ...] = ()
+    if schedule == "auto" and known(chooser) and not dilated and playable(problem) and problem.world_size > 1:
+        weighed = compared(problem, chooser)
+    automatic = "" if schedule != "auto" else how_chosen(weighed, chooser, dilated)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
@@ -245,7 +261,23 @@ def explain(
         margin_us=predicted_us - whole_us,
         crossed=tuple(crossed(one, cluster) for one in plans),
         ways=ring.transport.ways if isinstance(ring.transport, NodesTransport) else "",
+        candidates=weighed,
+        layouts=_layouts(ring, seq, problem, route, chooser) if weighed and kv_seq is None else (),
+        automatic=automatic,
     )
+
+
+def _layouts(
+    ring: Runtime, seq: Sequence, problem: Problem, route: Route, cluster: Cluster
+) -> tuple[tuple[str, float], ...]:
+    """Seconds of a route in the plain layouts, the caller's first. The layout is the caller's, and "auto" leaves it."""
+    found = []
+    for name in dict.fromkeys((seq.layout.name, "contiguous", "zigzag", "striped")):
+        layout = seq.layout if name == seq.layout.name else make_layout(name, seq.length, ring.world_size)
+        other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})
+        if playable(other):
+            found.append((name, played(other, route, cluster, plan_of)[0]))
+    return tuple(found)
 
 
 def _pairs(problem: Problem) -> tuple[int, ...]:

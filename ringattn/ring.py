@@ -21,6 +21,7 @@ from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import InputError
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
+from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence, check_documents
@@ -55,6 +56,7 @@ class Ring(Runtime):
         out_wire_dtype: torch.dtype | FloatName | None = None,
         poison: bool = False,
         nccl: NcclOptions | None = None,
+        cluster: Cluster | str | None = None,
     ) -> None:
         """Opens the ring on this rank; returns when all ranks have opened it.
 
@@ -78,6 +80,9 @@ class Ring(Runtime):
                 owners. None: the accumulator dtype.
             poison: Fill unused memory with NaN, so that a read of it shows.
             nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
+            cluster: The machines that schedule="auto" chooses for, the same on all ranks: the name of a preset, a file
+                of `ringattn calibrate`, or constants. Nodes and links are those that the ring finds, unless constants
+                have `links`. None: not known, and auto goes by mask and bytes.
 
         Raises:
             InputError: An argument is not known or does not fit the group.
@@ -88,6 +93,8 @@ class Ring(Runtime):
         """
         if isinstance(engine, str) and engine not in ENGINES:
             raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
+        if isinstance(cluster, str):
+            cluster = cluster_named(cluster)
         if not timeout_s > 0:
             raise InputError(f"timeout_s must be positive, got {timeout_s}")
         wires = {
@@ -97,7 +104,7 @@ class Ring(Runtime):
         }
         if isinstance(transport, str):
             transport = open_transport(group, transport, timeout_s, nccl)
-        super().__init__(transport, engine=engine, poison=poison, **wires)
+        super().__init__(transport, engine=engine, poison=poison, cluster=cluster, **wires)
 
     def sequence(
         self,

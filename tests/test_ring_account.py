@@ -286,7 +286,7 @@ def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
 
 def test_explain_of_machines_that_tell_their_nodes_keeps_them() -> None:
     told, text = explained(
-        "abab", cluster=Cluster("two a machine", 1e12, 1e9, 1e-6, ranks_per_node=2, node_bandwidth=1e8)
+        "abab", cluster=Cluster("two a machine", 1e12, 1e9, 1e-6, ranks_per_node=2, node_bandwidth=1e8), schedule="ring"
     )
     assert told.cluster.links is None
     assert [(one.kind, one.pairs) for one in told.crossed[0]] == [
@@ -294,7 +294,7 @@ def test_explain_of_machines_that_tell_their_nodes_keeps_them() -> None:
         (LinkClass.UNKNOWN, ((0, 1), (2, 3))),
     ]
     assert "2 over links inside a node" in text and "on node" not in text
-    silent = explained("aa", cluster=Cluster("says nothing", 1e12, 1e9, 1e-6))[1]
+    silent = explained("aa", cluster=Cluster("says nothing", 1e12, 1e9, 1e-6), schedule="ring")[1]
     assert "2 over host memory" in silent
 
 

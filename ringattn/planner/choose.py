@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ringattn.core.problem import Problem
+from ringattn.planner.candidates import MUST_GAIN, Candidate, by_closed_form, candidates, known, playable
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import forward_seconds
 from ringattn.planner.opening_cost import cheapest_opening
@@ -41,13 +42,15 @@ KEEP_AT_MOST = 1 / 8
 
 
 def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
-    """The route called `schedule`; for "auto" the ring, unless sending each reader its own rows saves enough.
+    """The route called `schedule`; for "auto" the fastest that fits on a cluster that is known, by `candidates`.
 
-    Dilated rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that),
-    the head all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once
-    anyway, it is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a
-    group, in each node of `cluster`; on one node see `Route.grid_for`. `opening_cost` says how a
-    backward begins. Raises `InputError` for an unknown schedule and for nodes of unlike length.
+    For more ranks or pieces than are played there, double ring where a closed form says that it saves enough. Where
+    nobody said which machines these are, the ring, unless sending each reader its own rows saves enough. Dilated rows
+    go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that), the head
+    all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once anyway, it
+    is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a group, in each
+    node of `cluster`; on one node see `Route.grid_for`. `opening_cost` says how a backward begins. Raises `InputError`
+    for an unknown schedule and for nodes of unlike length.
     """
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
@@ -66,11 +69,24 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
             route = replace(route, grid=grid_of(nodes, route.name))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
+    elif known(cluster) and playable(problem) and problem.world_size > 1:
+        return compared(problem, cluster)[0].route
     else:
         relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
+        if known(cluster) and route is RING:
+            seconds = by_closed_form(problem, cluster)
+            if seconds.get("double_ring", seconds["ring"]) < (1 - MUST_GAIN) * seconds["ring"]:
+                return _chosen(problem, "double_ring", cluster)
     route = replace(route, keeps=_little_comes(problem, route))
     return replace(route, opening=cheapest_opening(problem, route, cluster))
+
+
+@lru_cache(maxsize=64)
+def compared(problem: Problem, cluster: Cluster) -> tuple[Candidate, ...]:
+    """All schedules for a call on a cluster, the one that "auto" takes first; see `candidates`."""
+    with _alone:
+        return candidates(problem, cluster, lambda name: _chosen(problem, name, cluster), _planned)
 
 
 def _fastest(problem: Problem, cluster: Cluster) -> Route:
@@ -113,6 +129,11 @@ def _little_comes(problem: Problem, route: Route) -> bool:
 @lru_cache(maxsize=256)
 def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """The plan of one rank, made from the readers' reads without building the other ranks' plans."""
+    return _planned(problem, route, rank, backward)
+
+
+def _planned(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
+    """`plan_of`, not kept: a choice looks at many plans once."""
     make = backward_of_rank if backward else forward_of_rank
     with _alone:
         return project(make(problem, route, rank), rank, kept_of_rank(problem, route, rank))

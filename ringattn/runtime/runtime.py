@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +20,7 @@ from ringattn.observe.marks import new_recording
 from ringattn.observe.spans import Recording
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
-from ringattn.planner.cluster import REFERENCE
+from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.runtime.activation import activate
 from ringattn.runtime.executor import Arithmetic, Counters, Executor
 from ringattn.runtime.pass_profiler import profiler_of
@@ -82,13 +82,16 @@ class Runtime(RankGroup):
         kv_wire_dtype: str | None,
         out_wire_dtype: str | None,
         poison: bool,
+        cluster: Cluster | None = None,
     ) -> None:
         """Owns the transport, which closes with it. Dtypes are names, checked."""
         super().__init__(transport)
         self.engine = engine
         self.dkv_wire_dtype, self.kv_wire_dtype, self.out_wire_dtype = dkv_wire_dtype, kv_wire_dtype, out_wire_dtype
         self.links = links_of(transport.locations) if transport.locations else None
-        self.cluster = REFERENCE.joined(self.links)
+        # Unless links are told, where ranks are is known better here than by whoever described machines like these.
+        self.cluster = replace(cluster, links=cluster.links or self.links) if cluster else REFERENCE.joined(self.links)
+        self.cluster.check_ranks(transport.world_size)
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}

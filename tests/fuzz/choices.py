@@ -48,6 +48,12 @@ def numbers(r: Random, kind: str) -> Case:
     return {"dtype": dtype, "engine": engine, "ring": ring, "autocast": autocast}
 
 
+def draw_nodes(r: Random) -> Case:
+    """Machines for schedule="auto": ranks of a node, and links that make one schedule or another the fastest."""
+    return {"ranks": r.choice([1, 2, 2, 3, 4]), "bandwidth": r.choice([1e5, 1e7, 1e9]),
+            "latency_s": r.choice([1e-6, 1e-4]), "node_bandwidth": r.choice([1e5, 1e6])}  # fmt: skip
+
+
 def _length(r: Random, ranks: int, longest: int) -> int:
     """Tiny, beside a multiple of the ranks, medium, and a few long ones."""
     how = r.random() if longest == LONGEST else r.random() * 0.6

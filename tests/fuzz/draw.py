@@ -15,6 +15,7 @@ from tests.fuzz.choices import (
     RANKS,
     SCHEDULES,
     Case,
+    draw_nodes,
     grid_schedule,
     maybe,
     numbers,
@@ -61,6 +62,8 @@ def draw(seed: int) -> Case:
         for seq in (holder.get("seq"), holder.get("kv_seq")):
             if seq and seq["layout"] == "per_document":
                 seq["layout"] = Random(f"documents {seed}").choice(OF_DOCUMENTS)
+    if case["kind"] in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
+        case["nodes"] = draw_nodes(r)
     if case["kind"] in ("attention", "processes", "nan"):
         for call in case["calls"]:
             draw_mask(Random(f"masks {seed}"), call)

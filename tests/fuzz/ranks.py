@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.links import Links
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from tests.fuzz.draw import Case
@@ -31,10 +33,20 @@ Outcomes = list[Any]
 """By rank: what it returned, or the exception that it raised."""
 
 
+def _cluster(case: Case) -> Cluster | None:
+    """The machines that schedule="auto" chooses for; None: not known."""
+    if not (drawn := case.get("nodes")):
+        return None
+    links = Links(tuple(rank // drawn["ranks"] for rank in range(case["ranks"])))
+    constants = {key: drawn[key] for key in ("bandwidth", "latency_s", "node_bandwidth")}
+    return Cluster("drawn", 1e9, links=links, sync_s=1e-5, **constants)
+
+
 def _life(transport: Any, body: Body, case: Case) -> Any:
     """One rank's life."""
     try:
-        with ringattn.Ring(transport=transport, engine=case["engine"], timeout_s=TIMEOUT_S, **case["ring"]) as ring:
+        options = {"engine": case["engine"], "cluster": _cluster(case), **case["ring"]}
+        with ringattn.Ring(transport=transport, timeout_s=TIMEOUT_S, **options) as ring:
             return body(ring, case)
     except Exception as error:
         return error

@@ -58,7 +58,14 @@ def _smaller(case: Case) -> Iterator[Case]:
                 yield changed(calls=kept, order=None)
         for ranks in range(1, case["ranks"]):
             yield changed(ranks=ranks)
-    for key, usual in (("autocast", None), ("ring", {}), ("dtype", "float64"), ("order", None), ("steps", 1)):
+    for key, usual in (
+        ("autocast", None),
+        ("nodes", None),
+        ("ring", {}),
+        ("dtype", "float64"),
+        ("order", None),
+        ("steps", 1),
+    ):
         if key in case and case[key] != usual and not ("odd" in case and key in ("order", "dtype")):
             yield changed(**{key: usual})
     for index in range(len(calls) or 1):

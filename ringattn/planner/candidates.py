@@ -1,0 +1,221 @@
+"""Which schedules could serve a call, and what each would take on a cluster: seconds, bytes, or why it is left out.
+
+Everything is read from the plans of all ranks, played by the simulator; a schedule whose plans take long to make is
+played only where it could be faster than those that do not. All ranks find the same, for it follows from the problem
+and the cluster alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import spanned, tiles_of
+from ringattn.errors import InputError, PlanError
+from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.cost import counts
+from ringattn.planner.extent import excess
+from ringattn.planner.links import LinkClass
+from ringattn.planner.plan import Plan, record_bytes
+from ringattn.planner.simulate import simulate
+from ringattn.planner.work import attention_s
+from ringattn.schedule.ops import Kind
+from ringattn.schedule.routes import RING, ROUTES, Route
+
+MUST_GAIN = 0.03
+"""Share of the ring's time that another schedule must save: predictions are no nearer than that."""
+
+STAGE_AT_MOST = 3
+"""How often a rank's own q, k, v and out its staging may hold: as much as Ulysses needs, whatever the ranks."""
+
+STAGE_OVER_RING = 1.5
+"""How much more than the ring it may stage in any case."""
+
+PLAYED_RANKS = 16
+"""Up to here all ranks are planned for a choice; beyond, a closed form compares ring and double ring."""
+
+PLACED_RANKS = 8
+"""The same for schedules that move queries, whose plans take a second on as many ranks."""
+
+SLOW_MUST_GAIN = 0.1
+"""Share of the best time that these must be able to save at all, to be planned for more than four ranks."""
+
+PLAYED_PIECES = 1024
+"""Pieces of layouts and documents up to which all ranks are planned: a call waits for it."""
+
+PlanOf = Callable[[Problem, Route, int, bool], Plan]
+
+
+class Candidate(NamedTuple):
+    """A schedule for a call, forward and backward. `seconds`, `peak_bytes`: None where it was not planned.
+
+    `why`: why it is not taken; empty for the one that is.
+    """
+
+    schedule: str
+    route: Route
+    seconds: float | None
+    peak_bytes: int | None
+    why: str
+
+
+def known(cluster: Cluster) -> bool:
+    """Whether somebody said which machines these are."""
+    return cluster.name != REFERENCE.name
+
+
+def playable(problem: Problem) -> bool:
+    """Whether a choice may plan all ranks."""
+    pieces = sum(spanned(problem.q_layout, branch.bounds, branch.segment) for branch in problem.mask.branches)
+    return problem.world_size <= PLAYED_RANKS and pieces <= PLAYED_PIECES
+
+
+def candidates(
+    problem: Problem, cluster: Cluster, routed: Callable[[str], Route], plan_of: PlanOf
+) -> tuple[Candidate, ...]:
+    """All schedules, the chosen one first, then by time. `routed`: the route of a name on this cluster."""
+    found: list[Candidate] = []
+    ring_s, ring_bytes = played(problem, routed(RING.name), cluster, plan_of)
+    best_s, most = ring_s, max(STAGE_AT_MOST * own_bytes(problem), STAGE_OVER_RING * ring_bytes)
+    for name in sorted(ROUTES, key=lambda name: (name != RING.name, _moves_queries(ROUTES[name]), name)):
+        candidate = _weighed(problem, name, cluster, routed, plan_of, best_s, most)
+        found.append(candidate)
+        if candidate.seconds is not None and not candidate.why:
+            best_s = min(best_s, candidate.seconds)
+    chosen = _fastest(found, ring_s)
+    ordered = sorted(
+        (one for one in found if one is not chosen),
+        key=lambda one: (one.seconds is None, one.seconds or 0.0, one.schedule),
+    )
+    return chosen, *(one if one.why else one._replace(why=_slower(one, chosen)) for one in ordered)
+
+
+def _fastest(found: list[Candidate], ring_s: float) -> Candidate:
+    """The fastest that may be taken, if it saves enough; else the ring."""
+    may = [one for one in found if not one.why and one.seconds is not None]
+    ring = next(one for one in found if one.schedule == RING.name)
+    fastest = min(may, key=lambda one: (one.seconds, one.schedule), default=ring)
+    return fastest if (fastest.seconds or 0.0) < (1 - MUST_GAIN) * ring_s else ring
+
+
+def _slower(one: Candidate, chosen: Candidate) -> str:
+    assert one.seconds is not None and chosen.seconds is not None
+    if not chosen.seconds:
+        return "no faster"
+    if chosen.schedule == RING.name and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
+        return f"saves less than {MUST_GAIN:.0%} of the ring"
+    return f"{one.seconds / chosen.seconds:.2f} times" if one.seconds > 1.005 * chosen.seconds else "no faster"
+
+
+def _weighed(
+    problem: Problem, name: str, cluster: Cluster, routed: Callable[[str], Route], plan_of: PlanOf, best_s: float,
+    most: float,
+) -> Candidate:  # fmt: skip
+    """A schedule by its plans, or why it has none."""
+    route = ROUTES[name]
+
+    def out(why: str) -> Candidate:
+        return Candidate(name, route, None, None, why)
+
+    if problem.world_size == 1 and name != RING.name:
+        return out("one rank sends nothing")
+    if route.by_segment and all(branch.segment is None and len(branch.bounds) == 2 for branch in problem.mask.branches):
+        return out("no segments or documents: it is the ring")
+    if route.by_node and not route.by_head and len(set(map(cluster.node_of, range(problem.world_size)))) == 1:
+        return out("one node: its hops cross the same links as the ring's")
+    if _moves_queries(route):
+        least = least_s(problem, cluster)
+        if least >= (1 - (MUST_GAIN if problem.world_size <= 4 else SLOW_MUST_GAIN)) * best_s:
+            return out(f"takes {least * 1e3:.3g} ms at least")
+        if problem.world_size > PLACED_RANKS:
+            return out(f"not planned for a choice on more than {PLACED_RANKS} ranks; name it")
+    try:
+        if found := excess(problem, by_head=route.by_head):
+            return out(found)
+        route = routed(name)
+        seconds, peak = played(problem, route, cluster, plan_of)
+    except (InputError, PlanError) as error:  # unlike nodes, heads that cannot be divided
+        return out(str(error))
+    why = f"stages {peak / own_bytes(problem):.1f} times a rank's q, k, v and out" if peak > most else ""
+    return Candidate(name, route, seconds, peak, why if name != RING.name else "")
+
+
+def _moves_queries(route: Route) -> bool:
+    """Whether a plan moves queries or outputs, and takes long to make."""
+    return route.by_head or route.place is not None
+
+
+def played(problem: Problem, route: Route, cluster: Cluster, plan_of: PlanOf) -> tuple[float, int]:
+    """Seconds and staging bytes, forward and backward."""
+    passes = [
+        tuple(plan_of(problem, route, rank, backward) for rank in range(problem.world_size))
+        for backward in (False, True)
+    ]
+    seconds = sum(simulate(plans, cluster).total_us for plans in passes) / 1e6
+    return seconds, max(plan.arena_bytes for plans in passes for plan in plans)
+
+
+def how_chosen(found: tuple[Candidate, ...], cluster: Cluster, dilated: bool) -> str:
+    """How "auto" came to its schedule, in a few words."""
+    if dilated:
+        return "the fastest by a closed form for rows that few ranks need"
+    if not known(cluster):
+        return (
+            "by mask and bytes alone, for no constants of these machines are known; Ring(cluster=...) names a preset "
+            "or a file of `ringattn calibrate`"
+        )
+    if not found:
+        return f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces all are predicted"
+    return f"predicted for {cluster.name}, forward and backward"
+
+
+def table_of(found: tuple[Candidate, ...], layouts: tuple[tuple[str, float], ...]) -> list[str]:
+    """Candidates as lines of text, and what the chosen one takes in other layouts."""
+    rows = [("schedule", "ms", "staged MiB", "")]
+    for one in found:
+        ms = "" if one.seconds is None else f"{one.seconds * 1e3:.3f}"
+        mib = "" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:.1f}"
+        rows.append((one.schedule, ms, mib, one.why or "taken"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        f"{name.ljust(widths[0])}  {ms.rjust(widths[1])}  {mib.rjust(widths[2])}  {why}".rstrip()
+        for name, ms, mib, why in rows
+    ]
+    if layouts:
+        lines.append(f"{found[0].schedule} by layout: " + ", ".join(f"{name} {s * 1e3:.3f} ms" for name, s in layouts))
+    return lines
+
+
+def own_bytes(problem: Problem) -> int:
+    """Of q, k, v and out, on a rank in the mean."""
+    queries = problem.q_layout.length * problem.q_heads * record_bytes(problem, problem.dtype, Kind.Q)
+    keys = problem.kv_layout.length * problem.kv_heads * record_bytes(problem, problem.dtype)
+    return max(1, (2 * queries + keys) // problem.world_size)
+
+
+def least_s(problem: Problem, cluster: Cluster) -> float:
+    """Less than any schedule takes, forward and backward: all pairs, evenly over the ranks and nothing else."""
+    ranks = range(problem.world_size)
+    pairs = sum(table.area() for rank in ranks for table in tiles_of(problem, rank).values()) / problem.world_size
+    return sum(attention_s(problem, pairs, cluster, backward) for backward in (False, True))
+
+
+def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a forward pass by ring and by double ring, of full shards: for more ranks than are planned."""
+    ranks = problem.world_size
+    nodes = [cluster.node_of(rank) for rank in range(ranks)]
+    inner = ranks // len(set(nodes))
+    found = counts(problem)
+    halved = 2 if all(branch.band.lo >= 0 for branch in problem.mask.branches) else 1  # keys before the query only
+    work = attention_s(problem, (found.own_pairs + found.other_pairs) / ranks / halved, cluster)
+    block = max(problem.kv_layout.counts) * problem.kv_heads * record_bytes(problem, problem.kv_dtype)
+    near = max(cluster.travel_s(kind, block, block) for kind in cluster.classes_inside())
+    if len(set(nodes)) == 1:
+        return {"ring": ranks * max(work, near)}
+    # Of a flat ring one rank a node sends across; of a double ring all do, and have a round of the node's ring for it.
+    flat, across = (cluster.travel_s(LinkClass.NETWORK, shared, block) for shared in (0.0, block))
+    taken = {"ring": ranks * max(work, near, flat)}
+    if len({nodes.count(node) for node in set(nodes)}) == 1:
+        taken["double_ring"] = ranks * max(work, near, across / inner)
+    return taken

@@ -1,0 +1,178 @@
+"""What "auto" takes on machines that are known, and what it leaves out: read from plans, alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ringattn
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError
+from ringattn.planner import choose
+from ringattn.planner.candidates import MUST_GAIN, PLAYED_RANKS, Candidate, by_closed_form, how_chosen, table_of
+from ringattn.planner.choose import choose_route, compared, plan_of
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.simulate import simulate
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import run_ranks
+
+
+def problem_of(
+    ranks: int, shard: int = 256, heads: int = 4, kv_heads: int = 4, layout: str = "zigzag", causal: bool = True
+) -> Problem:
+    """Heads of 64 in bfloat16."""
+    tokens = ranks * shard
+    rows = make_layout(layout, tokens, ranks)
+    mask = Banded(causal).mask(tokens, tokens, None, None, heads, kv_heads)
+    return Problem(rows, rows, mask, 1, heads, kv_heads, 64, 64, "bfloat16")
+
+
+def machines(nodes: tuple[int, ...], **constants: float) -> Cluster:
+    """Fast work; links as given."""
+    facts = {"bandwidth": 1e9, "latency_s": 1e-6, "node_bandwidth": 1e8, **constants}
+    return Cluster("machines", 1e13, links=Links(nodes, LinkClass.NVLINK), **facts)  # type: ignore[arg-type]
+
+
+ONE = machines((0,) * 4)
+TWO = machines((0, 0, 1, 1))
+
+
+def by_name(found: tuple[Candidate, ...]) -> dict[str, Candidate]:
+    return {one.schedule: one for one in found}
+
+
+@pytest.mark.parametrize("cluster", [ONE, TWO], ids=["one node", "two nodes"])
+def test_every_schedule_is_weighed_by_its_own_plans_or_left_out_with_a_reason(cluster: Cluster) -> None:
+    problem = problem_of(4)
+    found = compared(problem, cluster)
+    assert sorted(one.schedule for one in found) == sorted(ROUTES)
+    assert [one.schedule for one in found if not one.why] == [found[0].schedule]
+    played = [one for one in found if one.seconds is not None]
+    assert len(played) >= 6 and all(one.why for one in found if one.seconds is None)
+    for one in played:
+        plans = [tuple(plan_of(problem, one.route, rank, back) for rank in range(4)) for back in (False, True)]
+        assert one.seconds == pytest.approx(sum(simulate(each, cluster).total_us for each in plans) / 1e6), one
+        assert one.peak_bytes == max(plan.arena_bytes for each in plans for plan in each)
+    # Nothing that may be taken is clearly faster than what is taken.
+    fits = [one.seconds for one in played if one.seconds and "stages" not in one.why]
+    assert found[0].seconds is not None and found[0].seconds * (1 - MUST_GAIN) <= min(fits)
+    assert choose_route(problem, "auto", cluster).name == found[0].schedule
+
+
+def test_nodes_and_links_decide() -> None:
+    """A slow network between nodes asks for other schedules than a fast link on one."""
+    assert choose_route(problem_of(4, 4096), "auto", machines((0,) * 4, bandwidth=1e12)).name == "ring"  # all hidden
+    network = machines((0, 0, 1, 1), node_bandwidth=1e9, bandwidth=1e12, node_peer_bandwidth=1e8)
+    found = by_name(compared(problem_of(4, 1024), network))
+    ring, double = found["ring"].seconds, found["double_ring"].seconds
+    assert ring is not None and double is not None and double < ring
+    # One pair of ranks has a tenth of the card: the ring waits for it, an exchange of all with all has ten of them.
+    assert choose_route(problem_of(4, 1024), "auto", network).name != "ring"
+    # Contiguous and causal, half of the ring idles; heads are balanced.
+    contiguous = problem_of(4, 4096, layout="contiguous")
+    assert choose_route(contiguous, "auto", machines((0,) * 4, bandwidth=1e12)).name in ("ulysses", "balanced")
+
+
+def test_a_choice_needs_a_gain_and_room() -> None:
+    problem = problem_of(4, 1024, kv_heads=1)
+    wide = machines((0,) * 4, bandwidth=1e12)
+    found = by_name(compared(problem, wide))
+    assert choose_route(problem, "auto", wide).name == found["ring"].schedule  # nothing saves three hundredths
+    crowd = by_name(compared(problem_of(16, 64), machines((0,) * 16, latency_s=1e-3)))
+    # All K and V at once would be the fastest here, and holds 15 shards.
+    least = min(one.seconds for one in crowd.values() if one.seconds is not None)
+    assert crowd["all_gather"].seconds == least and "stages" in crowd["all_gather"].why
+    assert crowd["ulysses"].seconds is None and "more than 8 ranks" in crowd["ulysses"].why
+
+
+def test_what_cannot_save_a_tenth_is_not_planned_on_eight_ranks() -> None:
+    # Work takes nearly all of the time, so no schedule that moves queries can save anything.
+    found = by_name(compared(problem_of(8, 2048, kv_heads=1), replace(machines((0,) * 8, bandwidth=1e12), flops=1e11)))
+    for name in ("ulysses", "pass_q", "balanced"):
+        assert found[name].seconds is None and "at least" in found[name].why, name
+    least = float(found["ulysses"].why.split()[1]) / 1e3
+    assert found["ring"].seconds is not None and 0.9 * found["ring"].seconds <= least <= found["ring"].seconds
+
+
+def test_nodes_of_unlike_size_have_no_double_ring_and_say_so() -> None:
+    found = by_name(compared(problem_of(4), machines((0, 0, 0, 1))))
+    assert found["double_ring"].seconds is None and "node" in found["double_ring"].why
+    assert choose_route(problem_of(4), "auto", machines((0, 0, 0, 1))).name != "double_ring"
+
+
+def test_more_ranks_than_are_played_go_by_a_closed_form() -> None:
+    h100 = CLUSTERS["h100"]
+    problem = problem_of(32, 8192, 64, 8)
+    assert problem.world_size > PLAYED_RANKS
+    seconds = by_closed_form(problem, h100)
+    for name, taken in seconds.items():
+        # The closed form counts neither packing nor the state's traffic.
+        route = choose_route(problem, name, h100)
+        plans = tuple(plan_of(problem, route, rank, False) for rank in range(32))
+        assert taken * 1e6 == pytest.approx(simulate(plans, replace(h100, copy_bytes_s=None)).total_us, rel=0.15), name
+    assert choose_route(problem, "auto", h100).name == "double_ring"
+    assert choose_route(problem, "auto", replace(h100, ranks_per_node=32)).name == "ring"
+
+
+def test_without_constants_the_choice_is_by_mask_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("nobody knows these machines"))
+    for cluster in (REFERENCE, REFERENCE.joined(Links((0, 1, 2, 3)))):
+        assert choose_route(problem_of(4), "auto", cluster).name == "ring"
+        assert "no constants of these machines" in how_chosen((), cluster, dilated=False)
+
+
+def test_all_ranks_choose_alike_and_attend_exactly() -> None:
+    """A ring that was told its machines; each rank chooses for itself."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 24, 4, 8, dtype=torch.float64) for _ in range(3))
+
+    def of_rank(ring: ringattn.Ring) -> tuple[str, torch.Tensor]:
+        choose.compared.cache_clear()
+        seq = ring.sequence(24, layout="contiguous")
+        out = ring.attention(*(seq.shard(x) for x in (q, k, v)), seq, causal=True)
+        said = str(ring.explain(seq, q_heads=4, head_dim=8, causal=True, dtype="float64", cluster=ring.cluster))
+        return said, seq.gather(out)
+
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    names = set()
+    for cluster in (ONE, machines((0, 0, 1, 1), latency_s=1e-3), machines((0, 1, 2, 3), bandwidth=1e3)):
+        found = run_ranks(4, of_rank, cluster=cluster)
+        assert len({said for said, _ in found}) == 1
+        for said, out in found:
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+            assert "predicted for machines, forward and backward" in said and "by layout: contiguous" in said
+        names.add(found[0][0].split()[0])
+    assert len(names) > 1, names
+
+
+def test_rings_that_were_told_unlike_machines_are_refused() -> None:
+    x = torch.zeros(1, 8, 4, 8)
+
+    def of_rank(ring: ringattn.Ring) -> str:
+        ring.cluster = REFERENCE if ring.rank else machines((0,) * 4, latency_s=1.0)
+        seq = ring.sequence(32, layout="contiguous")
+        with pytest.raises(InputError, match="schedule"):
+            ring.attention(x, x, x, seq)
+        return choose_route(problem_of(4, 8, 4, 4, "contiguous", False), "auto", ring.cluster).name
+
+    assert len(set(run_ranks(4, of_rank))) == 2
+    with pytest.raises(InputError, match="join 4 ranks, and there are 2"):
+        run_ranks(2, lambda ring: None, cluster=ONE)
+    with pytest.raises(InputError, match="did you mean h100"):
+        ringattn.Ring(cluster="h10")
+
+
+def test_the_table_is_aligned_and_names_what_is_taken() -> None:
+    found = compared(problem_of(4), ONE)
+    lines = table_of(found, (("zigzag", 0.5), ("striped", 1.0)))
+    assert len(lines) == len(found) + 2 and lines[1].endswith("taken") and lines[1].startswith(found[0].schedule)
+    assert lines[-1] == f"{found[0].schedule} by layout: zigzag 500.000 ms, striped 1000.000 ms"
+    assert len({line.index(f"{one.seconds * 1e3:.3f}") + len(f"{one.seconds * 1e3:.3f}")
+                for line, one in zip(lines[1:], found, strict=False) if one.seconds is not None}) == 1  # fmt: skip
