@@ -101,8 +101,12 @@ class BackwardArithmetic:
 
 
 def _seed(came: Rows) -> BackwardInputs:
-    # They lie beside each other in a record, row by row; the engines want each by itself.
-    dout, (lse, delta) = came.x.contiguous(), (one.permute(1, 2, 0).contiguous() for one in came.scalars)
+    # They lie beside each other in a record, row by row; the engines want each by itself, for longer than the record
+    # lives. A single row is contiguous in the record already, so it takes a clone to copy it.
+    dout, lse, delta = (
+        x.clone(memory_format=torch.contiguous_format)
+        for x in (came.x, *(one.permute(1, 2, 0) for one in came.scalars))
+    )
     # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
     return BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
 

@@ -51,13 +51,15 @@ MASKS = {
     "causal": Trial(causal=True, heads=(6, 3), tokens=29, sinks=True, lse=True),
     "window": Trial(window=(9, 0), causal=True, heads=(4, 2), tokens=29, softcap=3.0),
     "documents": Trial(documents=(0, 5, 5, 23, 29), causal=True, heads=(3, 1), tokens=29),
+    "one row": Trial(causal=True, heads=(1, 1), tokens=4),
 }
 
 
 @pytest.mark.parametrize(
     ("mask", "layout", "ranks", "group"),
     [
-        ("causal", "zigzag", 4, 2), ("full", "contiguous", 6, 3), ("documents", "per_document", 6, 2),
+        ("one row", "zigzag", 4, 1), ("causal", "zigzag", 4, 2), ("full", "contiguous", 6, 3),
+        ("documents", "per_document", 6, 2),
         *(pytest.param(mask, layout, *EVERY[(2 * n + more) % len(EVERY)], marks=pytest.mark.slow)
           for n, (mask, layout) in enumerate(product(MASKS, ("contiguous", "zigzag", "striped"))) for more in range(2)),
     ],
