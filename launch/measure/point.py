@@ -31,7 +31,7 @@ from ringattn.launch.measure.own_cluster import own_cluster
 from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.shortage import is_shortage
-from ringattn.planner.cluster import REFERENCE, cluster_named
+from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
@@ -187,13 +187,14 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
     explained = ring.explain(
         seq, batch=config.batch, q_heads=config.shape.heads, kv_heads=config.shape.kv_heads,
         head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
-        schedule=config.schedule.name, cluster=cluster or REFERENCE, **options,
+        schedule=config.schedule.name, **options,
     )  # fmt: skip
-    return {"pairs": sum(explained.pairs), "predicted": _predicted(explained) if cluster else None}
+    predicted = _predicted(explained, cluster.joined(ring.links)) if cluster else None
+    return {"pairs": sum(explained.pairs), "predicted": predicted}
 
 
-def _predicted(explained: Explanation) -> dict[str, Any]:
-    cluster = explained.cluster
+def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
+    """What the plans that run take on `cluster`, whichever machines they were chosen for."""
     forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
     return {
         "cluster": cluster.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.explain import Explanation
+from ringattn.planner.cluster import CLUSTERS
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalTransport
 
@@ -216,7 +218,9 @@ def test_an_engine_may_be_given_as_an_object() -> None:
 
 
 def test_explain_says_what_a_margin_costs() -> None:
-    facts = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cluster": "h100"}
+    # Messages that hold multiprocessors of their own would get them back from the margin.
+    apart = replace(CLUSTERS["h100"], message_sms=0.0)
+    facts = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cluster": apart}
 
     def body(ring: Ring) -> list[Explanation]:
         return [ring.explain(ring.sequence(1 << 17), sm_margin=margin, **facts) for margin in (0, 4, 8, None)]

@@ -321,7 +321,7 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
         (lambda: AttentionSetup("causual"), "mask=causual: did you mean causal"),
         (lambda: AttentionSetup("window"), "window_tokens=0"),
         (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
-        (lambda: training_bytes(TrainingSetup(TRAINED, 8, 2, schedule="rings")), "schedule=rings: did you mean ring"),
+        (lambda: training_bytes(TrainingSetup(TRAINED, 8, 2, schedule="rings")), "schedule='rings' is not known"),
         (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
         (lambda: replace(TRAINED, experts=4), "experts_per_token=0: of experts=4"),
         (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: of experts=0"),
