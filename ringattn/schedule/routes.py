@@ -83,7 +83,9 @@ class Route:
         return min(turn, 1) if self.at_once else turn
 
     def steps(self, ranks: int) -> int:
-        """Steps of a forward pass."""
+        """Steps of a forward pass; "ulysses_ring" must have its grid."""
+        if self.by_head and self.by_node:
+            return ulysses_ring.steps_of(self.grid)
         if self.by_head:
             return all_to_all.STEPS
         if self.place is not None:

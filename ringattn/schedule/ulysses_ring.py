@@ -34,10 +34,15 @@ def group_size(ranks: int, kv_heads: int) -> int:
     return gcd(ranks, kv_heads)
 
 
+def steps_of(grid: Grid) -> int:
+    """Steps of a forward pass: a first one, one for each turn, and two for the outputs."""
+    return len(grid) + 3
+
+
 def forward(problem: Problem, name: str, grid: Grid) -> Schedule:
     """The pruned forward schedule."""
     turns, back = len(grid), len(grid) + 1
-    copies: list[list[Copy]] = [[] for _ in range(back + 2)]
+    copies: list[list[Copy]] = [[] for _ in range(steps_of(grid))]
     work: list[list[Work]] = [[] for _ in copies]
     shares = shares_of(problem, range(problem.q_heads), len(grid[0]))
     tiles = [work_of(problem, rank) for rank in range(problem.world_size)]

@@ -243,11 +243,11 @@ def opens_and_closes(rank: int, world_size: int, times: int) -> tuple[list[int],
         gc.collect()
         # A thread that has been told to end may still hold a descriptor for a moment; one that is lost stays lost.
         until = time.monotonic() + 5.0
-        while n > 4 and (descriptors(), mappings()) != seen[4] and time.monotonic() < until:
+        while (now := (descriptors(), mappings()))[0] > min((each[0] for each in seen[4:]), default=0):
+            if time.monotonic() > until or n < 5:
+                break
             time.sleep(0.01)
-        if n == 4:
-            time.sleep(1.0)
-        seen.append((descriptors(), mappings()))
+        seen.append(now)
     gc.unfreeze()
     return [each[0] for each in seen[4:]], [each[1] for each in seen[4:]]
 
@@ -257,7 +257,7 @@ def test_200_openings_leave_nothing() -> None:
     with Processes(2) as couple:
         for open_files, maps in couple.run(opens_and_closes, 200, hard_s=110.0).values():
             assert set(maps) == {0}
-            assert len(set(open_files)) == 1
+            assert max(open_files[1:]) <= open_files[0], open_files
 
 
 def forks(rank: int, world_size: int) -> int:
