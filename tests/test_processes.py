@@ -16,7 +16,6 @@ from torch.distributed import TCPStore
 
 from ringattn.launch.measure import check
 from tests.contract import ports
-from tests.contract.pairs import PAIRED, pairs_only
 from tests.contract.ports import GIVEN_AWAY, free_port
 from tests.gpu.test_processes import every_schedule_is_exact
 
@@ -71,11 +70,11 @@ def test_check_is_exact_on_four_processes() -> None:
 def test_check_is_exact_on_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")  # as under a torchrun of one process
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pairs_only():
-        assert check.main(["dtype=fp64", "tokens=61", "verbose=true"]) == 0
+    assert check.main(["dtype=fp64", "tokens=61", "combinations=pairs", "verbose=true"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith(MASKS)]
-    assert len(rows) == len(PAIRED) and f"{len(PAIRED)} cases, all exact" in printed
+    tried = len(list(check.paired_cases()))
+    assert len(rows) == tried and f"{tried} cases, all exact" in printed
 
 
 @pytest.mark.slow

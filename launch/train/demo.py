@@ -40,8 +40,8 @@ FP64_STEPS = 8
 SHOWN_STEPS = 3
 PURPOSE = """\
 Trains the same model on the same text with several processes and with one, compares the losses, then checks every
-schedule against a dense reference. Writes pictures and summary.json. Defaults below are those of `ringattn train`;
-the demo's own values are in launch/conf/demo.yaml.
+schedule with every mask and layout against a dense reference. Writes pictures and summary.json. Defaults below are
+those of `ringattn train`; the demo's own values are in launch/conf/demo.yaml.
 Example: python -m ringattn.launch.train.demo steps=20 layout=striped"""
 
 
@@ -136,10 +136,10 @@ def _memory_told(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _check(console: Console, verbose: bool) -> bool:
-    """Run `ringattn check`; true if it found everything exact."""
+    """Run `ringattn check` on every pair of mask, layout and schedule; true if it found everything exact."""
     from ringattn.launch.measure.check import main as check
 
-    return check(["verbose=true"] if verbose else []) == 0
+    return check(["combinations=pairs", f"verbose={verbose}".lower()]) == 0
 
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from ringattn.bench.faults import run_torchrun
-from ringattn.launch.measure.check import CheckConfig, cases
+from ringattn.launch.measure.check import CheckConfig, cases, paired_cases
 from ringattn.schedule.routes import NUMBERED
-from tests.contract.pairs import PAIRED
 from tests.gpu.kept import keep
 from tests.gpu.processes import SIZES
 from tests.transport.attribution import names_as_culprit
@@ -62,11 +61,12 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
 def every_schedule_is_exact(
     folder: Path, ranks: int, dtype: str, transport: str = "nccl", pairs: bool = False, **more: Any
 ) -> None:
-    spec = vars(CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0))
-    answers = run(folder, "exact", ranks, transport, check=spec, pairs=pairs, **more)
+    spec = CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0)
+    spec.combinations = "pairs" if pairs else "all"
+    answers = run(folder, "exact", ranks, transport, check=vars(spec), **more)
     # A double ring needs as many ranks on each node.
     unlike = len(set(Counter(more.get("nodes", ())).values())) > 1
-    tried = [case for case in (PAIRED if pairs else cases()) if not (unlike and case.schedule in NUMBERED)]
+    tried = [case for case in (paired_cases() if pairs else cases()) if not (unlike and case.schedule in NUMBERED)]
     assert answers == [{"cases": len(tried), "failed": 0}] * ranks
 
 

@@ -19,7 +19,6 @@ from ringattn.bench.many import PARTS, ManyOptions
 from ringattn.bench.options import parse
 from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
-from tests.contract.pairs import pairs_only
 from tests.gpu import kept
 from tests.gpu import test_processes as processes
 from tests.gpu.loopback import LoopbackWorld
@@ -200,8 +199,7 @@ def test_bytes_of_every_size() -> None:
 def test_every_schedule_is_exact(ranks: int) -> None:
     world = SimWorld(1, any_memory=True)
     loop = LoopbackWorld(ranks, SimLibrary(world, 0), SimDevice(world, 0))
-    with pairs_only() if ranks == 2 else nullcontext():
-        sizes = every_schedule_is_exact(loop, "fp64", nullcontext)
+    sizes = every_schedule_is_exact(loop, "fp64", nullcontext, "pairs" if ranks == 2 else "all")
     loop.end()
     assert world.violations == [] and max(sizes) >= 2 * ranks
 

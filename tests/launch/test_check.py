@@ -1,10 +1,14 @@
 """What `ringattn check` prints: a line for each schedule, every case on demand, and all of a schedule that fails."""
 
+from dataclasses import astuple
+
 import pytest
 
 from ringattn.launch.measure import check, exactness
 from ringattn.launch.measure.check import Case
+from tests.covering import parts
 
+EVERY, PAIRED = list(check.cases()), list(check.paired_cases())
 FEW = [
     Case("full", "contiguous", "ring"),
     Case("causal", "contiguous", "ring"),
@@ -33,6 +37,18 @@ def test_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for line in lines[2:4]:
         assert all(float(error) < 1e-10 for error in line[4:8]) and line[8] == "exact"
+
+
+def test_paired_cases_hold_every_two_values_that_the_cases_hold_together() -> None:
+    wanted, found = (set().union(*(parts(astuple(case), 2) for case in some)) for some in (EVERY, PAIRED))
+    assert found == wanted and len(PAIRED) < len(EVERY) / 3
+
+
+def test_the_paired_cases_are_those_that_are_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "paired_cases", lambda: iter(FEW[:1]))
+    assert printed(capsys, "combinations=pairs", code=0)[-1] == ["1", "cases,", "all", "exact"]
 
 
 def test_verbose_prints_every_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
 from ringattn.explain import explain
 from ringattn.launch.doctor.ranks import examine
-from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.local import LocalWorld
@@ -32,7 +32,6 @@ from ringattn.transport.nodes import HostNodesTransport, NodesTransport, open_sh
 from ringattn.transport.rendezvous import _open_peer
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import store_of
-from tests.contract.pairs import PAIRED, check_pairs
 from tests.contract.processes import Processes
 from tests.transport.attribution import named_at_fault
 
@@ -313,14 +312,14 @@ def test_a_killed_rank_is_named_on_both_nodes() -> None:
 def check_on_two_nodes(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, Any]:
     with Ring(transport=meet(rank, world_size, EVEN, 30.0), engine="plain", timeout_s=30.0, poison=True) as ring:
         assert ring.transport.name == "shm+gloo"
-        return check_pairs(ring, spec)
+        return check_rank(ring, spec)
 
 
 @pytest.mark.slow
 def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61))
+    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
     found = processes.run(check_on_two_nodes, spec, hard_s=240.0)
-    assert list(found.values()) == [{"cases": len(PAIRED), "failed": 0}] * len(EVEN)
+    assert list(found.values()) == [{"cases": len(list(paired_cases())), "failed": 0}] * len(EVEN)
 
 
 # --- told ------------------------------------------------------------------------------------------------------------

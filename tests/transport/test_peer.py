@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.schedule.routes import ROUTES
 from tests.contract import transport_contract as contract
-from tests.contract.pairs import PAIRED, check_pairs
 from tests.contract.processes import Processes
 from tests.test_exact_nccl import EXACT, TRIALS
 from tests.transport.peers.rings import meet
@@ -58,13 +57,13 @@ def test_attention_is_exact(processes: Processes, name: str) -> None:
 
 def check_all_pairs(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, Any]:
     with Ring(transport=meet(rank, world_size), engine="plain", timeout_s=30.0, poison=True) as ring:
-        return check_pairs(ring, spec)
+        return check_rank(ring, spec)
 
 
 @pytest.mark.slow
 def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61))
+    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
     assert (
         list(processes.run(check_all_pairs, spec, hard_s=240.0).values())
-        == [{"cases": len(PAIRED), "failed": 0}] * contract.WORLD_SIZE
+        == [{"cases": len(list(paired_cases())), "failed": 0}] * contract.WORLD_SIZE
     )

@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from ringattn import Ring
 from ringattn.errors import ClosedError, TransportError
-from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.shm.transport import ShmTransport
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import store_of
-from tests.contract.pairs import PAIRED, check_pairs
 from tests.contract.processes import Processes
 from tests.contract.stopping import stop_until_told
 from tests.transport.test_shared import descriptors, mappings
@@ -67,15 +66,15 @@ def check_members(rank: int, world_size: int, ranks: int, spec: dict[str, Any]) 
         return {}
     transport = meet(rank, world_size, list(range(ranks)), 30.0)
     with Ring(transport=transport, engine="plain", timeout_s=30.0, poison=True) as ring:
-        return check_pairs(ring, spec)
+        return check_rank(ring, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes, ranks: int) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61))
+    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
     found = processes.run(check_members, ranks, spec, hard_s=240.0)
-    assert [found[rank] for rank in range(ranks)] == [{"cases": len(PAIRED), "failed": 0}] * ranks
+    assert [found[rank] for rank in range(ranks)] == [{"cases": len(list(paired_cases())), "failed": 0}] * ranks
 
 
 # --- killed and stopped ----------------------------------------------------------------------------------------------
