@@ -1,9 +1,11 @@
 """Shared memory against gloo on the processes of one machine: messages, calls, and ranks that are lost.
 
 `python -m ringattn.bench.shm`. Every rank sends to the next and receives from the one before, at once; both transports
-take turns on the same processes in one run. Calls are compared with torch's own ring over gloo. A rank is killed or
-stopped in mid-pass over shm, and the others must name it, and no other, within the deadline and two seconds.
-The gate: every message of the first exchange of a size is right in all its bytes, and calls are exact.
+take turns on the same processes in one run, with bare copies of the same bytes, which no transport here can be faster
+than. Calls are compared with torch's own ring over gloo, round by round. A rank is killed or stopped in mid-pass over
+shm, and the others must name it, and no other, within the deadline and two seconds.
+The gate: every message of the first exchange of a size, and of its first copy, is right in all its bytes, and calls are
+exact.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,31 +26,32 @@ from ringattn.bench.baselines import OurRing
 from ringattn.bench.fault_ranks import FATAL, Fault
 from ringattn.bench.faults import HOPS, RANKS, FaultsOptions, Outcome, run_job
 from ringattn.bench.faults import tabulate as fault_table
-from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs
+from ringattn.bench.gate import Baseline, open_gate, random_inputs
 from ringattn.bench.options import parse
+from ringattn.bench.paired import paired
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.bench.shm_plot import draw
+from ringattn.bench.shm_ways import copies, copying, exchanges, exchanging
 from ringattn.bench.torch_ring import TorchRing
 from ringattn.ring import Ring
-from ringattn.transport.base import Message, Transport
+from ringattn.transport.shm.transport import ShmTransport
 
-NAMES = "shm", "gloo"
+COPY = "copy"
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 BAR = 4.0
 """How many times faster than gloo messages must be at every size."""
-BYTES_PER_SERIES = 1 << 28
-MOST, LEAST = 100, 4
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 PASSES = ("forward", "backward")
+OURS = "ringattn over shm"
 
 
 @dataclass(frozen=True)
 class ShmOptions:
-    """`blocks`: turns of each transport at each size; `calls`: rounds of calls of `tokens`."""
+    """`blocks`: turns at each size, of which six have all orders; `calls`: rounds of calls of `tokens`, the same."""
 
-    blocks: int = 8
-    calls: int = 60
+    blocks: int = 12
+    calls: int = 120
     tokens: int = 1024
     faults: int = 20
     timeout_s: float = 4.0
@@ -55,37 +59,24 @@ class ShmOptions:
 
 
 def messages_on_rank(ring: Ring, blocks: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every exchange, by transport and bytes."""
+    """Seconds of every exchange, and of a copy in every batch, by transport or copy and bytes."""
+    shm = ring.transport
+    assert isinstance(shm, ShmTransport)
     with Ring(transport="gloo", timeout_s=600.0) as other:
-        by_name: dict[str, Transport] = {"shm": ring.transport, "gloo": other.transport}
-        found: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in SIZES} for name in NAMES}
+        turns: dict[str, Callable[[int], list[float]]] = {
+            "shm": lambda nbytes: exchanges(exchanging(shm, nbytes)),
+            "gloo": lambda nbytes: exchanges(exchanging(other.transport, nbytes)),
+            COPY: lambda nbytes: copies(copying(shm, nbytes)),
+        }
+        found: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in SIZES} for name in turns}
+        orders = list(permutations(turns))
         for block in range(blocks):
             for nbytes in sorted(SIZES):
-                for name in NAMES[:: 1 if block % 2 else -1]:
-                    found[name][str(nbytes)] += _series(by_name[name], nbytes)
+                for name in orders[block % len(orders)]:
+                    found[name][str(nbytes)] += turns[name](nbytes)
             if ring.rank == 0:
                 print(f"{ring.world_size} processes: block {block + 1} of {blocks}", flush=True)
         return found
-
-
-def _series(transport: Transport, nbytes: int) -> list[float]:
-    """A series of exchanges with both neighbors, after one that the gate looks at."""
-    sent, into = transport.allocate(nbytes), transport.allocate(nbytes)
-    after, before = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
-    hop = transport.bind([Message(after, sent, "sent")], [Message(before, into, "sent")])
-    pattern = torch.arange(251, dtype=torch.uint8)  # a prime, so that no shift of whole words looks alike
-    sent.copy_(pattern.repeat(nbytes // 251 + 1)[:nbytes])
-    sent[-1], into[:] = transport.rank, 255
-    hop.start().wait()
-    if not torch.equal(into[:-1], sent[:-1]) or into[-1] != before:
-        raise GateError(f"rank {transport.rank}: {nbytes} bytes over {transport.name} arrived wrong")
-    transport.all_gather_bytes(b"")
-    times = []
-    for _ in range(max(LEAST, min(MOST, BYTES_PER_SERIES // nbytes))):
-        start = time.perf_counter()
-        hop.start().wait()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, list[float]]]:
@@ -93,15 +84,16 @@ def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, li
     shape = 8, 2, 64, torch.float32
     with Ring(transport="gloo", timeout_s=600.0) as other:
         ours, over_gloo, peer = OurRing(ring), OurRing(other), TorchRing(ring, "alltoall")
-        ours.name, over_gloo.name = "ringattn over shm", "ringattn over gloo"
+        ours.name, over_gloo.name = OURS, "ringattn over gloo"
         baselines: list[Baseline] = [ours, over_gloo, peer]
         open_gate(baselines, random_inputs(96 * ring.world_size, *shape))
         inputs = random_inputs(tokens, *shape)
         for one in baselines:
             one.load(inputs)
         found: dict[str, dict[str, list[float]]] = {one.name: {name: [] for name in PASSES} for one in baselines}
+        orders = list(permutations(baselines))  # so that each comes as often after each other
         for turn in range(calls):
-            for one in baselines[turn % 3 :] + baselines[: turn % 3]:
+            for one in orders[turn % len(orders)]:
                 for name in PASSES:
                     ring.barrier()
                     start = time.perf_counter()
@@ -130,43 +122,76 @@ def messages_table(ranks: int, found: dict[str, dict[str, list[float]]]) -> Tabl
     """One row a size."""
     table = Table(
         f"Messages, {ranks} processes, each to the next and from the one before at once",
-        ("KiB", "shm, µs", "p10", "gloo, µs", "p10", "shm, GB/s", "gloo, GB/s", "faster, medians", "p10"),
-        notes=["- µs: one exchange, median and the fastest tenth; GB/s: of one direction, by the median."],
-    )
-    least = []
+        ("KiB", "shm, µs", "p10", "gloo, µs", "p10", "shm, GB/s", "gloo, GB/s", "faster, medians", "p10",
+         "bare copy, µs", "p10", "shm / copy"),
+        notes=[
+            "- µs: one exchange, median and the fastest tenth; GB/s: of one direction, by the median.",
+            "- bare copy: the same bytes from the same neighbor's memory without any transport, all ranks at once; the "
+            "slowest rank's, mean of a batch.",
+        ],
+    )  # fmt: skip
     for nbytes in sorted(SIZES):
-        shm, gloo = (found[name][str(nbytes)] for name in NAMES)
-        ratio, undisturbed = median(gloo) / median(shm), p10(gloo) / p10(shm)
-        least.append(min(ratio, undisturbed))
+        shm, gloo, copied = (found[name][str(nbytes)] for name in ("shm", "gloo", COPY))
         table.rows.append((
             f"{nbytes >> 10}", f"{1e6 * median(shm):.0f}", f"{1e6 * p10(shm):.0f}", f"{1e6 * median(gloo):.0f}",
             f"{1e6 * p10(gloo):.0f}", f"{nbytes / median(shm) / 1e9:.2f}", f"{nbytes / median(gloo) / 1e9:.2f}",
-            f"{ratio:.1f}", f"{undisturbed:.1f}",
+            f"{median(gloo) / median(shm):.1f}", f"{p10(gloo) / p10(shm):.1f}", f"{1e6 * median(copied):.0f}",
+            f"{1e6 * p10(copied):.0f}", f"{median(shm) / median(copied):.2f}",
         ))  # fmt: skip
-    met = "met" if min(least) >= BAR else "MISSED"
-    table.notes.append(f"- At least {min(least):.1f} times gloo, the bar is {BAR:g} at every size: {met}.")
+    table.notes.append(messages_verdict(found))
     return table
+
+
+def messages_verdict(found: dict[str, dict[str, list[float]]]) -> str:
+    """The bar at each size, by medians and by the fastest tenths.
+
+    A size where the bare copy misses it too, in each measure in which shm does, is told apart; it is not met either.
+    """
+    least, missed, above = float("inf"), [], []
+    for nbytes in sorted(SIZES):
+        shm, gloo, copied = (found[name][str(nbytes)] for name in ("shm", "gloo", COPY))
+        # From the measure in which copying leaves most room.
+        measures = sorted(((of(gloo) / of(copied), of(gloo) / of(shm)) for of in (median, p10)), reverse=True)
+        least = min(least, *(faster for _, faster in measures))
+        for allowed, faster in measures:
+            if faster < BAR:
+                told = above if allowed < BAR else missed
+                told.append(f"{nbytes >> 10} KiB ({faster:.1f} times, the bare copy {allowed:.1f})")
+                break
+    said = [f"MISSED at {', '.join(missed)}"] if missed else []
+    if above:
+        said.append(f"above what copying allows here, so not met either, at {', '.join(above)}")
+    return f"- At least {least:.1f} times gloo, the bar is {BAR:g} at every size: {'; '.join(said) or 'met'}."
 
 
 def calls_table(tokens: int, found: dict[str, dict[str, list[float]]]) -> Table:
     """One row a pass and baseline."""
     table = Table(
         f"Calls of {tokens} tokens, causal, heads 8:2 of 64, float32, 2 processes of one thread",
-        ("pass", "attention", "ms, median", "p10", "over shm, medians", "p10"),
+        ("pass", "attention", "ms, median", "p10", "over shm, medians", "p10", "by round"),
+        notes=["- by round: the median of the ratios of the same rounds, and the interval that holds it with 95 %."],
     )
-    mine = found["ringattn over shm"]
+    mine = found[OURS]
     for name in PASSES:
         for baseline, by_pass in found.items():
             times = by_pass[name]
+            by_round = "" if baseline == OURS else str(paired(mine[name], times))
             table.rows.append((
                 name, baseline, f"{1e3 * median(times):.2f}", f"{1e3 * p10(times):.2f}",
-                f"{median(times) / median(mine[name]):.2f}", f"{p10(times) / p10(mine[name]):.2f}",
+                f"{median(times) / median(mine[name]):.2f}", f"{p10(times) / p10(mine[name]):.2f}", by_round,
             ))  # fmt: skip
-    torch_ring = next(by_pass for baseline, by_pass in found.items() if baseline.startswith("torch"))
-    ratios = [median(torch_ring[name]) / median(mine[name]) for name in PASSES]
-    met = "met" if min(ratios) >= 1 else "MISSED"
-    table.notes.append(f"- At least level with torch's ring: {met}. Above 1: shm is faster.")
+    table.notes.append(calls_verdict(found))
     return table
+
+
+def calls_verdict(found: dict[str, dict[str, list[float]]]) -> str:
+    """Missed where ours is slower than torch's ring beyond doubt, open where the rounds cannot tell."""
+    torch_ring = next(by_pass for baseline, by_pass in found.items() if baseline.startswith("torch"))
+    ratios = {name: paired(found[OURS][name], torch_ring[name]) for name in PASSES}
+    words = {ratio.words for ratio in ratios.values()}
+    met = "MISSED" if "slower" in words else "OPEN" if "undecided" in words else "met"
+    said = ", ".join(f"{name} {ratio}: {ratio.words}" for name, ratio in ratios.items())
+    return f"- At least level with torch's ring: {met}; {said}. Above 1 shm is faster, and level if 1 is inside."
 
 
 def main(words: Sequence[str]) -> dict[str, Any]:

@@ -11,18 +11,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK = "#22303c"
-STYLES = {"shm": "-", "gloo": "--"}
+STYLES = {"shm": "-", "gloo": "--", "copy": ":"}
 
 
 def draw(found: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
-    """Write a PNG. `found`: seconds of an exchange, `median` and `p10`, by processes, transport and bytes."""
+    """Write a PNG. `found`: seconds of an exchange, `median` and `p10`, by processes, transport or copy, and bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
     for number, (ranks, by_name) in enumerate(found.items()):
         for name, by_size in by_name.items():
             sizes = sorted(by_size, key=int)
             look: dict[str, Any] = {
                 "color": f"C{number}", "linestyle": STYLES[name], "marker": "o", "markersize": 4,
-                "label": f"{name}, {ranks} processes",
+                "label": f"{'bare copy' if name == 'copy' else name}, {ranks} processes",
             }  # fmt: skip
             kib = [int(size) / 1024 for size in sizes]
             left.plot(kib, [int(size) / by_size[size]["median"] / 1e9 for size in sizes], **look)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import Ring
+from ringattn.bench import shm_ways
 from ringattn.errors import ClosedError, TransportError
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
@@ -75,6 +76,33 @@ def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes, r
     spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
     found = processes.run(check_members, ranks, spec, hard_s=240.0)
     assert [found[rank] for rank in range(ranks)] == [{"cases": len(list(paired_cases())), "failed": 0}] * ranks
+
+
+# --- the benchmark's floor -------------------------------------------------------------------------------------------
+
+
+def check_copies(rank: int, world_size: int, move: str) -> list[float]:
+    ring = meet(rank, world_size, list(range(world_size)), 30.0)
+    try:
+        way = shm_ways.copying(ring, 1 << 18)
+        if move == "own":  # as if the own memory were the neighbor's
+            way = way._replace(move=lambda: way.into.copy_(way.sent))
+        if move == "one rank late":
+            copied = way.move
+            way = way._replace(move=lambda: time.sleep(0.01 * (rank == 1)) or copied())
+        shm_ways.BYTES_PER_SERIES = 1 << 20  # in these processes
+        return shm_ways.copies(way)
+    finally:
+        ring.close()
+
+
+def test_bare_copies_are_the_neighbors_bytes_and_take_as_long_as_on_the_slowest_rank(processes: Processes) -> None:
+    found = processes.run(check_copies, "")
+    assert found[0] == found[1] == found[2] and len(found[0]) == shm_ways.BATCHES and min(found[0]) > 0
+    late = processes.run(check_copies, "one rank late")
+    assert late[0] == late[1] == late[2] and min(late[0]) >= 0.01  # of each copy, not of the batch
+    with pytest.raises(AssertionError, match=r"GateError: rank 0: 262144 bytes over copy arrived wrong"):
+        processes.run(check_copies, "own")
 
 
 # --- killed and stopped ----------------------------------------------------------------------------------------------
