@@ -147,7 +147,9 @@ def messages_verdict(found: dict[str, dict[str, list[float]]]) -> str:
 
     A size where the bare copy misses it too, in each measure in which shm does, is told apart; it is not met either.
     """
-    least, missed, above = float("inf"), [], []
+    least = float("inf")
+    missed: list[str] = []
+    above: list[str] = []
     for nbytes in sorted(SIZES):
         shm, gloo, copied = (found[name][str(nbytes)] for name in ("shm", "gloo", COPY))
         # From the measure in which copying leaves most room.
