@@ -1,4 +1,4 @@
-"""Flight records: what a rank keeps, what a failed gloo ring leaves, and what `ringattn flight` makes of it."""
+"""Flight records: what a rank keeps, what a failed ring leaves, and what `ringattn flight` makes of it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ringattn.observe.flight import (
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.shm.transport import ShmTransport
 from tests.contract.processes import Processes
 
 
@@ -369,3 +370,32 @@ def ends_otherwise(rank: int, world_size: int, folder: Path) -> None:
 
 def test_only_failures_leave_a_record_and_only_where_asked(processes: Processes, tmp_path: Path) -> None:
     processes.run(ends_otherwise, tmp_path)
+
+
+# --- what shared memory leaves ---------------------------------------------------------------------------------------
+
+
+def leaves_early(rank: int, world_size: int, folder: Path) -> None:
+    """Answers of unlike lengths are gathered; then all end, or rank 1 ends before the second gathering."""
+    ring = ShmTransport.open(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder / "together")
+    answers = ring.all_gather_bytes(b"x" * (rank + 1) * 10_000)
+    assert [len(answer) for answer in answers] == [10_000, 20_000, 30_000]
+    ring.abort(ValueError("refused by all"))
+    store = rendezvous_store(rank, world_size, 60.0)
+    ring = ShmTransport.open(store, rank, world_size, 20.0, folder / "apart")
+    ring.all_gather_bytes(b"x" * rank)
+    ring.group.timeout_s = 0.5
+    if rank == 1:
+        store.wait(["left/0", "left/2"])
+        ring.abort(ValueError("did not come"))
+    else:
+        with pytest.raises((DeadlineError, PeerLostError)):
+            ring.all_gather_bytes(b"")
+        store.set(f"left/{rank}", b"1")
+
+
+def test_gatherings_over_shared_memory_meet_in_the_records(processes: Processes, tmp_path: Path) -> None:
+    processes.run(leaves_early, tmp_path)
+    assert divergences(read_records(tmp_path / "together")) == []
+    first, *others = divergences(read_records(tmp_path / "apart"))
+    assert "in all-gather 1'" in first and "; rank 1 never posted its" in first and not others

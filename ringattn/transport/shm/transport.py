@@ -27,7 +27,7 @@ from ringattn.transport.base import Message, Operation, ProcessTransport, listed
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.location import Location
 from ringattn.transport.shared.group import SharedGroup
-from ringattn.transport.shared.page import ARRIVAL, CREDIT, LOG_ENTRIES, Entry, subject
+from ringattn.transport.shared.page import ARRIVAL, CREDIT, GATHER_BYTES, LOG_ENTRIES, Entry, subject
 from ringattn.transport.shared.segment import Segment
 from ringattn.transport.shm.memory import Arenas, Imports, copy
 
@@ -173,8 +173,10 @@ class ShmTransport(ProcessTransport):
         self._check_open()
         until = time.monotonic() + self._group.timeout_s
         where = f"rank {self.rank} in all-gather {self._all_gathers}"
-        peers = tuple(MessageRecord("send", peer, len(payload), 0, where) for peer in range(self.world_size))
-        flight = self._flights.begin(CONTROL_LANE, peers, self.name)
+        # Both ends, or every answer would count as one that nobody took. An answer may have any length: its first part.
+        others = [peer for peer in self._group.ranks if peer != self.rank]
+        parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in others)
+        flight = self._flights.begin(CONTROL_LANE, parts, self.name)
         self._all_gathers += 1
         try:
             answers = self._group.all_gather(payload, lambda: self._progress(until), lambda: where, until)
