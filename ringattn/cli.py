@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ringattn {ringattn.__version__}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"ringattn: {words[0]!r} is not a command\n\n{_help()}", file=sys.stderr)
+        near = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        print(f"ringattn: {words[0]!r} is not a command{meant}\n\n{_help()}", file=sys.stderr)
         return 2
     with _interruptible(words[0]):
         try:

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state dealt out over all ranks of a run, by torch's FSDP2.
+"""Weights, gradients and optimizer state sharded over all ranks of a run, by torch's FSDP2.
 
 zero2 gathers the weights once for forward and backward together; zero3 drops each block's again after its forward pass
 and gathers them a second time. Gradients and optimizer state are sharded in both (ZeRO, arXiv:1910.02054). A rank's

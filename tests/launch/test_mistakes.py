@@ -36,7 +36,7 @@ INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127
         ("run shape.heads=8 shape.kv_heads=3", "shape.kv_heads=3: does not divide shape.heads=8; use a divisor"),
         ("run tokens=64,128", "tokens: one value at a time; run `ringattn sweep` instead"),
         ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
-        ("sweeep ranks=1,2", "'sweeep' is not a command"),
+        ("sweeep ranks=1,2", "'sweeep' is not a command; did you mean sweep?"),
     ],
 )
 def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
