@@ -15,16 +15,18 @@ Guarantees: a schedule that needs no pass, forward or backward.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Iterable
 from math import isqrt
+from typing import Any
+
+import numpy as np
 
 from ringattn.core.problem import Problem
+from ringattn.core.tiling import Ints
 from ringattn.errors import InputError
-from ringattn.schedule.content import Content, size, whole
-from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
-from ringattn.schedule.passes import Delivery, delivered, main_step, prune, readers_of, spread, transpose
+from ringattn.schedule.ops import Schedule
+from ringattn.schedule.passes import main_step, spread
+from ringattn.schedule.trees import Trees
 
 Grid = tuple[tuple[int, ...], ...]
 """Ranks by node, as many in each."""
@@ -54,75 +56,87 @@ def square(ranks: int) -> Grid:
     return blocks_of(ranks, next(inner for inner in range(isqrt(ranks), 0, -1) if not ranks % inner))
 
 
-def forward(problem: Problem, name: str, grid: Grid) -> Schedule:
-    """The pruned forward schedule."""
-    nodes, places = len(grid), len(grid[0])
-    copies: list[list[Copy]] = [[] for _ in range(nodes * places)]
-    work: list[list[Work]] = [[] for _ in copies]
-    for node, ranks in enumerate(grid):
-        for place, rank in enumerate(ranks):
-            tiles = work_of(problem, rank)
-            for step in range(nodes * places):
-                # Round and step within it are also how far the owner's node and place lie before this rank's.
-                turn, inner = divmod(step, places)
-                owner = grid[node - turn][place - inner]
-                work[step].append(attend(rank, owner, tiles.get(owner, ())))
-                source = ranks[place - 1] if inner else grid[node - 1][place]
-                if step:
-                    copies[step - 1].append(Copy(Block(Kind.KV, owner), source, rank, _shard(problem, owner)))
-    pruned = prune(Schedule(problem, name, tuple(map(ordered_step, copies, work))))
-    # A block for the next round may travel in every step of this one.
-    return spread(pruned, _crosses(grid), lambda step: range(step - places + 1, step + 1))
+class GridTrees(Trees):
+    """From each owner along the nodes by its place, and in every node along the ring inside it.
 
-
-def backward(forward_schedule: Schedule, grid: Grid) -> Schedule:
-    """The transposed schedule: rounds and steps in reverse, dK/dV back along the edges, K/V delivered along them too.
-
-    In each round the farthest place is first. The last node's gets the block from its owner, those of other nodes from
-    their place in the node that was before; the ring inside the node runs the other way.
+    In a backward the farthest place of each round is first. The last node's gets the block from its owner, those of
+    other nodes from their place in the node that was before; the ring inside the node runs the other way.
     """
-    nodes, places = len(grid), len(grid[0])
-    at = {rank: (node, place) for node, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
-    relayed: dict[Block, list[Delivery]] = defaultdict(list)
-    direct: dict[Block, list[Delivery]] = defaultdict(list)
-    for block, readers in readers_of(forward_schedule).items():
-        node, place = at[block.owner]
-        for step in range(1, nodes * places):
-            turn, inner = divmod(step, places)
-            there = grid[(node + turn) % nodes]
-            if inner < places - 1:
-                source = there[(place + inner + 1) % places]
-            elif 0 < turn < nodes - 1:
-                source = grid[(node + turn + 1) % nodes][(place + inner) % places]
-            else:
-                source = block.owner
-            copy = Copy(block, source, there[(place + inner) % places], _shard(forward_schedule.problem, block.owner))
-            relayed[block].append((step + 1, copy))
-        direct[block] = [(step + 1, Copy(block, block.owner, reader, rows)) for step, reader, rows in readers]
-    # How much relays carry is known once what nobody reads is cut. Each block goes the way that sends less.
-    carried: dict[Block, int] = Counter()
-    for each in prune(transpose(forward_schedule, chain.from_iterable(relayed.values()))).steps:
-        for copy in each.copies:
-            carried[copy.block] += size(copy.content)
-    best = [relayed[block] if carried[block] <= delivered(straight) else straight for block, straight in direct.items()]
-    last = nodes * places - 1
 
-    def window(step: int) -> range:
-        # Backward main steps are every second one. The deadline of a round's first block is the last of the round
-        # before it; the opening step, which has no round, is a window of its own.
-        done = last - (step - 1) // 2
-        begins = step - 2 * (places - 1)
-        is_border = step and done and done % places == 0 and begins >= main_step(last, last)
-        return range(begins, step + 1, 2) if is_border else range(step, step + 1)
+    def __init__(self, problem: Problem, grid: Grid) -> None:
+        """Asks nothing of the problem yet."""
+        super().__init__(problem)
+        self.grid = np.array(grid)
+        self.nodes, self.places = self.grid.shape
+        self._node, self._place = np.empty((2, self.ranks), np.int64)
+        for at, ranks in enumerate(grid):
+            self._node[list(ranks)], self._place[list(ranks)] = at, range(self.places)
+        self._back: dict[int, bool] = {}
 
-    return spread(prune(transpose(forward_schedule, chain.from_iterable(best))), _crosses(grid), window)
+    def step(self, owner: int | Ints, reader: int) -> int | Ints:
+        """Round and step within it are how far the owner's node and place lie before the reader's."""
+        turn, inner = self._apart(owner, reader)
+        return turn * self.places + inner
 
+    def source(self, owner: int, reader: int) -> int:
+        """The rank before in the node; of the block that a round begins with, the place in the node before."""
+        _, inner = self._apart(owner, reader)
+        return self._beside(reader, 0, -1) if inner else self._beside(reader, -1, 0)
 
-def _crosses(grid: Grid) -> Callable[[Copy], bool]:
-    """Whether a copy goes from node to node."""
-    node_of = {rank: node for node, ranks in enumerate(grid) for rank in ranks}
-    return lambda copy: node_of[copy.src] != node_of[copy.dst]
+    def serves(self, owner: int, reader: int) -> Ints:
+        """The rest of the ring in the node; of the block that a round begins with, the rest of the nodes too."""
+        turn, inner = self._apart(owner, reader)
+        readers = self._readers(owner)
+        return readers[turn, inner:] if inner else readers[turn:].ravel()
 
+    def source_back(self, owner: int, reader: int) -> int:
+        """The rank after it in the node, or its place in the node after, or the owner."""
+        if owner not in self._back:
+            self._back[owner] = self._relays_back(owner)
+        turn, inner = self._apart(owner, reader)
+        if not self._back[owner]:
+            return owner
+        if inner < self.places - 1:
+            return self._beside(reader, 0, 1)
+        return self._beside(reader, 1, 0) if 0 < turn < self.nodes - 1 else owner
 
-def _shard(problem: Problem, owner: int) -> Content:
-    return whole(problem.kv_layout.counts[owner], [part.kv_heads for part in problem.parts])
+    def neighbors(self, rank: int) -> Iterable[int]:
+        """Both in the node, and both in the nodes beside it."""
+        return {self._beside(rank, *way) for way in ((0, 1), (0, -1), (1, 0), (-1, 0))}
+
+    def paced(self, part: Schedule, backward: bool) -> Schedule:
+        """A block for the next round may travel in every step of this one."""
+        last, places = self.steps - 1, self.places
+
+        def window(step: int) -> range:
+            if not backward:
+                return range(step - places + 1, step + 1)
+            # Backward main steps are every second one. The deadline of a round's first block is the last of the round
+            # before it; the opening step, which has no round, is a window of its own.
+            done = last - (step - 1) // 2
+            begins = step - 2 * (places - 1)
+            is_border = step and done and done % places == 0 and begins >= main_step(last, last)
+            return range(begins, step + 1, 2) if is_border else range(step, step + 1)
+
+        return spread(part, lambda copy: bool(self._node[copy.src] != self._node[copy.dst]), window)
+
+    def _relays_back(self, owner: int) -> bool:
+        """Whether relays send no more than the owner to each: what they hand on is among what they read themselves."""
+        readers = self._readers(owner)
+        # In each node the farthest place reads all that the others read; and of these, each what those of the nodes
+        # nearer to the owner read. The owner's own place needs no message.
+        return self.reads.grow(owner, readers) and self.reads.grow(owner, readers[None, 1:, -1])
+
+    def _readers(self, owner: int) -> Ints:
+        """Round x step within it."""
+        return np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1))
+
+    def _apart(self, owner: int | Ints, reader: int) -> tuple[Any, Any]:
+        return (
+            (self._node[reader] - self._node[owner]) % self.nodes,
+            (self._place[reader] - self._place[owner]) % self.places,
+        )
+
+    def _beside(self, rank: int, nodes: int, places: int) -> int:
+        node, place = self._node[rank] + nodes, self._place[rank] + places
+        return int(self.grid[node % self.nodes, place % self.places])

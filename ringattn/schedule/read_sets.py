@@ -1,8 +1,7 @@
 """Which rows of each shard every rank reads, and the unions that relays must carry.
 
-`ReadSets` answers for one problem: what one reader reads, what all readers from some distance on read together (the
-downstream reads), and the distance of the farthest reader. *Distance* of a reader is (reader - owner) mod ranks: its
-place on the owner's chain.
+`ReadSets` answers for one problem: what one reader reads, what several read together (on a chain the downstream reads),
+and which of them is the farthest. *Distance* of a reader is (reader - owner) mod ranks: its place on the owner's chain.
    owner  +1  +2  +3     a relay hands the block from each rank to the next,
      o -> a -> b -> c     so the hop to distance d carries what d and all farther readers read
 Reads are intervals of key pieces, so most unions are running minima and maxima over arrays; where intervals leave a
@@ -12,6 +11,7 @@ gap the exact union is taken instead.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import sub
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from ringattn.core.geometry import UNBOUNDED, StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, meeting_pieces, partners, tiles_of
-from ringattn.schedule.content import NOTHING, Content, HeadRows, merge_runs, size, union
+from ringattn.schedule.content import NOTHING, Content, HeadRows, contains, merge_runs, size, union
 
 NOBODY = 1 << 61
 """Start of a query piece that does not exist; its last position is -NOBODY, so it contains no position."""
@@ -35,13 +35,13 @@ class Reads(NamedTuple):
     """Key piece x distance: the indices first .. end - 1 of the piece that the reader reads; (NOBODY, 0) for none.
 
     Those are exact where `apart[n, d]` is false; elsewhere the reader skips some keys in between.
-    `joined[n, d]`: the reads of piece n from distance d on form one interval.
+    `nested`: the reads of a piece are all prefixes of it, or all suffixes.
     """
 
     first: Ints
     end: Ints
     apart: np.ndarray
-    joined: np.ndarray
+    nested: bool
 
 
 class ReadSets:
@@ -53,7 +53,7 @@ class ReadSets:
         self.ranks = problem.world_size
         self._read: dict[tuple[int, int], Content] = {}
         self._tables: dict[int, dict[int, Content]] = {}
-        self._beyond: dict[tuple[int, int], Content] = {}
+        self._together: dict[tuple[int, bytes], Content] = {}
         self._shared: dict[tuple[int, bytes, bytes], Content] = {}
 
     def read(self, owner: int, reader: int) -> Content:
@@ -63,36 +63,50 @@ class ReadSets:
             self._read[owner, distance] = self._reads_of(owner, distance)
         return self._read[owner, distance]
 
-    def beyond(self, owner: int, distance: int) -> Content:
-        """What the readers at `distance` (at least 1) and farther read together."""
-        if distance >= self.ranks:
-            return NOTHING
-        if (owner, distance) not in self._beyond:
-            self._beyond[owner, distance] = self._union(owner, distance)
-        return self._beyond[owner, distance]
+    def together(self, owner: int, readers: Ints) -> Content:
+        """What several readers read together."""
+        if self._reads is None:
+            key = owner, readers.tobytes()
+            if key not in self._together:
+                self._together[key] = union(self.read(owner, reader) for reader in readers.tolist())
+            return self._together[key]
+        first, end, apart = self._of(owner, readers)
+        # The hull is the union wherever the intervals leave no gap.
+        if not apart.any() and (self._reads[1].nested or _touching(first, end)):
+            return self._intervals(owner, first.min(1, initial=NOBODY), end.max(1, initial=0))
+        return union(self.read(owner, reader) for reader in readers[(end > first).any(0)].tolist())
 
-    def reach(self, owner: int) -> int:
-        """The distance of the farthest reader; 0 where no other rank reads."""
-        return int(self._reaches[owner])
+    def reach(self, owner: int, readers: Ints) -> int:
+        """How many of these readers come before the last that reads anything, with it; 0 where none does."""
+        some = self._some[owner, (readers - owner) % self.ranks]
+        return len(some) - int(some[::-1].argmax()) if some.any() else 0
 
-    def relaying_home_costs_no_more(self, owner: int) -> bool:
-        """Whether handing rows from the farthest reader back to the owner sends no more than the owner sending to each.
+    def grow(self, owner: int, readers: Ints) -> bool:
+        """Whether in each line of readers everyone reads all that those before it read; the owner reads nothing."""
+        if self._reads is not None:
+            first, end, apart = self._of(owner, readers.ravel())
+            first, end = (side.reshape(len(side), *readers.shape) for side in (first, end))
+            # What does not hold for the hulls does not hold for the sets; where these have gaps, they decide.
+            grown = (first[..., 1:] <= first[..., :-1]).all() and (end[..., 1:] >= end[..., :-1]).all()
+            if not grown or not apart.any():
+                return bool(grown)
+        spots = (spot for line in readers.tolist() for spot in pairwise(line))
+        return all(near == owner or contains(self.read(owner, far), self.read(owner, near)) for near, far in spots)
 
-        A relay back at distance d carries what all nearer readers need too.
-        """
-        # Only intervals can be compared by their ends; with gaps the sets themselves are compared below.
-        if self._reads is not None and not self._reads[1].apart[slice(*self._slices[owner : owner + 2])].any():
-            return bool(self._grows[owner])
-        # On the way back the rank at distance d receives the union of what it and all nearer readers read. The relay
-        # costs
-        # no more exactly when that union never exceeds what the rank itself reads.
-        nearer: Content = NOTHING
-        for distance in range(1, self.reach(owner) + 1):
-            own = self.read(owner, (owner + distance) % self.ranks)
-            nearer = union((nearer, own))
-            if size(nearer) > size(own):
-                return False
-        return True
+    def owners_read_by(self, reader: int) -> Ints:
+        """The other ranks of which a rank reads something."""
+        owners = np.arange(self.ranks)
+        return owners[self._some[owners, (reader - owners) % self.ranks]]
+
+    def _of(self, owner: int, readers: Ints) -> tuple[Ints, Ints, np.ndarray]:
+        """The reads of some ranks, key piece of the owner x reader."""
+        assert self._reads is not None
+        at, distances, reads = slice(*self._slices[owner : owner + 2]), (readers - owner) % self.ranks, self._reads[1]
+        first, end, apart = (table[at][:, distances] for table in (reads.first, reads.end, reads.apart))
+        own = distances == 0
+        if own.any():
+            first[:, own], end[:, own], apart[:, own] = NOBODY, 0, False
+        return first, end, apart
 
     @cached_property
     def totals(self) -> tuple[int, int]:
@@ -103,7 +117,7 @@ class ReadSets:
         if self._reads is None:
             # No interval table for this mask: add up the contents themselves.
             spots = [(o, d) for o in range(self.ranks) for d in range(1, self.ranks)]
-            relayed = sum(size(self.beyond(o, d)) for o, d in spots)
+            relayed = sum(size(self.together(o, (o + np.arange(d, self.ranks)) % self.ranks)) for o, d in spots)
             return relayed, sum(size(self.read(o, (o + d) % self.ranks)) for o, d in spots)
         relayed, direct = (
             # Distance 0 is the owner itself: nothing is sent. An empty read is (NOBODY, 0), so its length is negative.
@@ -111,20 +125,6 @@ class ReadSets:
             for first, end in (self._suffixes, (self._reads[1].first, self._reads[1].end))
         )
         return relayed * self.problem.kv_heads, direct * self.problem.kv_heads
-
-    @cached_property
-    def _grows(self) -> np.ndarray:
-        """By owner: does every reader read all that the nearer readers read?"""
-        assert self._reads is not None
-        pieces, reads = self._reads
-        first, end = reads.first[:, 1:], reads.end[:, 1:]
-        # The interval at each distance contains that at the distance before; past the farthest reader nothing is
-        # required.
-        grows = (first[:, 1:] <= first[:, :-1]) & (end[:, 1:] >= end[:, :-1])
-        beyond_reach = np.arange(2, self.ranks) > self._reaches[pieces.rank][:, None]
-        # Count the offending pieces of each owner.
-        shrinks = np.bincount(pieces.rank, ~(grows | beyond_reach).all(axis=1), self.ranks)
-        return shrinks == 0
 
     @cached_property
     def _reads(self) -> tuple[Pieces, Reads] | None:
@@ -140,22 +140,20 @@ class ReadSets:
         return k, _reads(self.ranks, branches[0], q, k)
 
     @cached_property
-    def _reaches(self) -> Ints:
+    def _some(self) -> np.ndarray:
+        """Owner x distance: whether that reader reads anything of another's shard."""
+        found = np.zeros((self.ranks, self.ranks), bool)
         if self._reads is None:
-            return np.array(
-                [
-                    max((d for d in range(1, self.ranks) if self.read(o, (o + d) % self.ranks)), default=0)
-                    for o in range(self.ranks)
-                ]
-            )
-        pieces, reads = self._reads
-        reaches = np.zeros(self.ranks, np.int64)
-        # argmax on the reversed axis finds the last distance that reads anything of each piece.
-        some = reads.end[:, 1:] > reads.first[:, 1:]
-        farthest = np.where(some.any(1), self.ranks - 1 - np.argmax(some[:, ::-1], axis=1), 0) if self.ranks > 1 else 0
-        # An owner's farthest reader is the maximum over its pieces.
-        np.maximum.at(reaches, pieces.rank, farthest)
-        return reaches
+            for reader in range(self.ranks):
+                for owner in self._table(reader):
+                    found[owner, (reader - owner) % self.ranks] = True
+        elif len(self._reads[0].rank):
+            pieces, reads = self._reads
+            # Pieces are in the order of their owners: one line for each owner that has any.
+            starts = np.flatnonzero(np.diff(pieces.rank, prepend=-1))
+            found[pieces.rank[starts]] = np.logical_or.reduceat(reads.end > reads.first, starts)
+        found[:, 0] = False
+        return found
 
     @cached_property
     def _suffixes(self) -> tuple[Ints, Ints]:
@@ -177,35 +175,27 @@ class ReadSets:
 
     def _reads_of(self, owner: int, distance: int) -> Content:
         if self._reads is not None:
-            _, reads = self._reads
-            if not reads.apart[slice(*self._slices[owner : owner + 2]), distance].any():
-                return self._intervals(owner, distance, reads.first, reads.end)
-        reader = (owner + distance) % self.ranks
+            at, reads = slice(*self._slices[owner : owner + 2]), self._reads[1]
+            if not reads.apart[at, distance].any():
+                return self._intervals(owner, reads.first[at, distance], reads.end[at, distance])
+        return self._table((owner + distance) % self.ranks).get(owner, NOTHING)
+
+    def _table(self, reader: int) -> dict[int, Content]:
+        """The exact rows of a reader by owner, from its tiles, which are made once for all owners."""
         if reader not in self._tables:
-            # Exact rows from the reader's tiles, which are made once for all owners.
             by_owner: dict[int, list[HeadRows]] = {}
             for (k_rank, index), table in tiles_of(self.problem, reader).items():
                 part = HeadRows(self.problem.parts[index].kv_heads, merge_runs(table.k_runs()))
                 by_owner.setdefault(k_rank, []).append(part)
             self._tables[reader] = {k_rank: tuple(parts) for k_rank, parts in by_owner.items()}
-        return self._tables[reader].get(owner, NOTHING)
+        return self._tables[reader]
 
-    def _union(self, owner: int, distance: int) -> Content:
-        if self._reads is not None:
-            _, reads = self._reads
-            # The running hull is the union wherever the intervals leave no gap.
-            if reads.joined[slice(*self._slices[owner : owner + 2]), distance].all():
-                return self._intervals(owner, distance, *self._suffixes)
-        return union(self.read(owner, (owner + d) % self.ranks) for d in range(distance, self.ranks))
-
-    def _intervals(self, owner: int, distance: int, first: Ints, end: Ints) -> Content:
+    def _intervals(self, owner: int, start: Ints, stop: Ints) -> Content:
         """One interval of each of the owner's key pieces, as a content."""
         assert self._reads is not None
-        at = slice(*self._slices[owner : owner + 2])
-        start, stop = first[at, distance], end[at, distance]
         key = owner, start.tobytes(), stop.tobytes()  # most distances read what another one reads
         if key not in self._shared:
-            some, row = stop > start, self._reads[0].row[at]
+            some, row = stop > start, self._reads[0].row[slice(*self._slices[owner : owner + 2])]
             runs = _join_adjacent((row + start)[some], (row + stop)[some])
             self._shared[key] = (HeadRows(StridedRange(0, self.problem.kv_heads), runs),) if runs else NOTHING
         return self._shared[key]
@@ -235,7 +225,7 @@ def _reads(ranks: int, branch: Branch, q: Pieces, k: Pieces) -> Reads:
             np.minimum(first[at], f, out=first[at], where=some)
             np.maximum(end[at], e, out=end[at], where=some)
     # A one-sided band reads a prefix or a suffix of each key piece, and prefixes (or suffixes) of one piece are nested.
-    return Reads(first, end, apart, np.ones_like(apart) if one_sided else _joined(first, end, apart))
+    return Reads(first, end, apart, one_sided)
 
 
 def _join_adjacent(start: Ints, end: Ints) -> tuple[StridedRange, ...]:
@@ -272,19 +262,13 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
     return matrices
 
 
-def _joined(first: Ints, end: Ints, apart: np.ndarray) -> np.ndarray:
-    """For each piece and distance: do the intervals from there on leave no gap?"""
-    joined = np.ones_like(apart)
-    # From the far end: low..high is the hull so far; a new interval must touch or overlap it.
-    low, high = np.full(len(first), NOBODY), np.zeros(len(first), np.int64)
-    whole = np.ones(len(first), bool)
-    for distance in range(first.shape[1] - 1, 0, -1):
-        f, e = first[:, distance], end[:, distance]
-        some = e > f
-        whole &= ~(some & (apart[:, distance] | ((high > low) & ((f > high) | (e < low)))))
-        low, high = np.where(some, np.minimum(low, f), low), np.where(some, np.maximum(high, e), high)
-        joined[:, distance] = whole
-    return joined
+def _touching(first: Ints, end: Ints) -> bool:
+    """Whether the intervals of each line leave no gap; empty ones count for nothing."""
+    order = np.argsort(first, axis=1)
+    first, end = (np.take_along_axis(side, order, axis=1) for side in (first, end))
+    # Empty ones begin at NOBODY and so are last.
+    gaps = (first[:, 1:] > np.maximum.accumulate(end, axis=1)[:, :-1]) & (first[:, 1:] < NOBODY)
+    return not gaps.any()
 
 
 @lru_cache(maxsize=64)

@@ -8,25 +8,24 @@ received; otherwise the owner sends straight to the reader. *At once* (all-gathe
        ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
        direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
        all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Others are not made turn by turn: see `sub_rings`, `all_to_all`, `bidirectional`, `double_ring`, `placed` and
-`ulysses_ring`.
+Where blocks travel along a tree from their owners (these three, `bidirectional` and `double_ring`), a rank finds its own
+part: see `trees`. Others are `sub_rings`, `all_to_all`, `placed` and `ulysses_ring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
-from ringattn.schedule import all_to_all, bidirectional, double_ring, placed, sub_rings, ulysses_ring
-from ringattn.schedule.content import Content, whole
+from ringattn.schedule import all_to_all, double_ring, placed, sub_rings, ulysses_ring
+from ringattn.schedule.content import Content
 from ringattn.schedule.opening import Opening, arrived, last_read, split_local, with_kept
-from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
-from ringattn.schedule.passes import Delivery, prune, transpose
-from ringattn.schedule.read_sets import ReadSets, read_sets_of
+from ringattn.schedule.ops import Block, Schedule
+from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.trees import Chains, Stars, Trees, deliveries_of_part, forward_part, together
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,13 @@ class Route:
     grid: double_ring.Grid = ()
     opening: Opening = "fetched"
 
-    @property
-    def by_turn(self) -> bool:
-        """Whether each rank's part follows from the readers' read sets alone."""
-        return not (self.by_segment or self.by_head or self.both_ways or self.by_node or self.place)
+    def trees(self, problem: Problem) -> Trees | None:
+        """The trees along which blocks travel; None where they are not all that travels, or not one for each owner."""
+        if self.by_segment or self.by_head or self.place:
+            return None
+        if self.by_node:
+            return double_ring.GridTrees(problem, self.grid_for(problem))
+        return Chains(problem, self.both_ways) if self.relay else Stars(problem, self.at_once)
 
     @property
     def transposed(self) -> bool:
@@ -72,16 +74,6 @@ class Route:
             return double_ring.blocks_of(ranks, ulysses_ring.group_size(ranks, problem.kv_heads))
         return double_ring.square(ranks)
 
-    def source(self, owner: int, reader: int, ranks: int) -> int:
-        """The rank that hands `owner`'s block to `reader`."""
-        # The neighbor before the reader attended to this block one turn earlier, so it holds it now.
-        return (reader - 1) % ranks if self.relay else owner
-
-    def read_step(self, turn: int) -> int:
-        """The step in which the block of `turn` is attended; it is sent in the step before."""
-        # Turn 0 is the rank's own block and needs no message; at once, all others are read in step 1.
-        return min(turn, 1) if self.at_once else turn
-
     def steps(self, ranks: int) -> int:
         """Steps of a forward pass; "ulysses_ring" must have its grid."""
         if self.by_head and self.by_node:
@@ -92,8 +84,7 @@ class Route:
             return placed.steps_of(self.place, ranks)
         if self.both_ways:
             return ranks // 2 + 1
-        # The farthest block is read in the last step.
-        return self.read_step(ranks - 1) + 1
+        return min(ranks, 2) if self.at_once else ranks
 
 
 RING = Route("ring", relay=True)
@@ -157,70 +148,25 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     return replace(route, grid=double_ring.blocks_of(ranks, int(inner), word)) if colon and ranks else route
 
 
-def forward(problem: Problem, route: Route) -> Schedule:
-    """The forward schedule before any pass: whole shards travel, every rank attends to all of them."""
-    if route.by_node:
-        way = ulysses_ring if route.by_head else double_ring
-        return way.forward(problem, route.name, route.grid_for(problem))
-    if route.by_segment:
-        return sub_rings.forward(problem, route.name)
-    if route.by_head:
-        return all_to_all.exchange(problem, route.name, backward=False)
-    if route.place is not None:
-        return placed.exchange(problem, route.name, route.place, backward=False)
-    if route.both_ways:
-        return bidirectional.forward(problem, route.name)
-    ranks = problem.world_size
-    heads = [part.kv_heads for part in problem.parts]
-    tiles = [work_of(problem, rank) for rank in range(ranks)]
-    copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
-    work: list[list[Work]] = [[] for _ in copies]
-    for turn in range(ranks):
-        step = route.read_step(turn)
-        for rank in range(ranks):
-            owner = (rank - turn) % ranks
-            if turn:
-                # The copy runs beside the work of the step before the one that reads it; `prune` cuts the payload.
-                content = whole(problem.kv_layout.counts[owner], heads)
-                copies[step - 1].append(Copy(Block(Kind.KV, owner), route.source(owner, rank, ranks), rank, content))
-            work[step].append(attend(rank, owner, tiles[rank].get(owner, ())))
-    return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
-
-
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the pruned forward schedule, where that can be found from the readers' read sets alone."""
-    if not route.by_turn:
+    """What `rank` does in the pruned forward schedule; where there are trees, found from the readers' reads alone."""
+    trees = route.trees(problem)
+    if trees is None:
         return schedule_of(problem, route, False).restricted_to(rank)
-    ranks, reads = problem.world_size, read_sets_of(problem)
-    copies: list[list[Copy]] = [[] for _ in range(route.steps(ranks))]
-    work: list[list[Work]] = [[] for _ in copies]
-    # The turn of a block is its distance: in turn t this rank attends to the shard of rank - t.
-    for owner, tiles in work_of(problem, rank).items():
-        work[route.read_step((rank - owner) % ranks)].append(attend(rank, owner, tiles))
-    for turn in range(1, ranks):
-        # In turn t this rank receives one block and sends one. A relay sends to rank + 1 the block at distance t from
-        # it; an owner sends its own block to rank + t. In both cases the block's owner is reader - turn.
-        next_reader = (rank + 1 if route.relay else rank + turn) % ranks
-        # First what arrives here, then what leaves here.
-        for reader in (rank, next_reader):
-            owner = (reader - turn) % ranks
-            # A relayed block still carries what all farther readers read; a direct one only what this reader reads.
-            content = reads.beyond(owner, turn) if route.relay else reads.read(owner, reader)
-            if content:
-                copy = Copy(Block(Kind.KV, owner), route.source(owner, reader, ranks), reader, content)
-                copies[route.read_step(turn) - 1].append(copy)
-    return Schedule(problem, route.name, tuple(map(ordered_step, copies, work)))
+    return forward_part(trees, route.name, rank)
 
 
 def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the transposed schedule, found as in `forward_of_rank`."""
-    if not route.by_turn:
+    trees = route.trees(problem)
+    if trees is None:
         return schedule_of(problem, route, True).restricted_to(rank)
-    forward_part = forward_of_rank(problem, route, rank)
+    part = forward_of_rank(problem, route, rank)
     # K/V that the forward pass kept is not delivered again; only gradients travel.
-    deliveries = () if route.keeps else _deliveries_of_rank(problem, route, rank)
-    back = replace(transpose(forward_part, deliveries), kept=_kept(forward_part, route)).restricted_to(rank)
+    deliveries = () if route.keeps else deliveries_of_part(trees, rank, route.opening == "kept")
+    back = trees.paced(transpose(part, deliveries).restricted_to(rank), True)
+    back = replace(back, kept=_kept(part, route, rank))
     return split_local(back) if route.opening == "split" else back
 
 
@@ -228,81 +174,43 @@ def kept_of_rank(problem: Problem, route: Route, rank: int) -> tuple[Block, ...]
     """The others' blocks that a forward pass of `rank` keeps for its backward, in the order of that one's `kept`."""
     if not route.keeps and route.opening != "kept":
         return ()
-    if route.by_turn:
-        kept = _kept(forward_of_rank(problem, route, rank), route)
+    if route.trees(problem) is not None:
+        kept = _kept(forward_of_rank(problem, route, rank), route, rank)
     else:
         kept = schedule_of(problem, route, True).kept
     return tuple(block for at, block, _ in kept if at == rank)
 
 
-def _kept(part: Schedule, route: Route) -> tuple[tuple[int, Block, Content], ...]:
+def _kept(part: Schedule, route: Route, rank: int) -> tuple[tuple[int, Block, Content], ...]:
     """What the part of a rank in a forward schedule keeps for its backward."""
-    if route.keeps:
-        return arrived(part)
-    return arrived(part, last_read(part)) if route.opening == "kept" else ()
+    if not route.keeps and route.opening != "kept":
+        return ()
+    return tuple(one for one in arrived(part, None if route.keeps else last_read(part)) if one[0] == rank)
 
 
 @lru_cache(maxsize=32)
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
-    if not backward:
-        found = forward(problem, route)
-        # Built from the rows that are read, so there is nothing to prune.
-        return found if route.by_head or route.by_node or route.place else prune(found)
+    if route.trees(problem) is not None:
+        of_rank = backward_of_rank if backward else forward_of_rank
+        return together(of_rank(problem, route, rank) for rank in range(problem.world_size))
     if route.place is not None:
         return placed.exchange(problem, route.name, route.place, backward)
-    there = schedule_of(problem, route, False)
-    if route.by_node and route.by_head:
-        return ulysses_ring.backward(there, route.grid_for(problem))
+    if route.by_node:
+        grid = route.grid_for(problem)
+        if not backward:
+            return ulysses_ring.forward(problem, route.name, grid)
+        return ulysses_ring.backward(schedule_of(problem, route, False), grid)
     # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
-        return all_to_all.exchange(problem, route.name, backward, arrived(there) if route.keeps else ())
-    if route.by_node:
-        back = double_ring.backward(there, route.grid_for(problem))
-    else:
-        back = transpose(there, () if route.keeps else None)
+        kept = arrived(schedule_of(problem, route, False)) if backward and route.keeps else ()
+        return all_to_all.exchange(problem, route.name, backward, kept)
+    if not backward:
+        return prune(sub_rings.forward(problem, route.name))
+    there = schedule_of(problem, route, False)
+    back = transpose(there, () if route.keeps else None)
     if route.keeps:
         return replace(back, kept=arrived(there))
     if route.opening == "kept":
         return with_kept(back, arrived(there, last_read(there)))
     return split_local(back) if route.opening == "split" else back
-
-
-def _deliveries_of_rank(problem: Problem, route: Route, rank: int) -> Iterator[Delivery]:
-    """The K/V copies of the backward that `rank` sends or receives."""
-    ranks, reads = problem.world_size, read_sets_of(problem)
-    for turn in range(ranks):
-        owner = (rank - turn) % ranks
-        reach = reads.reach(owner)
-        # As `passes.deliveries_of`: straight to the farthest reader and back along the chain, if that sends no more.
-        back = route.relay and reach > 1 and reads.relaying_home_costs_no_more(owner)
-        distances: tuple[int, ...]
-        if turn:
-            # For another owner's block this rank is the reader at distance `turn`; on the way back it also sends to
-            # turn - 1.
-            distances = (turn, turn - 1) if back else (turn,)
-        else:
-            # For its own block: one message to the farthest reader, or one to each reader.
-            distances = (reach,) if back else tuple(range(1, reach + 1))
-        for distance in distances:
-            reader = (owner + distance) % ranks
-            # turn - 1 may be 0, the owner itself, which needs no delivery; beyond the reach nobody reads.
-            if (
-                1 <= distance <= reach
-                and reads.read(owner, reader)
-                and not _reader_keeps(reads, route, reader, distance)
-            ):
-                # The way back runs against the ring: from the rank one farther on.
-                source = (reader + 1) % ranks if back and distance < reach else owner
-                copy = Copy(Block(Kind.KV, owner), source, reader, reads.read(owner, reader))
-                # Beside the step before the one that reads it in the backward: that of the next forward step.
-                yield route.read_step(distance) + 1, copy
-
-
-def _reader_keeps(reads: ReadSets, route: Route, reader: int, distance: int) -> bool:
-    """Whether a reader kept the block that came from so far: it reads none in a later step."""
-    if route.opening != "kept":
-        return False
-    step = route.read_step(distance)
-    farther = (far for far in range(distance + 1, reads.ranks) if route.read_step(far) > step)
-    return not any(reads.read((reader - far) % reads.ranks, reader) for far in farther)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from ringattn.core.geometry import StridedRange
 from ringattn.planner.choose import choose_route
 from ringattn.schedule.content import HeadRows, contains, describe, merge_runs, piece_of, size, union, whole
 from ringattn.schedule.read_sets import ReadSets, read_sets_of
-from tests.strategies import NOTABLE, Case, covering, plain_cases, simple, spots, wire_order
+from tests.strategies import NOTABLE, Case, cases, covering, plain_cases, simple, spots, wire_order
 
 
 @covering
@@ -27,7 +29,24 @@ def test_unions_of_farther_readers(case: Case) -> None:
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         for distance in range(1, case.ranks + 1):
-            assert spots(needs.beyond(owner, distance)) == case.reads_beyond(owner, distance)
+            farther = (owner + np.arange(distance, case.ranks)) % case.ranks
+            assert spots(needs.together(owner, farther)) == case.reads_beyond(owner, distance)
+
+
+@given(cases(), st.data())
+def test_unions_of_any_readers(case: Case, data: st.DataObject) -> None:
+    needs, ranks = ReadSets(case.problem), range(case.ranks)
+    for owner in ranks:
+        others = [rank for rank in ranks if rank != owner]
+        readers = data.draw(st.lists(st.sampled_from(others), unique=True) if others else st.just([]))
+        reads = [case.reads(owner, reader) for reader in readers]
+        assert spots(needs.together(owner, np.array(readers, np.int64))) == frozenset[tuple[int, int]]().union(*reads)
+        assert needs.reach(owner, np.array(readers, np.int64)) == max(
+            (n for n, rows in enumerate(reads, 1) if rows), default=0
+        )
+        line = np.array([[owner, *readers]])
+        assert needs.grow(owner, line) == all(near <= far for near, far in pairwise(reads))
+        assert needs.owners_read_by(owner).tolist() == [other for other in others if case.reads(other, owner)]
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
@@ -39,20 +58,13 @@ def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPa
 
 
 @covering
-def test_reach(case: Case) -> None:
-    needs = ReadSets(case.problem)
-    for owner in range(case.ranks):
-        reading = [d for d in range(1, case.ranks) if case.reads(owner, (owner + d) % case.ranks)]
-        assert needs.reach(owner) == max(reading, default=0)
-
-
-@covering
 def test_contents_are_canonical(case: Case) -> None:
     # Parts ascend, nothing is empty, nothing is there twice; without dilation equal sets are equal values.
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
-        contents += [needs.beyond(owner, distance) for distance in range(1, case.ranks)]
+        farther = (owner + np.arange(1, case.ranks)) % case.ranks
+        contents += [needs.together(owner, farther[at:]) for at in range(case.ranks - 1)]
         for content in contents:
             assert [part.heads for part in content] == sorted({part.heads for part in content})
             for part in content:
@@ -60,19 +72,6 @@ def test_contents_are_canonical(case: Case) -> None:
                 assert rows and all(run.count for run in part.rows) and len(set(rows)) == len(rows)
                 if all(branch.dilation == 1 for branch in case.problem.mask.branches):
                     assert part.dense and part.rows == merge_runs(part.rows)
-
-
-@covering
-def test_relaying_home(case: Case) -> None:
-    needs = ReadSets(case.problem)
-    for owner in range(case.ranks):
-        nearer: frozenset[tuple[int, int]] = frozenset()
-        cheap = True
-        for distance in range(1, needs.reach(owner) + 1):
-            own = case.reads(owner, (owner + distance) % case.ranks)
-            nearer |= own
-            cheap &= len(nearer) <= len(own)
-        assert needs.relaying_home_costs_no_more(owner) == cheap
 
 
 def rows_sent(case: Case) -> tuple[int, int]:
