@@ -265,31 +265,35 @@ def _at_stride(pieces: Pieces, stride: int) -> Pieces:
     return found.take(np.flatnonzero(found.size > 0))
 
 
-def tiles_of(problem: Problem, rank: int) -> dict[tuple[int, int], TileTable]:
+def tiles_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[tuple[int, int], TileTable]:
     """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
 
-    Ordered by owner, then part. Owners of which this rank reads nothing are left out.
+    Ordered by owner, then part. Owners of which this rank reads nothing are left out. `keys`: the tiles of its keys
+    instead, by owner of the queries; of two ranks either finds the same tiles.
     """
     found: dict[tuple[int, int], list[TileTable]] = {}
     for branch in problem.mask.branches:
-        for (owner, part, _), table in branch_tiles(problem, branch, rank, by_segment=False).items():
+        for (owner, part, _), table in branch_tiles(problem, branch, rank, by_segment=False, keys=keys).items():
             found.setdefault((owner, part), []).append(table)
     return {key: TileTable.together(found[key]) for key in sorted(found)}
 
 
 def branch_tiles(
-    problem: Problem, branch: Branch, rank: int, by_segment: bool
+    problem: Problem, branch: Branch, rank: int, by_segment: bool, keys: bool = False
 ) -> dict[tuple[int, int, int], TileTable]:
-    """The tiles of one branch by (owner of the keys, head part, segment); the segment is 0 unless asked for."""
-    owners, segments, columns = _clipped_pairs(*meeting_pieces(problem, branch), branch, rank)
+    """The tiles of one branch as in `tiles_of`, by segment too; the segment is 0 unless asked for."""
+    sides = list(meeting_pieces(problem, branch))
+    sides[keys] = sides[keys].take(np.flatnonzero(sides[keys].rank == rank))
+    askers, owners, segments, columns = _clipped_pairs(*sides, branch)
+    owners = askers if keys else owners
     if not len(owners):
         return {}
-    keys = np.stack([owners, segments * by_segment], axis=1)
-    # Group the tiles by (owner, segment): sort, then split where the key changes.
-    order = np.lexsort(keys.T[::-1])
-    keys, columns = keys[order], columns[order]
-    edges = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
-    groups = list(zip(keys[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True))
+    places = np.stack([owners, segments * by_segment], axis=1)
+    # Group the tiles by (owner, segment): sort, then split where the place changes.
+    order = np.lexsort(places.T[::-1])
+    places, columns = places[order], columns[order]
+    edges = np.flatnonzero((places[1:] != places[:-1]).any(1)) + 1
+    groups = list(zip(places[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True))
     found = {}
     for index, part in enumerate(problem.parts):
         heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
@@ -301,13 +305,12 @@ def branch_tiles(
     return found
 
 
-def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch, rank: int) -> tuple[Ints, Ints, Ints]:
-    """`rank`'s query pieces paired with the key pieces of their segments, clipped to the band, by owner of the keys.
+def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, Ints, Ints]:
+    """Query pieces paired with the key pieces of their segments, clipped to the band.
 
-    Returns owners (n,), segments (n,) and tile columns (n, 14).
+    Returns owners of the queries (n,), of the keys (n,), segments (n,) and tile columns (n, 14).
     """
     # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
-    q = q.take(np.flatnonzero(q.rank == rank))
     q = q.take(np.argsort(q.segment, kind="stable"))
     first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
     partners_of = (first[1:] - first[:-1])[k.segment]
@@ -333,7 +336,7 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch, rank: int) -> tuple[Int
          k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one],
         axis=1)  # fmt: skip
     keep = k_end > k_first
-    return k.rank[keep], k.segment[keep], columns[keep]
+    return q.rank[keep], k.rank[keep], k.segment[keep], columns[keep]
 
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:

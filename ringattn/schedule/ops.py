@@ -170,9 +170,9 @@ def attend_grad(item: Attend) -> AttendGrad:
     return AttendGrad(rank, q, kv, seed, dq, Block(Kind.DKV, kv.owner, rank, kv.ring), item.tiles)
 
 
-def work_of(problem: Problem, rank: int) -> dict[int, tuple[HeadTiles, ...]]:
-    """The tiles of `rank`'s queries by owner of the keys."""
+def work_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[int, tuple[HeadTiles, ...]]:
+    """The tiles of `rank`'s queries by owner of the keys; or of its `keys`, by owner of the queries."""
     found: dict[int, tuple[HeadTiles, ...]] = {}
-    for (owner, part), table in tiles_of(problem, rank).items():
+    for (owner, part), table in tiles_of(problem, rank, keys=keys).items():
         found[owner] = (*found.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
     return found

@@ -50,19 +50,22 @@ def balanced(asker: int, owner: int, ranks: int) -> tuple[bool, int]:
     return (False, behind) if 2 * behind <= ranks else (True, ranks - behind)
 
 
-def exchange(problem: Problem, name: str, place: Place, backward: bool) -> Schedule:
-    """The whole schedule of a pass. A rank's own keys are attended in step 0."""
+def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool) -> Schedule:
+    """What a rank does in a pass: the pairs that it asks for, and those that ask for its keys.
+
+    A rank's own keys are attended in step 0.
+    """
     ranks = problem.world_size
+    asked = [(rank, owner, parts) for owner, parts in work_of(problem, rank).items()]
+    asked += [(asker, rank, parts) for asker, parts in work_of(problem, rank, keys=True).items() if asker != rank]
     work: dict[int, list[Work]] = defaultdict(list)
-    for asker in range(ranks):
-        for owner, parts in work_of(problem, asker).items():
-            on_owner, step = place(asker, owner, ranks)
-            if asker == owner or not on_owner:
-                item = attend(asker, owner, parts)
-                work[step].append(attend_grad(item) if backward else item)
-            else:
-                other = _received(problem, asker, owner, parts, step)
-                work[step].append(attend_grad(other) if backward else other)
+    for asker, owner, parts in asked:
+        on_owner, step = place(asker, owner, ranks)
+        if asker == owner or not on_owner:
+            item = attend(asker, owner, parts)
+        else:
+            item = _received(problem, asker, owner, parts, step)
+        work[step].append(attend_grad(item) if backward else item)
     copies: dict[int, list[Copy]] = defaultdict(list)
     merges: dict[int, list[Work]] = defaultdict(list)
     for step, items in work.items():
@@ -80,7 +83,9 @@ def exchange(problem: Problem, name: str, place: Place, backward: bool) -> Sched
                     copies[step + 1].append(Copy(block, made.rank, block.owner, rows))
                 merges[step + (1 if is_own else 2)].append(Merge(block.owner, own_sum(block), block))
     steps = range(steps_of(place, ranks))
-    return Schedule(problem, name, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
+    found = Schedule(problem, name, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
+    # What the other rank of a pair does with it is not this rank's.
+    return found.restricted_to(rank)
 
 
 def steps_of(place: Place, ranks: int) -> int:

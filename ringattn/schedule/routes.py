@@ -8,8 +8,8 @@ received; otherwise the owner sends straight to the reader. *At once* (all-gathe
        ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
        direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
        all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Where blocks travel along a tree from their owners (these three, `bidirectional` and `double_ring`), a rank finds its own
-part: see `trees`. Others are `sub_rings`, `all_to_all`, `placed` and `ulysses_ring`.
+Where blocks travel along trees from their owners (these three, `bidirectional` and `double_ring`), see `trees`. Others
+are `sub_rings`, `all_to_all`, `placed` and `ulysses_ring`.
 """
 
 from __future__ import annotations
@@ -151,14 +151,18 @@ def route_named(name: str, ranks: int | None = None) -> Route:
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the pruned forward schedule; where there are trees, found from the readers' reads alone."""
+    if route.place is not None:
+        return placed.part_of(problem, route.name, route.place, rank, backward=False)
     trees = route.trees(problem)
-    if trees is None:
-        return schedule_of(problem, route, False).restricted_to(rank)
-    return forward_part(trees, route.name, rank)
+    if trees is not None:
+        return forward_part(trees, route.name, rank)
+    return schedule_of(problem, route, False).restricted_to(rank)
 
 
 def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the transposed schedule, found as in `forward_of_rank`."""
+    """What `rank` does in the backward schedule, found as in `forward_of_rank`."""
+    if route.place is not None:
+        return placed.part_of(problem, route.name, route.place, rank, backward=True)
     trees = route.trees(problem)
     if trees is None:
         return schedule_of(problem, route, True).restricted_to(rank)
@@ -191,11 +195,9 @@ def _kept(part: Schedule, route: Route, rank: int) -> tuple[tuple[int, Block, Co
 @lru_cache(maxsize=32)
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
-    if route.trees(problem) is not None:
+    if route.place is not None or route.trees(problem) is not None:
         of_rank = backward_of_rank if backward else forward_of_rank
         return together(of_rank(problem, route, rank) for rank in range(problem.world_size))
-    if route.place is not None:
-        return placed.exchange(problem, route.name, route.place, backward)
     if route.by_node:
         grid = route.grid_for(problem)
         if not backward:
