@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 from ringattn.core.geometry import Tile, TokenRange
 from ringattn.core.tiling import TileTable
@@ -68,6 +69,7 @@ class ReceivedHeads:
             for buffer in (self.fused[Kind.Q], self.fused[Kind.KV])
             for block in buffer.contents
         }
+        known: Cuts = {}
         return TileTable.of(
             [
                 cut
@@ -75,29 +77,38 @@ class ReceivedHeads:
                 for _, table in item.tiles
                 for tile in table
                 # A query head reads K/V head h // group.
-                for cut in _cut(tile, parts[item.q][tile.heads.start], parts[item.kv][tile.heads.start // group])
+                for cut in _cut(tile, parts[item.q][tile.heads.start], parts[item.kv][tile.heads.start // group], known)
             ]
         )
 
 
-def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int]) -> Iterator[Tile]:
+Cuts = dict[tuple[object, ...], list[tuple[TokenRange, TokenRange]]]
+"""Of a tile and the rows that are held: the ranges of packed rows that it becomes. Most heads have the same."""
+
+
+def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int], known: Cuts) -> Iterator[Tile]:
     """A tile on packed rows: one for each run of queries and each run of keys that hold some of it."""
-    # Packed rows are contiguous only within a held range, so a tile may become several:
-    #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
-    for q_range in _packed_ranges(tile.q, *q):
-        for k_range in _packed_ranges(tile.k, *k):
-            cut = Tile(q_range, k_range, tile.band, ONE)
-            # Some combinations lie wholly outside the band.
-            if cut.area():
-                yield cut
+    (q_part, q_start), (k_part, k_start) = q, k
+    spot = tile.q, tile.k, tile.band, q_part.rows, k_part.rows
+    if spot not in known:
+        # Packed rows are contiguous only within a held range, so a tile may become several:
+        #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
+        ranges = product(_packed_ranges(tile.q, q_part), list(_packed_ranges(tile.k, k_part)))
+        # Some combinations lie wholly outside the band.
+        known[spot] = [pair for pair in ranges if Tile(*pair, tile.band, ONE).area()]
+    for q_range, k_range in known[spot]:
+        yield Tile(_moved(q_range, q_start), _moved(k_range, k_start), tile.band, ONE)
 
 
-def _packed_ranges(tokens: TokenRange, part: HeadRows, start: int) -> Iterator[TokenRange]:
+def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:
     (overlaps,) = part.locate([tokens.rows])
     for overlap in overlaps:
-        rows = overlap.packed
-        # Positions stay those of the tile, for the band; rows become rows of the fused buffer.
-        yield TokenRange(tokens.positions.pick(overlap.indices), rows._replace(start=rows.start + start))
+        # Positions stay those of the tile, for the band; rows become rows of the packed part.
+        yield TokenRange(tokens.positions.pick(overlap.indices), overlap.packed)
+
+
+def _moved(tokens: TokenRange, rows: int) -> TokenRange:
+    return TokenRange(tokens.positions, tokens.rows._replace(start=tokens.rows.start + rows))
 
 
 def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad]]]) -> dict[int, ReceivedHeads]:

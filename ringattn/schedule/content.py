@@ -102,7 +102,20 @@ def union(contents: Iterable[Content]) -> Content:
     for content in contents:
         for heads, rows in content:
             found.setdefault(heads, []).extend(rows)
-    return tuple(HeadRows(heads, merge_runs(found[heads])) for heads in sorted(found))
+    return merged(found)
+
+
+def merged(found: dict[StridedRange, list[StridedRange]]) -> Content:
+    """The union of the ranges of each head part."""
+    # Most heads have the same ranges, which are merged once.
+    once: dict[tuple[StridedRange, ...], tuple[StridedRange, ...]] = {}
+    parts = []
+    for heads in sorted(found):
+        runs = tuple(found[heads])
+        if runs not in once:
+            once[runs] = merge_runs(runs)
+        parts.append(HeadRows(heads, once[runs]))
+    return tuple(parts)
 
 
 def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:

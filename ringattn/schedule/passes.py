@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ringattn.core.geometry import StridedRange
-from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, size, union, without
+from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, merged, size, union, without
 from ringattn.schedule.ops import (
     INPUTS,
     Attend,
@@ -34,24 +35,29 @@ RankBlock = tuple[int, Block]
 DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
 """Of the inputs their gradients."""
 
+LATELY = 256
+"""Tiles of which it is known what they read and ask: each is looked at several times, when a plan is made."""
+
 Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
 
+@lru_cache(maxsize=LATELY)
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
     parts = (HeadRows(heads, merge_runs(table.k_runs())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
 
 
+@lru_cache(maxsize=LATELY)
 def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     """The query rows of the tiles, for each query head."""
     by_head: dict[int, list[StridedRange]] = defaultdict(list)
     for _, table in tiles:
-        single = table.with_single_heads()
-        for head, run in zip(single.columns[:, 12].tolist(), single.q_runs(), strict=True):
-            by_head[head].append(run)
-    return tuple(HeadRows(StridedRange(head, 1), merge_runs(by_head[head])) for head in sorted(by_head))
+        for (first, count), run in zip(table.columns[:, 12:14].tolist(), table.q_runs(), strict=True):
+            for head in range(first, first + count):
+                by_head[head].append(run)
+    return merged({StridedRange(head, 1): runs for head, runs in by_head.items()})
 
 
 def is_on_received(item: Attend | AttendGrad) -> bool:
