@@ -82,16 +82,26 @@ class ReadSets:
         return len(some) - int(some[::-1].argmax()) if some.any() else 0
 
     def grow(self, owner: int, readers: Ints) -> bool:
-        """Whether in each line of readers everyone reads all that those before it read; the owner reads nothing."""
+        """Whether in each line of readers everyone reads all that those before it read; the owner reads nothing.
+
+        `readers`: lines x places in a line, or x readers too that count together.
+        """
+        readers = readers if readers.ndim == 3 else readers[..., None]
         if self._reads is not None:
-            first, end, apart = self._of(owner, readers.ravel())
-            first, end = (side.reshape(len(side), *readers.shape) for side in (first, end))
+            sides = self._of(owner, readers.ravel())
+            first, end, apart = (side.reshape(len(side), *readers.shape) for side in sides)
+            first, end = first.min(-1, initial=NOBODY), end.max(-1, initial=0)
             # What does not hold for the hulls does not hold for the sets; where these have gaps, they decide.
             grown = (first[..., 1:] <= first[..., :-1]).all() and (end[..., 1:] >= end[..., :-1]).all()
-            if not grown or not apart.any():
+            if not grown or (not apart.any() and (readers.shape[-1] == 1 or self._reads[1].nested)):
                 return bool(grown)
-        spots = (spot for line in readers.tolist() for spot in pairwise(line))
-        return all(near == owner or contains(self.read(owner, far), self.read(owner, near)) for near, far in spots)
+        spots = (spot for line in readers for spot in pairwise(some[some != owner] for some in line))
+        return all(contains(self.together(owner, far), self.together(owner, near)) for near, far in spots)
+
+    @property
+    def heads_alike(self) -> bool:
+        """Whether it is known that all heads read the same rows."""
+        return self._reads is not None
 
     def owners_read_by(self, reader: int) -> Ints:
         """The other ranks of which a rank reads something."""

@@ -153,6 +153,9 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the pruned forward schedule; where there are trees, found from the readers' reads alone."""
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=False)
+    if route.by_node and route.by_head:
+        groups = ulysses_ring.Groups(problem, route.grid_for(problem))
+        return ulysses_ring.forward_part(groups, route.name, rank)
     trees = route.trees(problem)
     if trees is not None:
         return forward_part(trees, route.name, rank)
@@ -163,6 +166,9 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the backward schedule, found as in `forward_of_rank`."""
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=True)
+    if route.by_node and route.by_head:
+        groups = ulysses_ring.Groups(problem, route.grid_for(problem))
+        return ulysses_ring.backward_part(groups, forward_of_rank(problem, route, rank), rank)
     trees = route.trees(problem)
     if trees is None:
         return schedule_of(problem, route, True).restricted_to(rank)
@@ -195,14 +201,9 @@ def _kept(part: Schedule, route: Route, rank: int) -> tuple[tuple[int, Block, Co
 @lru_cache(maxsize=32)
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
-    if route.place is not None or route.trees(problem) is not None:
+    if route.place is not None or route.by_node or route.trees(problem) is not None:
         of_rank = backward_of_rank if backward else forward_of_rank
         return together(of_rank(problem, route, rank) for rank in range(problem.world_size))
-    if route.by_node:
-        grid = route.grid_for(problem)
-        if not backward:
-            return ulysses_ring.forward(problem, route.name, grid)
-        return ulysses_ring.backward(schedule_of(problem, route, False), grid)
     # Not the transpose: q, k, v and dout travel to the head's owner again, and dq, dk, dv return.
     if route.by_head:
         kept = arrived(schedule_of(problem, route, False)) if backward and route.keeps else ()

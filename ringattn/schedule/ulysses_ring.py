@@ -13,17 +13,21 @@ Guarantees: a schedule that needs no pass, forward or backward.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from math import gcd
 
+import numpy as np
+
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
-from ringattn.schedule.all_to_all import by_head, of_heads, rows_served, shares_of
-from ringattn.schedule.content import Content, size, whole
+from ringattn.core.tiling import Ints, TileTable
+from ringattn.schedule.all_to_all import by_head, of_heads, shares_of
+from ringattn.schedule.content import Content, HeadRows, contains, union
 from ringattn.schedule.double_ring import Grid
-from ringattn.schedule.ops import Attend, Block, Copy, Kind, Merge, Schedule, Work, attend, ordered_step, work_of
-from ringattn.schedule.passes import Delivery, is_on_received, prune, transpose
+from ringattn.schedule.ops import Attend, Block, Copy, HeadTiles, Kind, Merge, Schedule, Work
+from ringattn.schedule.ops import attend, ordered_step, work_of
+from ringattn.schedule.passes import Delivery, rows_asked, rows_read, transpose
+from ringattn.schedule.read_sets import read_sets_of
 
 RING = 0
 """The name of the sub-ring in which all of it travels: what is received is told from a rank's own by it."""
@@ -39,91 +43,134 @@ def steps_of(grid: Grid) -> int:
     return len(grid) + 3
 
 
-def forward(problem: Problem, name: str, grid: Grid) -> Schedule:
-    """The pruned forward schedule."""
-    turns, back = len(grid), len(grid) + 1
-    copies: list[list[Copy]] = [[] for _ in range(steps_of(grid))]
+class Groups:
+    """Who asks for what: the tiles of ranks by head, and the rows that each place of a group needs for its heads."""
+
+    def __init__(self, problem: Problem, grid: Grid) -> None:
+        """Asks nothing of the problem yet."""
+        self.problem, self.grid, self.reads = problem, np.array(grid), read_sets_of(problem)
+        self.turns, self.places = self.grid.shape
+        self.shares = shares_of(problem, range(problem.q_heads), self.places)
+        self.at = {rank: (group, place) for group, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
+        self._by_head: dict[int, dict[int, dict[int, TileTable]]] = {}
+
+    def others(self, rank: int) -> list[int]:
+        """The other ranks of a rank's group."""
+        return [int(other) for other in self.grid[self.at[rank][0]] if other != rank]
+
+    def turn(self, owner: int, reader: int) -> int:
+        """How many groups the reader's lies after the owner's."""
+        return (self.at[reader][0] - self.at[owner][0]) % self.turns
+
+    def tiles(self, asker: int, owner: int, place: int) -> tuple[HeadTiles, ...]:
+        """The tiles that the rank of a place works on."""
+        return of_heads(self.problem, self._single(asker).get(owner, {}), self.shares[place])
+
+    def asked(self, asker: int, place: int) -> Content:
+        """The query rows that the rank of a place works on."""
+        owners = [owner for owner in self._single(asker) if owner != asker]
+        return rows_asked(tuple(each for owner in owners for each in self.tiles(asker, owner, place)))
+
+    def read(self, owner: int, turns: range, place: int) -> Content:
+        """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
+        askers = self._groups(owner)[turns.start : turns.stop].ravel()
+        askers, share = askers[askers != owner], self.shares[place]
+        if not self.reads.heads_alike:
+            return union(rows_read(self.tiles(asker, owner, place)) for asker in askers.tolist())
+        heads = sorted({head // self.problem.group for head in share})
+        rows = self.reads.together(owner, askers)
+        return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in rows)
+
+    def relays_back(self, owner: int) -> bool:
+        """Whether keys that come back along the rings are no more than those that the owner would send to each group.
+
+        So where each group reads all that the groups before it read.
+        """
+        if self.reads.heads_alike:
+            return self.reads.grow(owner, self._groups(owner)[None, 1:])
+        return all(
+            contains(self.read(owner, range(turn, turn + 1), place), self.read(owner, range(turn - 1, turn), place))
+            for place in range(self.places)
+            for turn in range(2, self.turns)
+        )
+
+    def _groups(self, owner: int) -> Ints:
+        """The ranks by turn of the owner's keys."""
+        return np.roll(self.grid, -self.at[owner][0], 0)
+
+    def _single(self, asker: int) -> dict[int, dict[int, TileTable]]:
+        if asker not in self._by_head:
+            work = work_of(self.problem, asker)
+            self._by_head[asker] = {
+                owner: by_head({part.heads: [part.tiles] for part in parts}) for owner, parts in work.items()
+            }
+        return self._by_head[asker]
+
+
+def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
+    """What a rank does in a forward pass."""
+    problem, back = groups.problem, groups.turns + 1
+    group, place = groups.at[rank]
+    copies: list[list[Copy]] = [[] for _ in range(groups.turns + 3)]
     work: list[list[Work]] = [[] for _ in copies]
-    shares = shares_of(problem, range(problem.q_heads), len(grid[0]))
-    tiles = [work_of(problem, rank) for rank in range(problem.world_size)]
-    single = [{owner: by_head({part.heads: [part.tiles] for part in parts}) for owner, parts in mine.items()}
-              for mine in tiles]  # fmt: skip
-    for group, ranks in enumerate(grid):
-        for place, rank in enumerate(ranks):
-            own = tiles[rank].get(rank, ())
-            half = -(-len(own) // 2)
-            work[0].append(attend(rank, rank, own[:half]))
-            work[back].append(attend(rank, rank, own[half:]))
-            # `prune` leaves of the whole shards what is read, here and farther on.
-            queries = [StridedRange(head, 1) for head in shares[place]]
-            for asker in ranks:
-                if asker != rank:
-                    rows = whole(problem.q_layout.counts[asker], queries)
-                    copies[0].append(Copy(Block(Kind.Q, asker, ring=RING), asker, rank, rows))
-            for turn in range(turns):
-                for owner in grid[group - turn]:
-                    kv = Block(Kind.KV, owner, ring=RING)
-                    if owner != rank:
-                        source = grid[group - 1][place] if turn else owner
-                        copies[turn].append(Copy(kv, source, rank, _keys(problem, owner, shares[place])))
-                    for asker in ranks:
-                        mine = of_heads(problem, single[asker].get(owner, {}), shares[place])
-                        if mine and asker != owner:
-                            q, out = Block(Kind.Q, asker, ring=RING), Block(Kind.OUT, asker, rank, RING)
-                            work[turn + 1].append(Attend(rank, q, kv, out, mine))
-    received = [item for items in work for item in items if isinstance(item, Attend) and is_on_received(item)]
-    for (rank, block), rows in rows_served(list(received))[1].items():
-        if block.owner != rank:
-            copies[back].append(Copy(block, rank, block.owner, rows))
-        work[back + 1].append(Merge(block.owner, Block(Kind.OUT, block.owner), block))
-    return prune(Schedule(problem, name, tuple(map(ordered_step, copies, work))))
+    own = work_of(problem, rank).get(rank, ())
+    half = -(-len(own) // 2)
+    for step, some in ((0, own[:half]), (back, own[half:])):
+        work[step] += [attend(rank, rank, some)] if some else []
+    for asker in groups.grid[group].tolist():
+        for owner in range(problem.world_size):
+            if asker != owner and (mine := groups.tiles(asker, owner, place)):
+                q, kv = Block(Kind.Q, asker, ring=RING), Block(Kind.KV, owner, ring=RING)
+                item = Attend(rank, q, kv, Block(Kind.OUT, asker, rank, RING), mine)
+                work[groups.turn(owner, rank) + 1].append(item)
+    # In the group queries go out and outputs return, the same rows.
+    for asker, server in [(rank, rank)] + [pair for to in groups.others(rank) for pair in ((rank, to), (to, rank))]:
+        out = Block(Kind.OUT, asker, server, RING)
+        if rows := groups.asked(asker, groups.at[server][1]):
+            if asker != server:
+                copies[0].append(Copy(Block(Kind.Q, asker, ring=RING), asker, server, rows))
+                copies[back].append(Copy(out, server, asker, rows))
+            if asker == rank:
+                work[back + 1].append(Merge(rank, Block(Kind.OUT, rank), out))
+    for owner, reader in _edges(groups, rank, 1):
+        turn = groups.turn(owner, reader)
+        source = int(groups.grid[groups.at[reader][0] - 1, groups.at[reader][1]]) if turn else owner
+        # For its own group, and for all farther ones.
+        rows = groups.read(owner, range(turn, groups.turns), groups.at[reader][1])
+        if rank in (source, reader) and rows:
+            copies[turn].append(Copy(Block(Kind.KV, owner, ring=RING), source, reader, rows))
+    return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
 
 
-def backward(forward_schedule: Schedule, grid: Grid) -> Schedule:
-    """The transposed schedule. Keys of other groups go to the farthest group and back along the rings, or to each.
+def backward_part(groups: Groups, part: Schedule, rank: int) -> Schedule:
+    """What a rank does in the transposed schedule of which `part` is its forward.
 
-    Each block travels in the way that sends less, once what nobody reads is cut.
+    Keys of other groups go to the farthest group and back along the rings, or to each: whichever sends less.
     """
-    problem = forward_schedule.problem
-    relayed, direct = (list(_deliveries(problem, grid, relay)) for relay in (True, False))
-    if relayed == direct:
-        return prune(transpose(forward_schedule, direct))
-    sent_relayed, sent_direct = (_sent(prune(transpose(forward_schedule, one))) for one in (relayed, direct))
-    best = [
-        (at, copy)
-        for deliveries, relay in ((relayed, True), (direct, False))
-        for at, copy in deliveries
-        if (sent_relayed[copy.block] <= sent_direct[copy.block]) is relay
-    ]
-    return prune(transpose(forward_schedule, best))
+    return transpose(part, _deliveries(groups, rank)).restricted_to(rank)
 
 
-def _deliveries(problem: Problem, grid: Grid, relay: bool) -> Iterator[Delivery]:
+def _deliveries(groups: Groups, rank: int) -> Iterator[Delivery]:
     """The K/V copies of the backward: turn t is undone beside the deliveries for turn t - 1."""
-    shares = shares_of(problem, range(problem.q_heads), len(grid[0]))
-    for group, ranks in enumerate(grid):
-        for place, rank in enumerate(ranks):
-            for turn in range(len(grid)):
-                for owner in grid[group - turn]:
-                    if owner != rank:
-                        relays = relay and 0 < turn < len(grid) - 1
-                        source = grid[(group + 1) % len(grid)][place] if relays else owner
-                        copy = Copy(
-                            Block(Kind.KV, owner, ring=RING), source, rank, _keys(problem, owner, shares[place])
-                        )
-                        # Read in forward step turn + 1, so there when the step after it is undone.
-                        yield turn + 2, copy
+    back: dict[int, bool] = {}
+    for owner, reader in _edges(groups, rank, -1):
+        turn, (group, place) = groups.turn(owner, reader), groups.at[reader]
+        source = owner
+        if 0 < turn < groups.turns - 1:
+            if owner not in back:
+                back[owner] = groups.relays_back(owner)
+            source = int(groups.grid[(group + 1) % groups.turns, place]) if back[owner] else owner
+        if rank in (source, reader) and (rows := groups.read(owner, range(turn, turn + 1), place)):
+            # Read in forward step turn + 1, so there when the step after it is undone.
+            yield turn + 2, Copy(Block(Kind.KV, owner, ring=RING), source, reader, rows)
 
 
-def _keys(problem: Problem, owner: int, share: list[int]) -> Content:
-    heads = sorted({head // problem.group for head in share})
-    return whole(problem.kv_layout.counts[owner], [StridedRange(head, 1) for head in heads])
-
-
-def _sent(schedule: Schedule) -> Counter[Block]:
-    """Rows times heads of each block that travel."""
-    found: Counter[Block] = Counter()
-    for step in schedule.steps:
-        for copy in step.copies:
-            found[copy.block] += size(copy.content)
-    return found
+def _edges(groups: Groups, rank: int, way: int) -> Iterator[tuple[int, int]]:
+    """(owner, reader) of the messages with keys that a rank may receive or send; others' go on `way` groups farther."""
+    ranks = range(groups.problem.world_size)
+    group, place = groups.at[rank]
+    beside = int(groups.grid[(group + way) % groups.turns, place])
+    yield from ((owner, rank) for owner in ranks if owner != rank)
+    yield from ((rank, reader) for reader in ranks if reader != rank)
+    if beside != rank:
+        yield from ((owner, beside) for owner in ranks if owner not in (rank, beside))
