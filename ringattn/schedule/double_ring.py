@@ -24,6 +24,7 @@ import numpy as np
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
 from ringattn.errors import InputError
+from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.passes import main_step, spread
 from ringattn.schedule.trees import Trees
@@ -83,11 +84,11 @@ class GridTrees(Trees):
         _, inner = self._apart(owner, reader)
         return self._beside(reader, 0, -1) if inner else self._beside(reader, -1, 0)
 
-    def serves(self, owner: int, reader: int) -> Ints:
-        """The rest of the ring in the node; of the block that a round begins with, the rest of the nodes too."""
+    def content(self, owner: int, reader: int) -> Content:
+        """For the rest of the ring in the node; where a round begins, for the nodes that follow too."""
         turn, inner = self._apart(owner, reader)
-        readers = self._readers(owner)
-        return readers[turn, inner:] if inner else readers[turn:].ravel()
+        distances = self._distances(owner)
+        return self.reads.together(owner, distances[turn, inner:] if inner else distances[turn:].ravel())
 
     def source_back(self, owner: int, reader: int) -> int:
         """The rank after it in the node, or its place in the node after, or the owner."""
@@ -122,14 +123,14 @@ class GridTrees(Trees):
 
     def _relays_back(self, owner: int) -> bool:
         """Whether relays send no more than the owner to each: what they hand on is among what they read themselves."""
-        readers = self._readers(owner)
+        distances = self._distances(owner)
         # In each node the farthest place reads all that the others read; and of these, each what those of the nodes
         # nearer to the owner read. The owner's own place needs no message.
-        return self.reads.grow(owner, readers) and self.reads.grow(owner, readers[None, 1:, -1])
+        return self.reads.grow(owner, distances) and self.reads.grow(owner, distances[1:, -1])
 
-    def _readers(self, owner: int) -> Ints:
-        """Round x step within it."""
-        return np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1))
+    def _distances(self, owner: int) -> Ints:
+        """Of the readers, round x step within it."""
+        return (np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1)) - owner) % self.ranks
 
     def _apart(self, owner: int | Ints, reader: int) -> tuple[Any, Any]:
         return (

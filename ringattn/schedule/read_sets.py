@@ -31,6 +31,10 @@ BLOCK_PIECES = 256
 """Key pieces computed at a time: fresh memory costs more than the arithmetic, so temporaries stay small."""
 
 
+Distances = slice | Ints
+"""Of some readers of one owner."""
+
+
 class Reads(NamedTuple):
     """Key piece x distance: the indices first .. end - 1 of the piece that the reader reads; (NOBODY, 0) for none.
 
@@ -63,39 +67,41 @@ class ReadSets:
             self._read[owner, distance] = self._reads_of(owner, distance)
         return self._read[owner, distance]
 
-    def together(self, owner: int, readers: Ints) -> Content:
-        """What several readers read together."""
-        if self._reads is None:
-            key = owner, readers.tobytes()
-            if key not in self._together:
-                self._together[key] = union(self.read(owner, reader) for reader in readers.tolist())
-            return self._together[key]
-        first, end, apart = self._of(owner, readers)
-        # The hull is the union wherever the intervals leave no gap.
-        if not apart.any() and (self._reads[1].nested or _touching(first, end)):
-            return self._intervals(owner, first.min(1, initial=NOBODY), end.max(1, initial=0))
-        return union(self.read(owner, reader) for reader in readers[(end > first).any(0)].tolist())
+    def together(self, owner: int, distances: Distances) -> Content:
+        """What the readers at these distances read together."""
+        if self._reads is not None:
+            first, end, apart = self._of(owner, distances)
+            # The hull is the union wherever the intervals leave no gap.
+            if self._reads[1].nested or not (apart.any() or _gaps(first, end)):
+                return self._intervals(owner, first.min(1, initial=NOBODY), end.max(1, initial=0))
+        key = owner, np.arange(self.ranks)[distances].tobytes()
+        if key not in self._together:
+            readers = (owner + np.arange(self.ranks)[distances]) % self.ranks
+            self._together[key] = union(self.read(owner, reader) for reader in readers.tolist())
+        return self._together[key]
 
-    def reach(self, owner: int, readers: Ints) -> int:
+    def reach(self, owner: int, distances: Distances) -> int:
         """How many of these readers come before the last that reads anything, with it; 0 where none does."""
-        some = self._some[owner, (readers - owner) % self.ranks]
-        return len(some) - int(some[::-1].argmax()) if some.any() else 0
+        some = np.flatnonzero(self._some[owner, distances])
+        return int(some[-1]) + 1 if len(some) else 0
 
-    def grow(self, owner: int, readers: Ints) -> bool:
+    def grow(self, owner: int, distances: Distances) -> bool:
         """Whether in each line of readers everyone reads all that those before it read; the owner reads nothing.
 
-        `readers`: lines x places in a line, or x readers too that count together.
+        `distances`: of one line, of lines x readers, or of lines x readers x those that count as one reader.
         """
-        readers = readers if readers.ndim == 3 else readers[..., None]
         if self._reads is not None:
-            sides = self._of(owner, readers.ravel())
-            first, end, apart = (side.reshape(len(side), *readers.shape) for side in sides)
-            first, end = first.min(-1, initial=NOBODY), end.max(-1, initial=0)
+            first, end, _ = self._of(owner, distances)
+            if first.ndim == 4:
+                first, end = first.min(-1), end.max(-1)
             # What does not hold for the hulls does not hold for the sets; where these have gaps, they decide.
             grown = (first[..., 1:] <= first[..., :-1]).all() and (end[..., 1:] >= end[..., :-1]).all()
-            if not grown or (not apart.any() and (readers.shape[-1] == 1 or self._reads[1].nested)):
+            if not grown or self._reads[1].nested:
                 return bool(grown)
-        spots = (spot for line in readers for spot in pairwise(some[some != owner] for some in line))
+        lines = np.arange(self.ranks)[distances]
+        lines = lines[None] if lines.ndim == 1 else lines
+        lines = lines[..., None] if lines.ndim == 2 else lines
+        spots = (spot for line in lines for spot in pairwise(some[some > 0] for some in line))
         return all(contains(self.together(owner, far), self.together(owner, near)) for near, far in spots)
 
     @property
@@ -108,13 +114,13 @@ class ReadSets:
         owners = np.arange(self.ranks)
         return owners[self._some[owners, (reader - owners) % self.ranks]]
 
-    def _of(self, owner: int, readers: Ints) -> tuple[Ints, Ints, np.ndarray]:
-        """The reads of some ranks, key piece of the owner x reader."""
+    def _of(self, owner: int, distances: Distances) -> tuple[Ints, Ints, np.ndarray]:
+        """The reads at some distances, key piece of the owner first."""
         assert self._reads is not None
-        at, distances, reads = slice(*self._slices[owner : owner + 2]), (readers - owner) % self.ranks, self._reads[1]
+        at, reads = slice(*self._slices[owner : owner + 2]), self._reads[1]
         first, end, apart = (table[at][:, distances] for table in (reads.first, reads.end, reads.apart))
-        own = distances == 0
-        if own.any():
+        if not isinstance(distances, slice) and not distances.all():
+            own = distances == 0
             first[:, own], end[:, own], apart[:, own] = NOBODY, 0, False
         return first, end, apart
 
@@ -127,7 +133,7 @@ class ReadSets:
         if self._reads is None:
             # No interval table for this mask: add up the contents themselves.
             spots = [(o, d) for o in range(self.ranks) for d in range(1, self.ranks)]
-            relayed = sum(size(self.together(o, (o + np.arange(d, self.ranks)) % self.ranks)) for o, d in spots)
+            relayed = sum(size(self.together(o, slice(d, None))) for o, d in spots)
             return relayed, sum(size(self.read(o, (o + d) % self.ranks)) for o, d in spots)
         relayed, direct = (
             # Distance 0 is the owner itself: nothing is sent. An empty read is (NOBODY, 0), so its length is negative.
@@ -272,13 +278,13 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
     return matrices
 
 
-def _touching(first: Ints, end: Ints) -> bool:
-    """Whether the intervals of each line leave no gap; empty ones count for nothing."""
+def _gaps(first: Ints, end: Ints) -> bool:
+    """Whether the intervals of a line leave a gap; empty ones count for nothing."""
     order = np.argsort(first, axis=1)
     first, end = (np.take_along_axis(side, order, axis=1) for side in (first, end))
     # Empty ones begin at NOBODY and so are last.
     gaps = (first[:, 1:] > np.maximum.accumulate(end, axis=1)[:, :-1]) & (first[:, 1:] < NOBODY)
-    return not gaps.any()
+    return bool(gaps.any())
 
 
 @lru_cache(maxsize=64)

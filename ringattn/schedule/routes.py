@@ -21,11 +21,13 @@ from typing import Literal
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.schedule import all_to_all, double_ring, placed, sub_rings, ulysses_ring
+from ringattn.schedule.chains import Chains, Stars
 from ringattn.schedule.content import Content
+from ringattn.schedule.groups import Groups
 from ringattn.schedule.opening import Opening, arrived, last_read, split_local, with_kept
 from ringattn.schedule.ops import Block, Schedule
 from ringattn.schedule.passes import prune, transpose
-from ringattn.schedule.trees import Chains, Stars, Trees, deliveries_of_part, forward_part, together
+from ringattn.schedule.trees import Trees, deliveries_of_part, forward_part, together
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,15 @@ def route_named(name: str, ranks: int | None = None) -> Route:
 
 @lru_cache(maxsize=256)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the pruned forward schedule; where there are trees, found from the readers' reads alone."""
+    """What `rank` does in the pruned forward schedule, without that of the others.
+
+    Except for `sub_rings` and `ulysses`: which sub-rings there are, and who has which head in them, follows from the
+    tiles of all ranks; and a rank that has heads works on the pairs of all ranks.
+    """
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=False)
     if route.by_node and route.by_head:
-        groups = ulysses_ring.Groups(problem, route.grid_for(problem))
+        groups = Groups(problem, route.grid_for(problem))
         return ulysses_ring.forward_part(groups, route.name, rank)
     trees = route.trees(problem)
     if trees is not None:
@@ -167,7 +173,7 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=True)
     if route.by_node and route.by_head:
-        groups = ulysses_ring.Groups(problem, route.grid_for(problem))
+        groups = Groups(problem, route.grid_for(problem))
         return ulysses_ring.backward_part(groups, forward_of_rank(problem, route, rank), rank)
     trees = route.trees(problem)
     if trees is None:

@@ -3,11 +3,9 @@
 A tree is a pure function of (owner, reader): who hands the block to the reader, in which step it is read there, and
 whom else that message serves. So a rank finds its own messages without making those of the others, and the schedule of
 all ranks is what these parts are together.
-       4 ranks, the tree of KV0
-       ring           0 > 1 > 2 > 3        a chain, one hop a step
-       direct         0 > 1, 0 > 2, 0 > 3  a star, one message a step
-       all_gather     0 > 1, 0 > 2, 0 > 3  a star, all in the first step
-       bidirectional  0 > 1 > 2, 0 > 3     two chains
+       the tree of KV0     rank 2 receives 1 > 2 and sends 2 > 3 and 2 > 4: of the message to itself
+       0 > 1 > 2 > 3       it knows that it serves 2, 3 and 4, so it carries what these three read
+               2 > 4
 Guarantees: every row travels only to where it is read, or on the way there.
 """
 
@@ -22,6 +20,7 @@ import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
+from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Block, Copy, Kind, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery
 from ringattn.schedule.read_sets import read_sets_of
@@ -49,8 +48,8 @@ class Trees(ABC):
         """The rank that hands the block to another rank in a forward pass."""
 
     @abstractmethod
-    def serves(self, owner: int, reader: int) -> Ints:
-        """The ranks that get the block by this message: the reader, and all that get it from there."""
+    def content(self, owner: int, reader: int) -> Content:
+        """What a forward message carries: what the reader reads, and all that get it from there."""
 
     def source_back(self, owner: int, reader: int) -> int:
         """The rank that hands the block to another rank in a backward pass."""
@@ -72,79 +71,6 @@ class Trees(ABC):
         return self._last_steps[reader]
 
 
-class Stars(Trees):
-    """Every owner sends to every reader: one message a step, or all `at_once`."""
-
-    def __init__(self, problem: Problem, at_once: bool) -> None:
-        """Asks nothing of the problem yet."""
-        super().__init__(problem)
-        self.at_once = at_once
-
-    def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """As many steps as the reader is ranks farther; at once, all are read in step 1."""
-        distance = (reader - owner) % self.ranks
-        return np.minimum(distance, 1) if self.at_once else distance
-
-    def source(self, owner: int, reader: int) -> int:
-        """The owner."""
-        return owner
-
-    def serves(self, owner: int, reader: int) -> Ints:
-        """The reader alone."""
-        return np.array([reader])
-
-
-class Chains(Trees):
-    """A chain from each owner up the ring; or `both_ways`, half as long: up, and down.
-
-    A backward begins with the farthest readers, so a block goes straight to the farthest and back along its chain, if
-    that sends no more than its owner sending to each.
-    """
-
-    def __init__(self, problem: Problem, both_ways: bool) -> None:
-        """Asks nothing of the problem yet."""
-        super().__init__(problem)
-        self.both_ways = both_ways
-        self._back: dict[tuple[int, int], int] = {}
-
-    def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """The distance along the chain."""
-        up = (reader - owner) % self.ranks
-        return np.minimum(up, self.ranks - up) if self.both_ways else up
-
-    def source(self, owner: int, reader: int) -> int:
-        """The neighbor, which read the block one step earlier."""
-        return (reader - self._way(owner, reader)[0]) % self.ranks
-
-    def serves(self, owner: int, reader: int) -> Ints:
-        """The rest of the chain."""
-        way, distance = self._way(owner, reader)
-        return self._chain(owner, way)[distance - 1 :]
-
-    def source_back(self, owner: int, reader: int) -> int:
-        """The rank one farther, or the owner."""
-        way, distance = self._way(owner, reader)
-        if (owner, way) not in self._back:
-            readers = self._chain(owner, way)
-            reach = self.reads.reach(owner, readers)
-            # What nearer readers read must be among what the relay reads itself.
-            self._back[owner, way] = reach if self.reads.grow(owner, readers[None, :reach]) else 0
-        return (reader + way) % self.ranks if distance < self._back[owner, way] else owner
-
-    def neighbors(self, rank: int) -> Iterable[int]:
-        """Up and down the ring."""
-        return {(rank + 1) % self.ranks, (rank - 1) % self.ranks}
-
-    def _way(self, owner: int, reader: int) -> tuple[int, int]:
-        """Up (1) or down (-1), and how far. Of an even number of ranks the opposite one is reached on the way up."""
-        up = (reader - owner) % self.ranks
-        return (-1, self.ranks - up) if self.both_ways and 2 * up > self.ranks else (1, up)
-
-    def _chain(self, owner: int, way: int) -> Ints:
-        length = self.ranks - 1 if not self.both_ways else self.ranks // 2 if way > 0 else (self.ranks - 1) // 2
-        return (owner + way * np.arange(1, length + 1)) % self.ranks
-
-
 def forward_part(trees: Trees, name: str, rank: int) -> Schedule:
     """What a rank does in a forward pass."""
     copies: list[list[Copy]] = [[] for _ in range(trees.steps)]
@@ -152,7 +78,7 @@ def forward_part(trees: Trees, name: str, rank: int) -> Schedule:
     for owner, tiles in work_of(trees.problem, rank).items():
         work[_step(trees, owner, rank)].append(attend(rank, owner, tiles))
     for owner, source, reader in _edges(trees, rank, trees.source):
-        if content := trees.reads.together(owner, trees.serves(owner, reader)):
+        if content := trees.content(owner, reader):
             # The copy runs beside the work of the step before the one that reads it.
             copies[_step(trees, owner, reader) - 1].append(Copy(Block(Kind.KV, owner), source, reader, content))
     return trees.paced(Schedule(trees.problem, name, tuple(map(ordered_step, copies, work))), False)

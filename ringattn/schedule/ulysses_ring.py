@@ -16,18 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-import numpy as np
-
-from ringattn.core.geometry import StridedRange
-from ringattn.core.problem import Problem
-from ringattn.core.tiling import Ints, TileTable
-from ringattn.schedule.all_to_all import by_head, of_heads, shares_of
-from ringattn.schedule.content import Content, HeadRows, contains, union
 from ringattn.schedule.double_ring import Grid
-from ringattn.schedule.ops import Attend, Block, Copy, HeadTiles, Kind, Merge, Schedule, Work
-from ringattn.schedule.ops import attend, ordered_step, work_of
-from ringattn.schedule.passes import Delivery, rows_asked, rows_read, transpose
-from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.groups import Groups
+from ringattn.schedule.ops import Attend, Block, Copy, Kind, Merge, Schedule, Work, attend, ordered_step, work_of
+from ringattn.schedule.passes import Delivery, transpose
 
 RING = 0
 """The name of the sub-ring in which all of it travels: what is received is told from a rank's own by it."""
@@ -41,70 +33,6 @@ def group_size(ranks: int, kv_heads: int) -> int:
 def steps_of(grid: Grid) -> int:
     """Steps of a forward pass: a first one, one for each turn, and two for the outputs."""
     return len(grid) + 3
-
-
-class Groups:
-    """Who asks for what: the tiles of ranks by head, and the rows that each place of a group needs for its heads."""
-
-    def __init__(self, problem: Problem, grid: Grid) -> None:
-        """Asks nothing of the problem yet."""
-        self.problem, self.grid, self.reads = problem, np.array(grid), read_sets_of(problem)
-        self.turns, self.places = self.grid.shape
-        self.shares = shares_of(problem, range(problem.q_heads), self.places)
-        self.at = {rank: (group, place) for group, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
-        self._by_head: dict[int, dict[int, dict[int, TileTable]]] = {}
-
-    def others(self, rank: int) -> list[int]:
-        """The other ranks of a rank's group."""
-        return [int(other) for other in self.grid[self.at[rank][0]] if other != rank]
-
-    def turn(self, owner: int, reader: int) -> int:
-        """How many groups the reader's lies after the owner's."""
-        return (self.at[reader][0] - self.at[owner][0]) % self.turns
-
-    def tiles(self, asker: int, owner: int, place: int) -> tuple[HeadTiles, ...]:
-        """The tiles that the rank of a place works on."""
-        return of_heads(self.problem, self._single(asker).get(owner, {}), self.shares[place])
-
-    def asked(self, asker: int, place: int) -> Content:
-        """The query rows that the rank of a place works on."""
-        owners = [owner for owner in self._single(asker) if owner != asker]
-        return rows_asked(tuple(each for owner in owners for each in self.tiles(asker, owner, place)))
-
-    def read(self, owner: int, turns: range, place: int) -> Content:
-        """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
-        askers = self._groups(owner)[turns.start : turns.stop].ravel()
-        askers, share = askers[askers != owner], self.shares[place]
-        if not self.reads.heads_alike:
-            return union(rows_read(self.tiles(asker, owner, place)) for asker in askers.tolist())
-        heads = sorted({head // self.problem.group for head in share})
-        rows = self.reads.together(owner, askers)
-        return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in rows)
-
-    def relays_back(self, owner: int) -> bool:
-        """Whether keys that come back along the rings are no more than those that the owner would send to each group.
-
-        So where each group reads all that the groups before it read.
-        """
-        if self.reads.heads_alike:
-            return self.reads.grow(owner, self._groups(owner)[None, 1:])
-        return all(
-            contains(self.read(owner, range(turn, turn + 1), place), self.read(owner, range(turn - 1, turn), place))
-            for place in range(self.places)
-            for turn in range(2, self.turns)
-        )
-
-    def _groups(self, owner: int) -> Ints:
-        """The ranks by turn of the owner's keys."""
-        return np.roll(self.grid, -self.at[owner][0], 0)
-
-    def _single(self, asker: int) -> dict[int, dict[int, TileTable]]:
-        if asker not in self._by_head:
-            work = work_of(self.problem, asker)
-            self._by_head[asker] = {
-                owner: by_head({part.heads: [part.tiles] for part in parts}) for owner, parts in work.items()
-            }
-        return self._by_head[asker]
 
 
 def forward_part(groups: Groups, name: str, rank: int) -> Schedule:

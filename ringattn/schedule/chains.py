@@ -1,0 +1,98 @@
+"""Trees that are stars or chains: all-gather and direct, ring and bidirectional ring.
+
+       4 ranks, the tree of KV0
+       ring           0 > 1 > 2 > 3        a chain, one hop a step
+       direct         0 > 1, 0 > 2, 0 > 3  a star, one message a step
+       all_gather     0 > 1, 0 > 2, 0 > 3  a star, all in the first step
+       bidirectional  0 > 1 > 2, 0 > 3     two chains
+With both ways every block arrives everywhere in half as many steps, and each rank sends half as much each way: worth it
+where a link carries both directions at once, as on a ring of NVLinks or of network cables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import Ints
+from ringattn.schedule.content import Content
+from ringattn.schedule.trees import Trees
+
+
+class Stars(Trees):
+    """Every owner sends to every reader: one message a step, or all `at_once`."""
+
+    def __init__(self, problem: Problem, at_once: bool) -> None:
+        """Asks nothing of the problem yet."""
+        super().__init__(problem)
+        self.at_once = at_once
+
+    def step(self, owner: int | Ints, reader: int) -> int | Ints:
+        """As many steps as the reader is ranks farther; at once, all are read in step 1."""
+        distance = (reader - owner) % self.ranks
+        return np.minimum(distance, 1) if self.at_once else distance
+
+    def source(self, owner: int, reader: int) -> int:
+        """The owner."""
+        return owner
+
+    def content(self, owner: int, reader: int) -> Content:
+        """What the reader reads."""
+        return self.reads.read(owner, reader)
+
+
+class Chains(Trees):
+    """A chain from each owner up the ring; or `both_ways`, half as long: up, and down.
+
+    A backward begins with the farthest readers, so a block goes straight to the farthest and back along its chain, if
+    that sends no more than its owner sending to each.
+    """
+
+    def __init__(self, problem: Problem, both_ways: bool) -> None:
+        """Asks nothing of the problem yet."""
+        super().__init__(problem)
+        self.both_ways = both_ways
+        self._back: dict[tuple[int, int], int] = {}
+
+    def step(self, owner: int | Ints, reader: int) -> int | Ints:
+        """The distance along the chain."""
+        up = (reader - owner) % self.ranks
+        return np.minimum(up, self.ranks - up) if self.both_ways else up
+
+    def source(self, owner: int, reader: int) -> int:
+        """The neighbor, which read the block one step earlier."""
+        return (reader - self._way(owner, reader)[0]) % self.ranks
+
+    def content(self, owner: int, reader: int) -> Content:
+        """What the reader and the rest of the chain read."""
+        way, distance = self._way(owner, reader)
+        return self.reads.together(owner, self._chain(way, distance, self._length(way)))
+
+    def source_back(self, owner: int, reader: int) -> int:
+        """The rank one farther, or the owner."""
+        way, distance = self._way(owner, reader)
+        if (owner, way) not in self._back:
+            reach = self.reads.reach(owner, self._chain(way, 1, self._length(way)))
+            # What nearer readers read must be among what the relay reads itself.
+            self._back[owner, way] = reach if self.reads.grow(owner, self._chain(way, 1, reach)) else 0
+        return (reader + way) % self.ranks if distance < self._back[owner, way] else owner
+
+    def neighbors(self, rank: int) -> Iterable[int]:
+        """Up and down the ring."""
+        return {(rank + 1) % self.ranks, (rank - 1) % self.ranks}
+
+    def _way(self, owner: int, reader: int) -> tuple[int, int]:
+        """Up (1) or down (-1), and how far. Of an even number of ranks the opposite one is reached on the way up."""
+        up = (reader - owner) % self.ranks
+        return (-1, self.ranks - up) if self.both_ways and 2 * up > self.ranks else (1, up)
+
+    def _length(self, way: int) -> int:
+        if not self.both_ways:
+            return self.ranks - 1
+        return self.ranks // 2 if way > 0 else (self.ranks - 1) // 2
+
+    def _chain(self, way: int, first: int, last: int) -> slice:
+        """Two places of a chain, and all between, as distances up the ring."""
+        return slice(first, last + 1) if way > 0 else slice(self.ranks - first, self.ranks - last - 1, -1)
