@@ -89,6 +89,9 @@ def attention(
             causal by those after them. None: no such tokens.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        alibi_slopes: ALiBi, one number for each query head: score -= slope * |q position - k position|, after the cap.
+            A tensor (q_heads,) of any of these float dtypes, which is read by the host, or numbers; alike on all ranks,
+            without a gradient. None: no bias.
         schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by mask and bytes; by
             predicted time where the ring was told its `cluster`.
 
@@ -97,6 +100,7 @@ def attention(
         k: (batch, kv_tokens, kv_heads, d_k)
         v: (batch, kv_tokens, kv_heads, d_v)
         sinks: (q_heads,)
+        alibi_slopes: (q_heads,)
         out: (batch, tokens, q_heads, d_v)
         lse: (batch, q_heads, tokens)
 
@@ -165,8 +169,9 @@ def call_of(
     """The call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim."""
     name = str(dtype).removeprefix("torch.")
     problem = make_problem(ring, seq, kv_seq, *sizes, name, spec.mask)
-    softmax = spec.softmax(sizes[3], problem.group)
-    engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax.softcap)
+    documents = () if kv_seq is None else (seq.documents or (), kv_seq.documents or ())
+    softmax = spec.softmax(sizes[3], sizes[1], sizes[2], *documents)
+    engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
     return AttentionCall(problem, choose_route(problem, spec.schedule, ring.cluster), softmax, engine)
 
 

@@ -70,6 +70,7 @@ def dilated_attention(
         return_lse: Also return lse.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        alibi_slopes: As for `attention`; distances count tokens, whatever the rate. With tail="ragged". None: no bias.
         schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: the fastest as predicted.
 
     Shape:
@@ -77,6 +78,7 @@ def dilated_attention(
         k: (batch, tokens, kv_heads, d_k)
         v: (batch, tokens, kv_heads, d_v)
         sinks: (q_heads,)
+        alibi_slopes: (q_heads,)
         out: (batch, tokens, q_heads, d_v)
         lse: (batch, q_heads, tokens)
 
@@ -105,7 +107,7 @@ def dilated_attention(
                 segment_lengths, dilation_rates, causal, offset, layer, sinks=sinks, **softmax
             )  # fmt: skip
             assert isinstance(spec.mask, Dilated)
-            _check_variant(spec.mask, seq, grad, tail, sinks)
+            _check_variant(spec, spec.mask, seq, grad, tail)
             chosen[:] = [spec if branch is None else replace(spec, mask=spec.mask.branches()[branch])]
             return checked_call(ring, q, k, v, seq, None, chosen[0])
 
@@ -149,13 +151,17 @@ def _bounds(seq: Sequence) -> tuple[int, ...]:
     return seq.documents or (0, seq.length)
 
 
-def _check_variant(pairs: Dilated, seq: Sequence, grad: str, tail: str, sinks: Tensor | None) -> None:
+def _check_variant(spec: AttentionSpec, pairs: Dilated, seq: Sequence, grad: str, tail: str) -> None:
     for name, value, known in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
         if value not in known:
             raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    if grad == "detached" and sinks is not None:
+    if grad == "detached" and spec.sinks is not None:
         raise InputError("grad='detached' takes no sinks, which torchscale does not have; use grad='exact'")
     if tail == "zero_pad":
+        if spec.alibi_slopes is not None:
+            raise InputError(
+                "tail='zero_pad' takes no alibi_slopes: torchscale's zero keys have no positions; use tail='ragged'"
+            )
         longest = max(stop - start for start, stop in pairwise(_bounds(seq)))
         for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
             if length % rate and length < longest:

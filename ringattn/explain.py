@@ -158,6 +158,7 @@ def explain(
     offset: Offset | str = "mod",
     layer: int | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | Many[float] | None = None,
     kv_seq: Sequence | None = None,
     schedule: ScheduleName | str = "auto",
     cluster: Cluster | str = REFERENCE,
@@ -191,6 +192,7 @@ def explain(
         offset: As for `dilated_attention`.
         layer: As for `dilated_attention`.
         softcap: As for `attention`.
+        alibi_slopes: As for `attention`.
         kv_seq: As for `attention`.
         schedule: As for `attention`.
         cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
@@ -221,11 +223,16 @@ def explain(
     value_dim = v.shape[3] if v is not None else head_dim
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
-    chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softcap)
-    mask: MaskSpec = AttentionSpec.banded(causal, window, chunk=chunk, prefix=prefix, global_tokens=global_tokens).mask
+    spec = AttentionSpec.banded(
+        causal, window, chunk=chunk, prefix=prefix, global_tokens=global_tokens, softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    mask: MaskSpec = spec.mask
     if segment_lengths is not None or dilation_rates is not None:
         mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
     problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
+    softmax = spec.softmax(head_dim, q_heads, kv_heads)
+    chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softmax)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
     chooser = cluster if known(cluster) else ring.cluster

@@ -17,18 +17,22 @@ def attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of (batch, tokens, heads, dim) tensors; K/V may have fewer heads. Computes and returns float64.
 
     `allowed`: booleans (q tokens, k tokens) or (q heads, q tokens, k tokens). `sinks`: (q heads,), one logit a head
-    that takes weight and gives no value. Returns out (batch, q tokens, q heads, d_v) and lse (batch, q heads, q
-    tokens). A query with no key gives 0 and lse = -inf (= its sink, where there are sinks), and finite gradients.
+    that takes weight and gives no value. `bias`: (q heads, q tokens, k tokens), added to the scores. Returns out
+    (batch, q tokens, q heads, d_v) and lse (batch, q heads, q tokens). A query with no key gives 0 and lse = -inf (its
+    sink, where there are sinks), and finite gradients.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
     if sinks is not None:
         sink_scores = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -86,6 +90,21 @@ def allowed_mask(
                 and (chunk is None or q_position // chunk == k_position // chunk)
             )
     return mask
+
+
+def alibi(
+    slopes: list[float],
+    q_tokens: int,
+    k_tokens: int,
+    cu_seqlens: list[int] | None = None,
+    kv_cu_seqlens: list[int] | None = None,
+) -> Tensor:
+    """(q heads, q tokens, k tokens): what ALiBi adds; positions count from each document's start."""
+    q = [position for _, position in _places(q_tokens, cu_seqlens)]
+    k = [position for _, position in _places(k_tokens, cu_seqlens if kv_cu_seqlens is None else kv_cu_seqlens)]
+    distances = [[float(abs(i - j)) for j in k] for i in q]
+    distance = torch.tensor(distances, dtype=torch.float64).view(q_tokens, k_tokens)
+    return -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
 
 
 def _places(tokens: int, cu_seqlens: list[int] | None) -> list[tuple[int, int]]:

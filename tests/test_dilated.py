@@ -126,6 +126,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"grad": "detached", "tail": "zero_pad", "offset": "block", "dilation_rates": [1, 2, 4, 4]},
     {"tail": "zero_pad", "dilation_rates": [1, 2, 4, 4]},
     {"sinks": torch.linspace(-1, 2, HEADS, dtype=torch.float64)},
+    {"alibi_slopes": torch.linspace(-0.02, 0.4, HEADS, dtype=torch.float64), "documents": DOCUMENTS},
+    {"alibi_slopes": torch.linspace(-0.02, 0.4, HEADS, dtype=torch.float64), "grad": "detached", "softcap": 2.0},
     {"segment_lengths": [200], "dilation_rates": [3]},
     {"segment_lengths": [5], "dilation_rates": [9]},
     {"segment_lengths": [16, 16], "dilation_rates": [4, 4]},
@@ -244,6 +246,8 @@ def test_like_torchscale(name: str, ranks: int) -> None:
         ({"grad": "none"}, "choose one of exact, detached"),
         ({"tail": "pad"}, "choose one of ragged, zero_pad"),
         ({"tail": "zero_pad"}, "segments of 40 and rate 6: torchscale fills"),
+        ({"tail": "zero_pad", "dilation_rates": [1, 2, 4, 4], "alibi_slopes": [0.5] * HEADS}, "takes no alibi_slopes"),
+        ({"alibi_slopes": torch.ones(2)}, "alibi_slopes must be 6 numbers"),
         ({"grad": "detached", "sinks": torch.zeros(HEADS, dtype=torch.float64)}, "takes no sinks"),
     ],
 )

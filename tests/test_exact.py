@@ -58,7 +58,10 @@ HALVES = 1.25
     thinned(((*cell, ranks) for cell in GRID for ranks in RANKS), quick=lambda cell: cell[2] != 8),
 )
 def test_float64(mask: str, layout: str, ranks: int) -> None:
-    trial = MASKS[mask]._replace(heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped")
+    turn_of_alibi = (list(MASKS).index(mask) + LAYOUTS.index(layout) + ranks) % 3 == 0
+    trial = MASKS[mask]._replace(
+        heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped", alibi=turn_of_alibi
+    )  # fmt: skip
     # On 8 ranks each mask and each layout meets every schedule, and not both at once.
     turn = a_third_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout)) if ranks == 8 else ()
     check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT, turn)
@@ -153,6 +156,12 @@ VARIANTS = {
     ),
     "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
     "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),
+    "alibi": Trial(alibi=True, heads=(4, 2), batch=2, scale=0.5, softcap=1.5, sinks=True, lse=True),
+    "cross, alibi": Trial(
+        alibi=True, causal=True, documents=(0, 7, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 19, 30, 41),
+        kv_layout="striped", heads=(4, 2),
+    ),
+    "cross, alibi from 0": Trial(alibi=True, kv_tokens=50, kv_layout="zigzag", window=(5, 30)),
     "blind rows": Trial(
         documents=(0, 7, 20, 37), kv_tokens=15, kv_documents=(0, 9, 9, 15), causal=True, lse=True, heads=(4, 2)
     ),
@@ -174,7 +183,7 @@ def test_variants(variant: str, ranks: int) -> None:
         (
             (name, *cell)
             for name, trial in VARIANTS.items()
-            if trial.softcap is None
+            if trial.softcap is None and not trial.alibi
             for cell in ((2, "zigzag"), (4, "striped"))
         ),
         strength=1,

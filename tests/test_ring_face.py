@@ -68,6 +68,13 @@ BAD: dict[str, tuple[Change, str]] = {
     "softcap of nan": (setting(softcap=math.nan), r"softcap must be positive and finite, or None, got nan"),
     "softcap of reference": (setting(softcap=True), r"softcap must be positive and finite, or None, got True"),
     "softcap in words": (setting(softcap="30"), r"softcap must be positive and finite, or None, got '30'"),
+    "slopes of other heads": (setting(alibi_slopes=[0.5] * 3), r"alibi_slopes must be 4 numbers, one .* got 3"),
+    "slopes of nan": (setting(alibi_slopes=[math.nan] * 4), r"alibi_slopes must be a tensor or finite numbers"),
+    "slopes of infinity": (setting(alibi_slopes=torch.full((4,), math.inf)), r"alibi_slopes must be a .* finite"),
+    "slopes of batches": (setting(alibi_slopes=torch.zeros(1, 4)), r"alibi_slopes must be .* \(q_heads,\) .*\(1, 4\)"),
+    "slopes of integers": (setting(alibi_slopes=torch.zeros(4).int()), r"alibi_slopes must be .* got torch\.int32 of"),
+    "slopes elsewhere": (setting(alibi_slopes=torch.zeros(4, device="meta")), r"alibi_slopes must be .* on meta"),
+    "slopes that learn": (setting(alibi_slopes=torch.zeros(4, requires_grad=True)), r"alibi_slopes require a grad"),
     "scale of nan": (setting(scale=math.nan), r"scale must be a finite number or None, got nan"),
     "scale of infinity": (setting(scale=-math.inf), r"scale must be a finite number or None, got -inf"),
     "scale beyond floats": (setting(scale=10**400), r"scale must be a finite number or None, got 10"),
@@ -129,6 +136,8 @@ def test_bad_on_one_rank_is_refused_by_all_and_the_ring_lives(bad: str) -> None:
 def test_a_feature_that_an_engine_lacks() -> None:
     for error in errors(lambda ring: attend(ring, setting(softcap=3.0)), engine="aten"):
         assert isinstance(error, UnsupportedError) and "engine='aten' has no softcap" in str(error)
+    for error in errors(lambda ring: attend(ring, setting(alibi_slopes=[0.5] * 4)), engine="aten"):
+        assert isinstance(error, UnsupportedError) and "engine='aten' has no alibi_slopes" in str(error)
 
 
 def length_eleven(ring: Ring, arguments: dict[str, Any]) -> None:
@@ -149,6 +158,7 @@ DISAGREE: dict[str, tuple[Change, str, str]] = {
     "batch": (lambda ring, a: a.update({n: torch.cat([a[n]] * 2) for n in "qkv"}), "batch 1", "batch 2"),
     "scale": (setting(scale=0.5), "scale 0.353553", "scale 0.5"),
     "softcap": (setting(softcap=2.0), "softcap None", "softcap 2.0"),
+    "slopes": (setting(alibi_slopes=[0.5] * 4), "alibi_slopes None", "alibi_slopes (0.5, 0.5, 0.5, 0.5)"),
     "a bit of scale": (setting(scale=1 / math.sqrt(8) + 2**-54), "0.35355339059327373,", "0.3535533905932738,"),
     "sinks": (setting(sinks=torch.zeros(4)), "no sinks", "'sinks'"),
     "schedule": (setting(schedule="direct"), "schedule ring", "schedule direct"),

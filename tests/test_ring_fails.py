@@ -148,7 +148,7 @@ def test_vmap_is_refused() -> None:
 # --- what one rank alone can do to the others ------------------------------------------------------------------------
 
 
-WRONG_TYPES = {"scale": "much", "softcap": "much", "sinks": [0.0] * 4, "schedule": ["ring"]}
+WRONG_TYPES = {"scale": "much", "softcap": "much", "alibi_slopes": "much", "sinks": [0.0] * 4, "schedule": ["ring"]}
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -184,7 +184,7 @@ def one_odd(ring: Ring, **changes: Any) -> dict[str, Any]:
 ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
     **{
         f"attention, {name}": lambda ring, odd, name=name: ring.attention(**one_odd(ring, **{name: odd}))
-        for name in ("q", "k", "v", "seq", "causal", "window", "scale", "softcap", "sinks", "kv_seq", "schedule")
+        for name in "q k v seq causal window scale softcap alibi_slopes sinks kv_seq schedule".split()
     },
     **{
         f"dilated, {name}": lambda ring, odd, name=name: ring.dilated_attention(
@@ -194,7 +194,7 @@ ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
     },
     **{
         f"operator, {name}": lambda ring, odd, name=name: ring_attention(**one_odd(ring, **{name: odd}))
-        for name in ("causal", "window", "scale", "softcap", "sinks", "schedule")
+        for name in ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "schedule")
     },
     "layer": lambda ring, odd: layer(RingMultiheadAttention(8, 1), ring, odd),
     "dilated layer": lambda ring, odd: layer(RingMultiheadDilatedAttention(8, 1, [4], [1]), ring, odd),

@@ -42,6 +42,7 @@ class Trial(NamedTuple):
     kv_tokens: int | None = None
     kv_documents: tuple[int, ...] | None = None
     kv_layout: str = "contiguous"
+    alibi: bool = False
 
     @property
     def cross(self) -> bool:
@@ -51,7 +52,13 @@ class Trial(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """What `Ring.attention` is called with besides tensors and sequences."""
-        return {**self.mask, "scale": self.scale, "softcap": self.softcap}
+        alibi = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float64)} if self.alibi else {}
+        return {**self.mask, "scale": self.scale, "softcap": self.softcap, **alibi}
+
+    @property
+    def slopes(self) -> list[float]:
+        """Of ALiBi: another one for each head, one of them that asks for keys far away."""
+        return [0.3 / (1 + head) if head != 1 else -0.05 for head in range(self.heads[0])]
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -104,7 +111,8 @@ def reference(trial: Trial, dtype: torch.dtype) -> Results:
         given.q.shape[1], given.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.mask
     )
     scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
-    out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks)
+    bias = oracle.alibi(trial.slopes, given.q.shape[1], given.k.shape[1], *lists) if trial.alibi else None
+    out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks, bias)
     _loss(trial, out, lse, given.dout.double(), given.dlse.double()).backward()
     found = {"out": out.detach(), "lse": lse.detach()}
     found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}

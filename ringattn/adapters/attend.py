@@ -39,6 +39,7 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         kv_seq: Another sequence, for cross attention. None: `seq`.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+        alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
         schedule: How blocks travel.
 
     Shape:

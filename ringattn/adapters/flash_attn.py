@@ -9,7 +9,8 @@ heads. It returns out, and with `return_attn_probs` (out, lse, None), lse being 
 tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group; see `groups.ring_of` for its ring.
 `deterministic` asks for nothing more: what a ring adds repeats its bits, and so do its own kernels; in backward on
 CUDA, torch's and flash-attn's (engines `aten`, `flash`) do only under `torch.use_deterministic_algorithms(True)`.
-Guarantees: every mask is exact in every layout, windows across ranks included; dropout and ALiBi raise `InputError`.
+Guarantees: every mask is exact in every layout, windows across ranks included, and so is ALiBi by slopes
+(heads,); slopes of each row of a batch and dropout raise `InputError`.
 The way into Hugging Face models, `substitute_hf_flash_attn`, is in `flash_attn_hf`.
 """
 
@@ -55,8 +56,6 @@ class _Options:
     def __post_init__(self) -> None:
         if self.dropout_p:
             raise InputError(f"dropout_p={self.dropout_p}: attention over a ring has no dropout; pass 0.0")
-        if self.alibi_slopes is not None:
-            raise InputError("alibi_slopes: attention over a ring adds no biases; pass None")
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,8 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
         out, lse = ring.attention(
             q, k, v, seq, causal=o.causal, scale=o.softmax_scale,
             # flash_attn takes a causal window to end at the query, whatever its right side is.
-            window=(left, 0 if o.causal else right), softcap=o.softcap or None, return_lse=True,
+            window=(left, 0 if o.causal else right), softcap=o.softcap or None,
+            alibi_slopes=o.alibi_slopes, return_lse=True,
         )  # fmt: skip
         out, lse = (out[0], lse[0]) if packed else (out, lse)
         return (out, lse, None) if o.return_attn_probs else out

@@ -27,8 +27,10 @@ def local_heads(
     return (q, k, v), lambda out: DTensor.from_local(out, mesh, placements)
 
 
-def local_sinks(sinks: Tensor, heads: int) -> Tensor:
+def local_sinks(sinks: Tensor, heads: int, name: str = "sinks") -> Tensor:
     """Sinks as this rank's tensor, of as many `heads` as its queries have; differentiable. Tensors pass as they are.
+
+    `name`: what errors call them; slopes of ALiBi are one for each query head, too.
 
     Raises `InputError` for a DTensor of which this rank has another number of heads.
     """
@@ -37,8 +39,8 @@ def local_sinks(sinks: Tensor, heads: int) -> Tensor:
     local: Tensor = sinks.to_local()
     if local.shape != (heads,) or any(placement.is_partial() for placement in sinks.placements):
         raise InputError(
-            f"sinks is a DTensor with placements {sinks.placements}, of which this rank has {tuple(local.shape)}, and "
-            f"its queries have {heads} heads; shard it as the heads of q are, or pass sinks.full_tensor()"
+            f"{name} is a DTensor with placements {sinks.placements}, of which this rank has {tuple(local.shape)}, and "
+            f"its queries have {heads} heads; shard it as the heads of q are, or pass {name}.full_tensor()"
         )
     return local
 

@@ -65,6 +65,7 @@ def ring_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     schedule: ScheduleName | str = "auto",
 ) -> Tensor:
     """Attention of this rank's shards as one operator, compiled or not; differentiable.
@@ -83,6 +84,7 @@ def ring_attention(
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         sinks: Logits that take weight and give no value, one for each query head, or a DTensor with Shard(0).
+        alibi_slopes: ALiBi, a tensor of one number for each query head, or a DTensor with Shard(0). None: no bias.
         schedule: How blocks travel.
 
     Shape:
@@ -90,6 +92,7 @@ def ring_attention(
         k: (batch, tokens, kv_heads, d_k)
         v: (batch, tokens, kv_heads, d_v)
         sinks: (q_heads,)
+        alibi_slopes: (q_heads,)
 
     Returns:
         (batch, tokens, q_heads, d_v) in q's dtype, under autocast in its; a DTensor where q is one.
@@ -110,12 +113,16 @@ def ring_attention(
         if seq is None:
             seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
-            _check_options(causal, window, scale, softcap, sinks, schedule)
+            _check_options(causal, window, scale, softcap, sinks, alibi_slopes, schedule)
             sinks = None if sinks is None else local_sinks(sinks, q.shape[2])
+            if alibi_slopes is not None:
+                alibi_slopes = local_sinks(alibi_slopes, q.shape[2], "alibi_slopes")
+                AttentionSpec(alibi_slopes=alibi_slopes)  # refuses those that want a gradient
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
     out, _, _ = attention(
-        q, k, v, sinks, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap, schedule
-    )
+        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap,
+        schedule,
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
         attended()  # beneath the operator no mode can be left
     return whole(out)
@@ -125,7 +132,10 @@ def _check_options(*options: Any) -> None:
     """Raise `InputError` for what the operator's schema would refuse, on this rank alone."""
     causal, window, *others = options
     number = (int, float, NoneType)
-    wanted: dict[str, Any] = {"scale": number, "softcap": number, "sinks": (Tensor, NoneType), "schedule": str}
+    tensor = (Tensor, NoneType)
+    wanted: dict[str, Any] = {
+        "scale": number, "softcap": number, "sinks": tensor, "alibi_slopes": tensor, "schedule": str
+    }  # fmt: skip
     for (name, kinds), given in zip(wanted.items(), others, strict=True):
         if not isinstance(given, kinds):
             raise InputError(f"{name} cannot be a {type(given).__name__}")
@@ -138,6 +148,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     handle: int,
     causal: bool,
     left: int,
@@ -158,7 +169,9 @@ def attention(
     else:
         seq = sequence_with(handle)
     ring = seq.ring
-    spec = AttentionSpec.banded(causal, (left, right), sinks=sinks, scale=scale, softcap=softcap, schedule=schedule)
+    spec = AttentionSpec.banded(
+        causal, (left, right), sinks=sinks, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, schedule=schedule
+    )
 
     def described() -> AttentionCall:
         call = calls.checked_call(ring, q, k, v, seq, None, spec)
@@ -215,8 +228,8 @@ def _row_first(x: Tensor) -> Tensor:
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, causal: bool, left: int, right: int,
-    scale: float | None, softcap: float | None, schedule: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, handle: int, causal: bool,
+    left: int, right: int, scale: float | None, softcap: float | None, schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
@@ -244,7 +257,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
-    options = [None] * 7
+    options = [None] * 8
     return dq, dk, dv, None if saved[3] is None else dsinks, *options
 
 

@@ -112,12 +112,16 @@ class TokenRange(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle of work: the pairs of two token ranges inside a band, for a range of query heads."""
+    """A rectangle of work: the pairs of two token ranges inside a band, for a range of query heads.
+
+    `heads` are those of the buffer that holds the queries; its head 0 is query head `first_head` of the call.
+    """
 
     q: TokenRange
     k: TokenRange
     band: Band
     heads: StridedRange
+    first_head: int = 0
 
     def area(self) -> int:
         """Allowed (q, k) pairs times query heads: the unit of every cost and balance figure."""
@@ -149,7 +153,7 @@ class Tile(NamedTuple):
         stride = lcm(q.stride, k.stride)
         for q_part in _residues(self.q, stride):
             for k_part in _residues(self.k, stride):
-                tile = Tile(q_part, k_part, self.band, self.heads)
+                tile = self._replace(q=q_part, k=k_part)
                 if count_pairs(q_part.positions, k_part.positions, self.band):
                     yield tile
 

@@ -26,9 +26,10 @@ Ints = np.ndarray
 
 
 class TileTable:
-    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, 14).
+    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, 15).
 
-    Columns: start, stride, count, first row, row stride of q; the same of k; band lo, hi; first head, heads.
+    Columns: start, stride, count, first row, row stride of q; the same of k; band lo, hi; first head, heads; and
+    `Tile.first_head`.
     """
 
     __slots__ = ("columns",)
@@ -43,12 +44,12 @@ class TileTable:
         return len(self.columns)
 
     def __iter__(self) -> Iterator[Tile]:
-        for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn in self.columns.tolist():
+        for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn, of in self.columns.tolist():
             q_strip, k_strip = (
                 TokenRange(StridedRange(q, qn, qs), StridedRange(qr, qn, qrs)),
                 TokenRange(StridedRange(k, kn, ks), StridedRange(kr, kn, krs)),
             )
-            yield Tile(q_strip, k_strip, Band(lo, hi), StridedRange(h, hn))
+            yield Tile(q_strip, k_strip, Band(lo, hi), StridedRange(h, hn), of)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileTable) and np.array_equal(self.columns, other.columns)
@@ -106,11 +107,12 @@ class TileTable:
     def with_joined_heads(self) -> TileTable:
         """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
         columns = self.columns
-        # lexsort takes its last key first: order by columns 0 to 11, then by the first head.
-        columns = columns[np.lexsort(columns[:, [12, *range(11, -1, -1)]].T)]
+        # lexsort takes its last key first: order by columns 0 to 11 and 14, then by the first head.
+        columns = columns[np.lexsort(columns[:, [12, 14, *range(11, -1, -1)]].T)]
         heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
         # alike[i]: tile i + 1 continues tile i; a group starts wherever it is false.
-        alike = (columns[1:, :12] == columns[:-1, :12]).all(1) & (heads[1:] == end[:-1])
+        same = (columns[1:] == columns[:-1])[:, [*range(12), 14]].all(1)
+        alike = same & (heads[1:] == end[:-1])
         first = np.flatnonzero(np.r_[True, ~alike][: len(columns)])
         found = columns[first]
         # The last tile of each group gives the end of its heads.
@@ -123,10 +125,10 @@ class TileTable:
         rows = [
             (t.q.positions.start, t.q.positions.stride, t.q.positions.count, t.q.rows.start, t.q.rows.stride,
              t.k.positions.start, t.k.positions.stride, t.k.positions.count, t.k.rows.start, t.k.rows.stride,
-             t.band.lo, t.band.hi, t.heads.start, t.heads.count)
+             t.band.lo, t.band.hi, t.heads.start, t.heads.count, t.first_head)
             for t in tiles
         ]  # fmt: skip
-        return TileTable(np.array(rows, np.int64).reshape(-1, 14))
+        return TileTable(np.array(rows, np.int64).reshape(-1, 15))
 
 
 class Pieces(NamedTuple):
@@ -308,7 +310,7 @@ def branch_tiles(
 def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, Ints, Ints]:
     """Query pieces paired with the key pieces of their segments, clipped to the band.
 
-    Returns owners of the queries (n,), of the keys (n,), segments (n,) and tile columns (n, 14).
+    Returns owners of the queries (n,), of the keys (n,), segments (n,) and tile columns (n, 15).
     """
     # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.argsort(q.segment, kind="stable"))
@@ -333,7 +335,7 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, In
     one = np.ones_like(lo)
     columns = np.stack(
         [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
-         k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one],
+         k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one, 0 * one],
         axis=1)  # fmt: skip
     keep = k_end > k_first
     return q.rank[keep], k.rank[keep], k.segment[keep], columns[keep]

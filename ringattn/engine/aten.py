@@ -31,7 +31,6 @@ from ringattn.engine.plain import PlainEngine, PlainWork
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, begin_, by_row, merge_, uninitialized
 from ringattn.engine.strips import Strips
-from ringattn.errors import UnsupportedError
 
 ops = torch.ops.aten
 
@@ -190,9 +189,8 @@ class AtenEngine(Accumulating):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> list[AtenWork]:
-        """Cut the tiles. Raises UnsupportedError for a softcap, which no fused kernel of torch knows."""
-        if softmax.softcap is not None:
-            raise UnsupportedError(f"engine={self.name!r} has no softcap={softmax.softcap}; use engine='plain'")
+        """Cut the tiles. Raises UnsupportedError for options, which no fused kernel of torch knows."""
+        softmax.refuse_others(self.name)
         cut, square_causal_only = [], any(op.square_causal_only for op in self._ops)
         for tiles in steps:
             # If one op of the device asks for square causal rectangles, all are cut so: the op is chosen later.

@@ -7,7 +7,8 @@ transposed view) and a received message (rows outermost) look alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,14 +16,43 @@ from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.softmax_state import accumulator_dtype, identity
+from ringattn.errors import UnsupportedError
+
+OPTIONAL = ("softcap", "alibi_slopes")
+"""Fields of `Softmax` that not every engine computes; None where a call does without."""
 
 
 class Softmax(NamedTuple):
-    """How scores become weights. `group`: query heads per K/V head (query head h reads K/V head h // group)."""
+    """How scores become weights. `group`: query heads per K/V head (query head h reads K/V head h // group).
+
+    A score is scaled, then capped, then loses slope * |distance|, see `AttentionSpec`. `alibi_slopes`: of all query
+    heads of the call, which `Tile.first_head` counts. `starts`: where documents start among the queries and among the
+    keys, if slopes need it because the two differ.
+    """
 
     scale: float
     group: int = 1
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    starts: tuple[tuple[int, int], ...] = ()
+
+    def options(self) -> dict[str, object]:
+        """Those of `OPTIONAL` that the call uses, by name."""
+        return {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
+
+    def refuse_others(self, engine: str, known: Container[str] = ()) -> None:
+        """Raise UnsupportedError for an option that the engine does not know."""
+        for name, value in self.options().items():
+            if name not in known:
+                raise UnsupportedError(f"engine={engine!r} has no {name}={value}; use engine='plain'")
+
+    def shift(self, q_position: int) -> int:
+        """By how much positions of queries exceed those of keys at the same distance from their documents' starts."""
+        if not self.starts:
+            return 0
+        # Documents may be empty: the last one that starts here or before has the position.
+        start, kv_start = self.starts[bisect_right(self.starts, q_position, key=lambda one: one[0]) - 1]
+        return start - kv_start
 
 
 class KV(NamedTuple):

@@ -1,8 +1,8 @@
 """The readable engine: scores of a tile as one dense matrix, a few query rows at a time.
 
-Guarantees every feature (any dtype up to float64, softcap, any strides of positions), arithmetic in the accumulator
-dtype, and at most `SCORES_BYTES` for a score matrix, of which three live at once in backward. It is what the faster
-engines are compared with, and what runs where torch ships no fused kernel.
+Guarantees every feature (any dtype up to float64, softcap, ALiBi, any strides of positions), arithmetic in the
+accumulator dtype, and at most `SCORES_BYTES` for a score matrix, of which three live at once in backward. It is what
+the faster engines are compared with, and what runs where torch ships no fused kernel.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ class _Chunk(NamedTuple):
     q_rows: slice
     k_rows: slice
     forbidden: Tensor | None  # (q rows, k rows), or None where every pair is allowed.
+    bias: _Bias | None
+
+
+class _Bias(NamedTuple):
+    """What ALiBi subtracts, as two factors: slopes (kv heads, q heads per kv head, 1, 1), distances (q, k rows)."""
+
+    slopes: Tensor
+    distance: Tensor
 
 
 class PlainEngine(Accumulating):
@@ -72,7 +80,7 @@ class PlainEngine(Accumulating):
         for tile, heads in work.tiles:
             # Score matrices of all batches and query heads of the group are there at once.
             for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
-                _attend_part(q, _held(kv, heads), heads, state, _chunk(part, q.device), work.softmax)
+                _attend_part(q, _held(kv, heads), heads, state, _chunk(part, heads, work.softmax, q), work.softmax)
 
     def attend_grad(
         self,
@@ -89,8 +97,9 @@ class PlainEngine(Accumulating):
         sums = accumulators(dkv, result, work.keys, work.visit)
         for tile, heads in work.tiles:
             for part in _parts(tile, heads.q_heads.count * q.shape[1], seed.lse.element_size()):
-                chunk = _chunk(part, q.device)
+                chunk = _chunk(part, heads, work.softmax, q)
                 _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(sums, heads), chunk, work.softmax)
+                del chunk  # before the next one is made
         finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: PlainWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
@@ -98,7 +107,7 @@ class PlainEngine(Accumulating):
         item = accumulator_dtype(sizes.dtype).itemsize
         most = max(
             (
-                _part_bytes(part, heads, sizes, work.softmax.softcap is not None, backward)
+                _part_bytes(part, heads, sizes, work.softmax, backward)
                 for tile, heads in work.tiles
                 for part in _parts(tile, heads.q_heads.count * sizes.batch, item)
             ),
@@ -112,7 +121,7 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
     out, lse, rows, cols = state.out.carried, state.lse, chunk.q_rows, chunk.k_rows
     assert out is not None
     q_heads = as_slice(heads.q_heads)
-    s = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax)[0]
+    s, _ = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax, False)
     # The rows' own lse; a row whose keys are all masked gets -inf and weighs nothing in the merge.
     part_lse = s.logsumexp(-1)
     p = weights(s, part_lse.unsqueeze(-1))
@@ -128,7 +137,7 @@ def _grad_of_part(
     rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)
     q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
     k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)
-    s, slope = _scores(q_part, k_part, chunk, softmax)
+    s, slope = _scores(q_part, k_part, chunk, softmax, True)
     # By the merged lse: the weights among all keys of a row, so parts add up.
     p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
     # dV = P^T dO; the sum over g adds the query heads of a K/V head.
@@ -144,7 +153,7 @@ def _grad_of_part(
     dkv.k[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", ds, q_part))
 
 
-def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backward: bool) -> int:
+def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, backward: bool) -> int:
     """The most that a part has allocated at once, from the order of the operations above."""
     item = accumulator_dtype(sizes.dtype).itemsize
     rows, cols = part.q.rows.count, part.k.rows.count
@@ -154,19 +163,21 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, capped: bool, backwa
     converted = sizes.dtype.itemsize != item
     # einsum copies what does not become a batch of matrices by views alone.
     grouped, apart = heads.q_heads.count > heads.kv_heads.count, sizes.batch > 1 and heads.kv_heads.count > 1
-    forbidden = 0 if part.is_full() else rows * cols
-    # Held throughout: the scores and, with a softcap, its derivative; weighing adds two and a mask.
-    held, weighing = scores + (scores if capped else 0), 2 * scores + scores // item
+    chunk = 0 if part.is_full() else rows * cols
+    if softmax.alibi_slopes is not None:
+        chunk += (rows * cols + heads.q_heads.count) * item
+    # Held throughout: the scores, and backward a softcap's derivative; weighing adds two and a mask.
+    held, weighing = scores * (1 + (backward and softmax.softcap is not None)), 2 * scores + scores // item
     scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
     if backward:
         q_copy, out_copy = (x * (grouped or apart) for x in (q, out))
         # Converted operands are copies in the accumulator dtype.
         more = (q + out + k + v) * converted
         ends = max(scores_copy + q + k_copy, out_copy + v_copy, q_copy + k)  # dq, the gradient of the scores, dk
-        return forbidden + more + held + max(weighing, 2 * scores + ends)
+        return chunk + more + held + max(weighing, 2 * scores + ends)
     more = (q + k) * converted
     weighed = scores + scores_copy + out + v_copy + v * converted
-    return forbidden + max(more + q + scores, held + lse + max(weighing, weighed))
+    return chunk + max(more + q + scores, held + lse + max(weighing, weighed))
 
 
 def _held(kv: KV, heads: HeadGroup) -> KV:
@@ -186,21 +197,36 @@ def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
         # The keys that the first to the last of these queries see; between them all are seen by some or masked below.
         cols = k.between(q_part.start - band.hi, q_part.last - band.lo)
         if cols.count:
-            yield Tile(tile.q.pick(rows), tile.k.pick(cols), band, tile.heads)
+            yield tile._replace(q=tile.q.pick(rows), k=tile.k.pick(cols))
 
 
-def _chunk(part: Tile, device: torch.device) -> _Chunk:
-    forbidden = None if part.is_full() else _forbidden(part, device)
-    return _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden)
+def _chunk(part: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor) -> _Chunk:
+    forbidden = None if part.is_full() else _forbidden(part, like.device)
+    return _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden, _bias(part, heads, softmax, like))
 
 
 def _forbidden(tile: Tile, device: torch.device) -> Tensor:
     """(q, k) booleans: the pairs outside the band."""
+    # A band allows lo <= q - k <= hi.
+    ahead = _ahead(tile, device)
+    return (ahead < tile.band.lo) | (ahead > tile.band.hi)
+
+
+def _bias(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor) -> _Bias | None:
+    if softmax.alibi_slopes is None:
+        return None
+    dtype = accumulator_dtype(like.dtype)
+    each = [softmax.alibi_slopes[tile.first_head + head] for head in heads.q_heads.members()]
+    slopes = torch.tensor(each, dtype=dtype, device=like.device).view(heads.kv_heads.count, -1, 1, 1)
+    distance = _ahead(tile, like.device).sub_(softmax.shift(tile.q.positions.start)).abs_()
+    return _Bias(slopes, distance.to(dtype))
+
+
+def _ahead(tile: Tile, device: torch.device) -> Tensor:
+    """(q, k) int64: the query's position less the key's."""
     runs = (tile.q.positions, tile.k.positions)
     q, k = (torch.arange(run.start, run.stop, run.stride, device=device) for run in runs)
-    # A band allows lo <= q - k <= hi.
-    distance = q[:, None] - k[None, :]
-    return (distance < tile.band.lo) | (distance > tile.band.hi)
+    return q[:, None] - k[None, :]
 
 
 def _grouped(x: Tensor, heads: HeadGroup) -> Tensor:
@@ -213,14 +239,19 @@ def _grouped_rows(x: Tensor, heads: HeadGroup) -> Tensor:
     return x.unflatten(1, (heads.kv_heads.count, -1)).unsqueeze(-1)
 
 
-def _scores(q: Tensor, k: Tensor, chunk: _Chunk, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
-    """Scores (batch, kv heads, q heads per kv head, q rows, k rows), -inf where forbidden; the softcap's derivative."""
+def _scores(q: Tensor, k: Tensor, chunk: _Chunk, softmax: Softmax, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores (batch, kv heads, q heads per kv head, q rows, k rows), -inf where forbidden.
+
+    With `backward` also the softcap's derivative, if there is one.
+    """
     s, slope = torch.einsum("nbhgd,mbhd->bhgnm", q, k).mul_(softmax.scale), None
     if softmax.softcap is not None:
         # S = cap * tanh(x / cap), in place; its derivative by x is 1 - tanh^2.
         s.div_(softmax.softcap).tanh_()
-        slope = 1 - s * s
+        slope = 1 - s * s if backward else None
         s.mul_(softmax.softcap)
+    if chunk.bias is not None:
+        s.addcmul_(chunk.bias.slopes, chunk.bias.distance, value=-1)
     if chunk.forbidden is not None:
         s.masked_fill_(chunk.forbidden, NEG_INF)
     return s, slope

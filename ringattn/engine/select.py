@@ -1,7 +1,7 @@
 """Which engine computes a call, and why.
 
-Guarantees that a named engine comes or is refused with a reason, before any rank communicates. `auto` takes aten; for a
-softcap, which aten lacks, triton on a GPU where it can do the call, and else plain, which does everything.
+Guarantees that a named engine comes or is refused with a reason, before any rank communicates. `auto` takes aten; for
+options of the softmax, which aten lacks, triton on a GPU where it can do the call, and else plain, which has all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import torch
 
 from ringattn.engine import aten
 from ringattn.engine.aten import AtenEngine
-from ringattn.engine.base import Engine
+from ringattn.engine.base import OPTIONAL, Engine, Softmax
 from ringattn.engine.flash import NEEDS, flash_engine
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
 EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
+KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": ("softcap",)}
+"""Which options of the softmax an engine computes; the others none."""
+IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes"}
 
 
 class Choice(NamedTuple):
@@ -31,14 +34,21 @@ class Choice(NamedTuple):
 
 @cache
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, d_k: int, d_v: int, softcap: float | None, sm_margin: int = 0
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    d_k: int,
+    d_v: int,
+    softmax: Softmax | None = None,
+    sm_margin: int = 0,
 ) -> Choice:
     """The engine called `name`, one of `ENGINES`, for inputs of `dtype` on `device` with heads of `d_k` and `d_v`.
 
-    `sm_margin`: multiprocessors to leave free, where the engine's kernels can.
+    `softmax`: of the call; None for one without options. `sm_margin`: multiprocessors to leave free, where the
+    engine's kernels can.
     Raises `UnsupportedError` where a named engine cannot do the call.
     """
-    call = _Call(device, dtype, (d_k, d_v), softcap, sm_margin)
+    call = _Call(device, dtype, (d_k, d_v), softmax or Softmax(1.0), sm_margin)
     found = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
     if found.engine.name == "triton":
         found = found._replace(why=f"{found.why}; {_forms(call)}")
@@ -53,7 +63,7 @@ class _Call(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     dims: tuple[int, int]
-    softcap: float | None
+    softmax: Softmax
     sm_margin: int
 
     @property
@@ -74,12 +84,13 @@ class _Call(NamedTuple):
 
 def _engine(name: str, call: _Call) -> Engine:
     """The engine called `name`. Raises UnsupportedError where it cannot do the call."""
+    for option in call.softmax.options():
+        if option not in KNOWN.get(name, ()):
+            raise UnsupportedError(f"engine={name!r} has no {option}; use engine='auto' or engine='plain'")
     if name == "plain":
         return PlainEngine()
     if name == "triton":
         return _triton(call)
-    if call.softcap is not None:
-        raise UnsupportedError(f"engine={name!r} has no softcap; use engine='auto' or engine='plain'")
     return (
         AtenEngine(call.device)
         if name == "aten"
@@ -89,10 +100,13 @@ def _engine(name: str, call: _Call) -> Engine:
 
 def _first_in_order(call: _Call) -> Choice:
     """What `auto` takes."""
-    if call.softcap is None:
+    options = call.softmax.options()
+    if not options:
         return Choice(AtenEngine(call.device), _why_aten(call))
-    if call.device.type != "cuda":
-        return Choice(PlainEngine(), f"plain: no fused kernel knows a softcap on {call.place}")
+    if call.device.type != "cuda" or not options.keys() <= {*KNOWN["triton"]}:
+        # The first that no kernel here knows: a GPU has one for a softcap.
+        told = [name for name in options if call.device.type != "cuda" or name not in KNOWN["triton"]]
+        return Choice(PlainEngine(), f"plain: no fused kernel knows {IN_WORDS[told[0]]} on {call.place}")
     try:
         return Choice(_triton(call), "triton: the only fused kernels with a softcap")
     except UnsupportedError as error:
@@ -132,4 +146,4 @@ def _forms(call: _Call) -> str:
     """Which of our own kernels will do the call."""
     from ringattn.engine import forms, triton
 
-    return forms.told(triton.architecture(call.device), call.dtype, call.dims, call.softcap)
+    return forms.told(triton.architecture(call.device), call.dtype, call.dims, call.softmax.softcap)

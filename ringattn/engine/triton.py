@@ -86,6 +86,7 @@ class TritonEngine(Accumulating):
         visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
+        softmax.refuse_others(self.name, ("softcap",))
         whole = PassTables(steps, softmax, rows, heads, more, visits)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 

@@ -77,6 +77,7 @@ class RingAttention(Reports, nn.Module):
             global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
@@ -128,6 +129,8 @@ class RingAttention(Reports, nn.Module):
         mask = asdict(self._spec.mask)
         mask = {name: mask[name] for name in mask if name in ("causal", "window") or mask[name] is not None}
         facts = mask | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
+        if self._spec.alibi_slopes is not None:
+            facts["alibi_slopes"] = self._spec.alibi_slopes
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
@@ -260,6 +263,7 @@ class RingMultiheadAttention(Projections):
             global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:

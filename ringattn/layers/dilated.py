@@ -104,6 +104,7 @@ class Dilation(Reports, nn.Module):
             layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
@@ -114,6 +115,8 @@ class Dilation(Reports, nn.Module):
         self.pairs = Dilated(*self.branches, causal, offset, layer)
         self.spec = AttentionSpec(self.pairs, **softmax)
         self.grad, self.tail, self._softmax = grad, tail, softmax
+        if self.spec.alibi_slopes is not None:
+            self._softmax["alibi_slopes"] = self.spec.alibi_slopes  # as numbers, read once
         self.warned = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
@@ -278,6 +281,7 @@ class MultiheadDilation(Projections):
             dtype: Of the weights. None: torch's default.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
+            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:

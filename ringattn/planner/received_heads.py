@@ -62,7 +62,10 @@ class ReceivedHeads:
         self.fused = queries.fused | of_keys
 
     def tiles(self, group: int) -> TileTable:
-        """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head."""
+        """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head.
+
+        A tile says which query head of the call it is, as its positions say which tokens its rows are.
+        """
         # By head: the part of the packed block and its first row in the fused buffer.
         parts = {
             block: {part.heads.start: (part, row) for part, row in buffer.parts(block)}
@@ -97,7 +100,7 @@ def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int], known: Cu
         # Some combinations lie wholly outside the band.
         known[spot] = [pair for pair in ranges if Tile(*pair, tile.band, ONE).area()]
     for q_range, k_range in known[spot]:
-        yield Tile(_moved(q_range, q_start), _moved(k_range, k_start), tile.band, ONE)
+        yield Tile(_moved(q_range, q_start), _moved(k_range, k_start), tile.band, ONE, tile.heads.start)
 
 
 def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:

@@ -40,7 +40,7 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
     """Of one call on these tiles, whose results are added to the accumulators of queries, backward of keys too."""
     rows = keys = 0
     pairs = 0.0
-    for q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads in tiles.columns.tolist():
+    for q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads, _ in tiles.columns.tolist():
         rows += q_count * heads
         keys += k_count * max(1, heads // problem.group)
         # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.

@@ -55,7 +55,8 @@ class AttentionCall:
         what = "documents" if len({b.bounds for b in p.mask.branches}) == 1 else "parts"
         documents = f"{len(bounds) - 1} {what} ending {bounds[-4:]}"
         branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
-        softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name != "group")
+        known = "group", "starts"  # what the problem says already
+        softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name not in known)
         kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
         facts = (
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
@@ -181,7 +182,7 @@ class Runtime(RankGroup):
         self.pool.release_arena()
 
     def choice(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softmax: Softmax | None
     ) -> Choice:
         """The engine of a call with such inputs.
 
@@ -190,7 +191,7 @@ class Runtime(RankGroup):
             dtype: Of the inputs.
             head_dim: Elements of a query and a key.
             value_dim: Elements of a value.
-            softcap: Of the call; None without.
+            softmax: Of the call; None for one without options.
 
         Returns:
             The engine, and one sentence that says why it is taken.
@@ -201,7 +202,7 @@ class Runtime(RankGroup):
         if not isinstance(self.engine, str):
             return Choice(self.engine, f"{self.engine.name}: given as an object")
         sm_margin = self.transport.sm_margin if device.type == "cuda" else 0
-        return choose(self.engine, device, dtype, head_dim, value_dim, softcap, sm_margin)
+        return choose(self.engine, device, dtype, head_dim, value_dim, softmax, sm_margin)
 
     def engine_for(self, *facts: Any) -> Engine:
         """The engine of `choice`.

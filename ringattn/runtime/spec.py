@@ -18,6 +18,7 @@ from torch import Tensor
 from ringattn.core.dilation import Dilated
 from ringattn.core.mask import Banded
 from ringattn.core.presets import Offset, check
+from ringattn.core.problem import FLOATS
 from ringattn.engine.base import Softmax
 from ringattn.errors import InputError
 from ringattn.schedule.routes import ScheduleName
@@ -33,6 +34,7 @@ class SoftmaxOptions(TypedDict, total=False):
 
     scale: float | None
     softcap: float | None
+    alibi_slopes: Tensor | Many[float] | None
     schedule: ScheduleName | str
 
 
@@ -58,6 +60,9 @@ class AttentionSpec:
     """Everything about an attention call but q, k, v and their sequences.
 
     `scale`: any finite number, None for 1/sqrt(head_dim). `softcap`: scores become softcap * tanh(score / softcap).
+    `alibi_slopes`: (q_heads,) finite numbers, a tensor of any float dtype or a sequence; then score -= slope *
+    |q position - k position|, after the scale and the softcap, as in flash-attn. Positions count from the starts of the
+    documents, and with `kv_seq` from 0 in both sequences. They get no gradient, are read once here and kept as numbers.
     `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: a name of
     `ScheduleName`, or double_ring:M, ulysses_ring:M for M ranks that belong together.
     """
@@ -65,8 +70,14 @@ class AttentionSpec:
     mask: MaskSpec = field(default_factory=Banded)
     scale: float | None = None
     softcap: float | None = None
+    alibi_slopes: Tensor | Many[float] | None = None
     schedule: ScheduleName | str = "auto"
     sinks: Tensor | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Read the slopes. Raises `InputError` for what are none."""
+        if self.alibi_slopes is not None:
+            object.__setattr__(self, "alibi_slopes", _slopes(self.alibi_slopes))
 
     @classmethod
     def banded(
@@ -86,9 +97,22 @@ class AttentionSpec:
         mask = Dilated(*check(segment_lengths, dilation_rates), causal, offset, layer)
         return cls(mask, sinks=sinks, **softmax)
 
-    def softmax(self, head_dim: int, group: int) -> Softmax:
-        """How scores become weights, with `group` query heads per K/V head. Raises `InputError` for no number."""
-        return Softmax(_scale(self.scale, head_dim), group, _softcap(self.softcap))
+    def softmax(
+        self, head_dim: int, q_heads: int, kv_heads: int,
+        documents: tuple[int, ...] = (), kv_documents: tuple[int, ...] = (),
+    ) -> Softmax:  # fmt: skip
+        """How scores become weights. `documents`, `kv_documents`: of two sequences, their bounds.
+
+        Raises `InputError` for no number, and for slopes that are not one for each query head.
+        """
+        softmax = Softmax(_scale(self.scale, head_dim), q_heads // kv_heads, _softcap(self.softcap))
+        if self.alibi_slopes is None:
+            return softmax
+        slopes = tuple(self.alibi_slopes)
+        if len(slopes) != q_heads:
+            raise InputError(f"alibi_slopes must be {q_heads} numbers, one for each query head, got {len(slopes)}")
+        starts = () if documents == kv_documents else tuple(zip(documents[:-1], kv_documents[:-1], strict=True))
+        return softmax._replace(alibi_slopes=slopes, starts=starts)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
@@ -105,6 +129,23 @@ def _softcap(softcap: float | None) -> float | None:
     if not _is_finite(softcap) or softcap <= 0:
         raise InputError(f"softcap must be positive and finite, or None, got {softcap!r}")
     return float(softcap)
+
+
+def _slopes(slopes: Tensor | Many[float]) -> tuple[float, ...]:
+    if not isinstance(slopes, Tensor):
+        if not isinstance(slopes, (tuple, list)) or not all(map(_is_finite, slopes)):
+            raise InputError(f"alibi_slopes must be a tensor or finite numbers, one for each head, got {slopes!r}")
+        return tuple(map(float, slopes))
+    if hasattr(slopes, "to_local"):
+        raise InputError("alibi_slopes are a DTensor; give those of this rank's heads, alibi_slopes.to_local()")
+    if slopes.requires_grad:
+        raise InputError("alibi_slopes require a gradient, and attention gives them none; pass alibi_slopes.detach()")
+    if slopes.dim() != 1 or slopes.is_meta or str(slopes.dtype).removeprefix("torch.") not in FLOATS:
+        raise InputError(
+            f"alibi_slopes must be a tensor of shape (q_heads,) and one of {', '.join(FLOATS)}, alike for all batches, "
+            f"got {slopes.dtype} of {tuple(slopes.shape)} on {slopes.device}"
+        )
+    return _slopes(slopes.tolist())
 
 
 def _is_finite(x: object) -> bool:

@@ -18,6 +18,7 @@ from ringattn.adapters import flash_attn, hosts
 from ringattn.adapters.groups import close_rings, ring_of
 from ringattn.errors import ClosedError
 from ringattn.testing import dense_attention, run_ranks
+from tests import oracle
 
 WORLD = 3
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -174,6 +175,12 @@ def test_stacked_tensors_alone() -> None:
     assert torch.allclose(alone, dense_attention(q, q + 1, q - 1, causal=True)[0], atol=1e-12)
     capped = told("stripe_flash_attn")(q, q + 1, q - 1, causal=True, softcap=0.5)
     assert not torch.allclose(alone, capped, atol=1e-3)
+    slopes = torch.linspace(0.1, 0.5, q.shape[2])
+    biased = told("stripe_flash_attn")(q, q + 1, q - 1, causal=True, alibi_slopes=slopes)
+    mask = oracle.allowed_mask(q.shape[1], q.shape[1], causal=True)
+    scale, bias = q.shape[3] ** -0.5, oracle.alibi(slopes.tolist(), q.shape[1], q.shape[1])
+    wanted, _ = oracle.attention(q, q + 1, q - 1, mask, scale, bias=bias)
+    assert torch.allclose(biased, wanted, atol=1e-12)
     close_rings()
 
 
@@ -186,8 +193,8 @@ def test_what_is_refused() -> None:
     with Ring() as ring:
         with pytest.raises(InputError, match=r"dropout_p=0\.1: attention over a ring has no dropout"):
             told("ring_flash_attn")(q, q, q, 0.1, group=ring)
-        with pytest.raises(InputError, match=r"alibi_slopes: .* adds no biases"):
-            told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1), group=ring)
+        with pytest.raises(InputError, match=r"alibi_slopes must be a tensor of shape \(q_heads,\) .* alike for all"):
+            told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1, 1), group=ring)
         with pytest.raises(InputError, match="cu_seqlens ends at 4, the sequence has 5 tokens"):
             told("ring_flash_attn_varlen")(flat, flat, flat, torch.tensor([0, 4]), 4, group=ring)
         with pytest.raises(InputError, match="must come from llama3_flash_attn_prepare_cu_seqlens"):

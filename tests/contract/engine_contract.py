@@ -20,9 +20,9 @@ from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 
 
 class EngineContract(NotFinite):
-    """The suite. An engine that sets `softcap` to false must refuse it by name."""
+    """The suite. An engine that sets `softcap` or `alibi` to false must refuse it by name."""
 
-    softcap = True
+    softcap, alibi = True, False
 
     def tried(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
         trial = Trial(scenario, dtype, with_dlse, seed, self.device)
@@ -36,6 +36,10 @@ class EngineContract(NotFinite):
         if SCENARIOS[name].softcap is not None and not self.softcap:
             with pytest.raises(UnsupportedError, match="softcap"):
                 self.engine().prepare([()], Softmax(SCALE, 1, SCENARIOS[name].softcap), 1, 1)
+            return
+        if SCENARIOS[name].alibi and not self.alibi:
+            with pytest.raises(UnsupportedError, match="alibi_slopes"):
+                self.engine().prepare([()], Softmax(SCALE, 1, None, (0.5,)), 1, 1)
             return
         self.tried(SCENARIOS[name], dtype, with_dlse)
 

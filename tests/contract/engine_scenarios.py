@@ -28,6 +28,7 @@ class Scenario(NamedTuple):
     batch: int = 1
     softcap: float | None = None
     memory: str = "tokens"
+    alibi: bool = False
 
     @property
     def heads(self) -> int:
@@ -109,6 +110,7 @@ SCENARIOS = {
     "whole-pass": whole(RING_PASS, 30, 4, 2, batch=2, memory="records"),
     "whole-zigzag-pass": whole(ZIGZAG_PASS, 64, 3, 3, batch=2, d_v=20),
     "whole-call": whole((((strip(0, 40), strip(0, 40), CAUSAL),),), 40, 2, 1, softcap=1.5),
+    "alibi": simple(DILATED, StridedRange(0, 4), 2, group=2, batch=2, softcap=1.5, alibi=True),
     "softcap": simple(WINDOW, StridedRange(0, 4), 2, group=2, softcap=1.5, batch=2),
 }
 

@@ -65,7 +65,8 @@ class Trial:
         self.scenario = scenario
         self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
         self.generator = torch.Generator().manual_seed(seed)
-        self.softmax = Softmax(scale, s.group, s.softcap)
+        slopes = tuple(0.02 * (head - 1) for head in range(s.heads)) if s.alibi else None
+        self.softmax = Softmax(scale, s.group, s.softcap, slopes)
         self.sinks: Tensor | None = None
         self.storage: list[Tensor] = []
         every_tile = [tile for step in s.steps for tile in step.tiles]
@@ -152,8 +153,10 @@ class Trial:
             whole = [torch.nn.functional.pad(x, (0, 0, step.held.start, missing)) for x in leaf]
             columns += [(whole, self._allowed(tile, step.k_rows)) for tile in step.tiles]
         k, v = (torch.cat([whole[i] for whole, _ in columns]).transpose(0, 1) for i in range(2))
-        allowed = torch.cat([mask for _, mask in columns], -1)
-        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap)
+        allowed, bias = torch.cat([mask for _, mask in columns], -1), None
+        if s.alibi:
+            bias = torch.cat([self._bias(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
+        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap, None, bias)
         seen = allowed.any(-1)
         wanted = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
         if self.dlse is not None:
@@ -172,6 +175,13 @@ class Trial:
         for head in tile.heads.members():
             mask[head, q_rows[:, None], key_rows[None, :]] = inside
         return mask.to(self.device)
+
+    def _bias(self, tile: Tile, k_rows: int) -> Tensor:
+        assert self.softmax.alibi_slopes is not None
+        distance = torch.zeros(self.scenario.q_rows, k_rows, dtype=torch.float64)
+        q_positions, q_rows, k_positions, key_rows = (torch.tensor(run.members()) for run in (*tile.q, *tile.k))
+        distance[q_rows[:, None], key_rows[None, :]] = (q_positions[:, None] - k_positions).abs().double()
+        return -torch.tensor(self.softmax.alibi_slopes, dtype=torch.float64)[:, None, None] * distance
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
         """Compare with the reference where tiles are, and with what was there before elsewhere."""

@@ -30,12 +30,14 @@ def dilated_reference(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of whole sequences (LongNet, arXiv 2307.02486, equations 3 to 15), computed in float64.
 
     q (batch, tokens, q_heads, d_k), k (batch, tokens, kv_heads, d_k), v (batch, tokens, kv_heads, d_v), sinks
     (q_heads,). `documents` are bounds [0, ..., tokens]; segments restart in each. A pair that several branches allow
-    counts once for each. Returns out (batch, tokens, q_heads, d_v) and lse (batch, q_heads, tokens), natural log.
+    counts once for each. `alibi_slopes` (q_heads,): a score loses slope * |distance in tokens|. Returns out (batch,
+    tokens, q_heads, d_v) and lse (batch, q_heads, tokens), natural log.
 
     tail="zero_pad": each segment and class is padded with zero keys to ceil(min(w, document) / r) rows, at the
     positions that follow the segment. torchscale moves rows where r does not divide that and segments follow; this does
@@ -58,6 +60,9 @@ def dilated_reference(
     scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        places = torch.arange(tokens)
+        scores = scores - alibi_slopes[:, None, None] * (places[:, None] - places).abs()
     if grad == "exact":
         return _softmax(scores, v, pairs.sum(0), zero_keys.sum(0), sinks)
 

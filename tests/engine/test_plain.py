@@ -17,11 +17,13 @@ from tests.contract.engine_trial import Trial
 class TestPlain(EngineContract):
     """The whole suite."""
 
+    alibi = True
+
     def engine(self) -> PlainEngine:
         return PlainEngine()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "dilated", "blind", "softcap"])
+@pytest.mark.parametrize("name", ["causal", "window", "dilated", "blind", "softcap", "alibi"])
 def test_chunks_of_rows_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven rows at a time: chunk borders fall inside every band."""
     scenario = SCENARIOS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 
 from ringattn import Ring
 from ringattn.engine import flash, select
+from ringattn.engine.base import Softmax
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import InputError, UnsupportedError
@@ -23,6 +25,7 @@ from ringattn.transport.local import LocalTransport
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 HALF = torch.bfloat16
+CAPPED, BIASED = Softmax(1.0, 1, 30.0), Softmax(1.0, 1, alibi_slopes=(0.5,))
 DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for both"
 
 
@@ -46,10 +49,10 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(
-    device: torch.device, dtype: torch.dtype = HALF, d_k: int = 128, d_v: int = 128, softcap: float | None = None
+    device: torch.device, dtype: torch.dtype = HALF, d_k: int = 128, d_v: int = 128, softmax: Softmax | None = None
 ) -> tuple[str, str]:
     """What auto takes: the engine's name, and what is said after it."""
-    choice = choose("auto", device, dtype, d_k, d_v, softcap)
+    choice = choose("auto", device, dtype, d_k, d_v, softmax)
     name, said = choice.why.split(": ", 1)
     assert choice.engine.name == name
     return name, said
@@ -61,7 +64,8 @@ def chosen(
 def test_on_a_cpu() -> None:
     assert chosen(HOST) == ("aten", "the only fused kernels for cpu")
     assert chosen(HOST, torch.float64, 13, 300) == ("aten", "the only fused kernels for cpu")
-    assert chosen(HOST, softcap=30.0) == ("plain", "no fused kernel knows a softcap on cpu")
+    assert chosen(HOST, softmax=CAPPED) == ("plain", "no fused kernel knows a softcap on cpu")
+    assert chosen(HOST, softmax=BIASED) == ("plain", "no fused kernel knows alibi_slopes on cpu")
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -76,27 +80,34 @@ def test_on_a_gpu() -> None:
 def test_a_softcap_on_a_gpu() -> None:
     for dtype, form in ((torch.float32, "pointers"), (torch.float16, "descriptors"), (HALF, "descriptors")):
         forms = f"forward by the form {form} (the Gluon kernel has no softcap)"
-        assert chosen(CUDA, dtype, 256, 16, 30.0) == ("triton", f"the only fused kernels with a softcap; {forms}")
+        assert chosen(CUDA, dtype, 256, 16, CAPPED) == ("triton", f"the only fused kernels with a softcap; {forms}")
     said = "no fused kernel here knows a softcap (engine='triton' {})"
-    assert chosen(CUDA, torch.float64, softcap=30.0) == (
+    assert chosen(CUDA, torch.float64, softmax=CAPPED) == (
         "plain", said.format("does not support torch.float64; use engine='plain'")
     )  # fmt: skip
-    assert chosen(CUDA, d_k=257, softcap=30.0) == (
+    assert chosen(CUDA, d_k=257, softmax=CAPPED) == (
         "plain", said.format("takes head dimensions to 256, not 257; use engine='plain'")
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("_hopper")
+def test_alibi_on_a_gpu() -> None:
+    """No kernel of ours has it, so the softcap beside it does not matter."""
+    for softmax in (BIASED, BIASED._replace(softcap=30.0)):
+        assert chosen(CUDA, softmax=softmax) == ("plain", "no fused kernel knows alibi_slopes on NVIDIA H200")
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_a_softcap_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    name, said = chosen(CUDA, softcap=30.0)
+    name, said = chosen(CUDA, softmax=CAPPED)
     assert name == "plain" and "from sm_80 on, not sm_75" in said
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ringattn.engine.triton", None)
-    name, said = chosen(CUDA, softcap=30.0)
+    name, said = chosen(CUDA, softmax=CAPPED)
     assert name == "plain" and "needs the package triton, which is not installed" in said
 
 
@@ -104,11 +115,14 @@ def test_a_softcap_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_named_engine_comes_or_is_refused() -> None:
-    assert choose("plain", HOST, torch.float64, 8, 8, 30.0).why == "plain: asked for by name"
+    assert choose("plain", HOST, torch.float64, 8, 8, CAPPED).why == "plain: asked for by name"
     assert choose("aten", HOST, HALF, 8, 8, None).engine.name == "aten"
     for name in ("aten", "fa3", "fa4"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no softcap; use engine='auto'"):
-            choose(name, HOST, HALF, 8, 8, 30.0)
+            choose(name, HOST, HALF, 8, 8, CAPPED)
+    for name in ("aten", "fa3", "fa4", "triton"):
+        with pytest.raises(UnsupportedError, match=f"engine='{name}' has no alibi_slopes; use engine='auto'"):
+            choose(name, HOST, HALF, 8, 8, BIASED)
     for name in ("fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' needs a .*, not cpu"):
             choose(name, HOST, HALF, 8, 8, None)
@@ -132,7 +146,7 @@ def test_it_is_said_which_kernels_triton_takes(dtype: torch.dtype, dims: tuple[i
 
 @pytest.mark.usefixtures("_hopper")
 def test_triton_is_refused_before_a_pass_what_it_would_refuse_in_one() -> None:
-    assert choose("triton", CUDA, torch.float32, 8, 256, 30.0).engine.name == "triton"
+    assert choose("triton", CUDA, torch.float32, 8, 256, CAPPED).engine.name == "triton"
     with pytest.raises(UnsupportedError, match=r"does not support torch\.float64"):
         choose("triton", CUDA, torch.float64, 8, 8, None)
     with pytest.raises(UnsupportedError, match="to 256, not 300"):
@@ -184,6 +198,9 @@ def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (told.engine, told.engine_why) == ("aten", "aten: the only fused kernels for cpu")
         assert "engine aten: the only fused kernels for cpu" in str(told).splitlines()
         assert ring.explain(seq, softcap=3.0, **facts).engine == "plain"
+        told = ring.explain(seq, alibi_slopes=[0.5, 0.25], **facts)
+        assert "engine plain: no fused kernel knows alibi_slopes on cpu" in str(told).splitlines()
+        told = ring.explain(seq, **facts)
         q = torch.zeros(1, 64, 2, 16)
         assert ring.explain(seq, q=q, k=q, v=q).engine_why == told.engine_why
 
@@ -203,8 +220,8 @@ def test_explain_asks_for_what_the_call_would(monkeypatch: pytest.MonkeyPatch) -
         ring.explain(ring.sequence(64), q=q, k=q, v=v, softcap=3.0)
         ring.explain(ring.sequence(64), q_heads=1, head_dim=8)
         ring.attention(q, q, v, ring.sequence(64), softcap=3.0)
-    first = ("plain", HOST, torch.float64, 16, 24, 3.0, 0)
-    assert asked == [first, ("plain", HOST, HALF, 8, 8, None, 0), first]
+    first = ("plain", HOST, torch.float64, 16, 24, Softmax(0.25, 1, 3.0), 0)
+    assert asked == [first, ("plain", HOST, HALF, 8, 8, Softmax(1 / math.sqrt(8)), 0), first]
 
 
 def test_an_engine_may_be_given_as_an_object() -> None:

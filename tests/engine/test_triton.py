@@ -48,7 +48,8 @@ def test_carried_steps_equal_one_launch_bitwise(outcomes: dict[str, str]) -> Non
 
 
 def named(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:
-    return choose.__wrapped__("triton", device, torch.float32, dim, dim, softcap, 6).engine
+    softmax = Softmax(1.0, 1, softcap)
+    return choose.__wrapped__("triton", device, torch.float32, dim, dim, softmax, 6).engine
 
 
 def test_off_a_gpu_it_is_refused_by_name() -> None:

@@ -21,7 +21,7 @@ from tests.fuzz.choices import (
     numbers,
     sequence,
 )
-from tests.fuzz.draw_calls import branches, call, draw_mask, next_call, odd
+from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_mask, next_call, odd
 
 KINDS = {
     "attention": 30,
@@ -67,6 +67,9 @@ def draw(seed: int) -> Case:
     if case["kind"] in ("attention", "processes", "nan"):
         for call in case["calls"]:
             draw_mask(Random(f"masks {seed}"), call)
+    if case["kind"] in ("attention", "dilated", "processes", "nan"):
+        for call in case["calls"]:
+            draw_alibi(Random(f"alibi {seed}"), call)
     return case
 
 

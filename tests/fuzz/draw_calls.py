@@ -140,6 +140,13 @@ def draw_mask(r: Random, call: Case) -> None:
         options["global_tokens"] = r.choice(sizes)
 
 
+def draw_alibi(r: Random, call: Case) -> None:
+    """Slopes of ALiBi, which older seeds do not draw. Alike calls share their options."""
+    if call["via"] in ("ring", "module", "alone") and maybe(r, 0.15):
+        slopes = [0.0, 1.0, 0.5, 0.1, 2.0**-8, -0.02, 0.3]
+        call["options"]["alibi_slopes"] = [r.choice(slopes) for _ in range(call["heads"][0])]
+
+
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
     """Another call on the same ring: new, alike, alike on the same inputs, or one that takes another's output."""
     how, base = r.random(), len(calls) - 1

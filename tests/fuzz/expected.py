@@ -58,10 +58,11 @@ class _Call:
         self.counts = counts_of(call)
         options = call["options"]
         self.scale = call["dims"][0] ** -0.5 if options.get("scale") is None else options["scale"]
-        self.detached = options.get("grad") == "detached"
+        self.detached, self.bias = options.get("grad") == "detached", bias_of(call)
         self.out, self.lse = reference.attention(
-            *self.tensors, self.counts, self.scale, options.get("softcap"), self.sinks, self.detached, self._rounded()
-        )
+            *self.tensors, self.counts, self.scale, options.get("softcap"), self.sinks, self.detached, self._rounded(),
+            self.bias,
+        )  # fmt: skip
         self.kept = self.out.detach().clone(), self.lse.detach().clone()
         self.loss = None
         if call["mode"] not in ("inference", "no_grad"):
@@ -87,7 +88,8 @@ class _Call:
     def largest_score(self) -> float:
         """No scaled score is larger."""
         q, k = (float(x.detach().norm(dim=-1).max()) if x.numel() else 0.0 for x in self.tensors[:2])
-        return abs(self.scale) * q * k
+        biased = self.bias is not None and self.bias.numel()
+        return abs(self.scale) * q * k + (float(self.bias.abs().max()) if biased else 0.0)
 
     def largest_ds(self) -> tuple[float, float]:
         """No gradient of a score is larger, before what cancels; and no element of dout."""
@@ -104,6 +106,15 @@ def _dout(call: _Call) -> Tensor:
     uses, doubled = call.call["uses"], 2 if call.call["in_place"] else 1
     dout = call.values.dout.double().abs() * (uses["out"] in ("weighted", "transposed")) + float(uses["out"] == "sum")
     return (dout + (doubled * call.kept[0].abs() if call.call["twice"] else 0.0)) * doubled
+
+
+def bias_of(call: Case) -> Tensor | None:
+    """What ALiBi adds to the scores of a call."""
+    slopes, seq = call["options"].get("alibi_slopes"), call["seq"]
+    if slopes is None:
+        return None
+    kv = call["kv_seq"] or seq
+    return reference.alibi(slopes, *(reference.places(one["length"], one["documents"]) for one in (seq, kv)))
 
 
 def counts_of(call: Case) -> reference.Counts:
@@ -174,6 +185,7 @@ def _sums(call: _Call) -> dict[str, Tensor]:
     scores = torch.einsum("bnhd,bmhd->bhnm", q, keys) * call.scale
     softcap = call.call["options"].get("softcap")
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if call.bias is None else scores + call.bias
     lse = call.kept[1].masked_fill(call.kept[1].isinf(), 0.0)[..., None]
     p = call.counts.pairs.sum(0) * torch.exp(torch.minimum(scores - lse, torch.zeros(())))
     uses = call.call["uses"]

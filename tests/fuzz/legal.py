@@ -17,6 +17,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
         return f"{call['bad']} has no meaning"
     if case["engine"] == "aten" and options.get("softcap") is not None:
         return "torch's fused kernels have no softcap"
+    if case["engine"] in ("aten", "triton") and options.get("alibi_slopes") is not None:
+        return "no fused kernel has ALiBi"
     if case["engine"] == "triton" and case["dtype"] == "float64":
         return "the Triton kernels have no float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
@@ -27,6 +29,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
     if options.get("grad") == "detached" and call["sinks"]:
         return "a sink belongs to no branch"
     if options.get("tail") == "zero_pad":
+        if options.get("alibi_slopes") is not None:
+            return "zero keys have no positions"
         longest = max(stop - start for start, stop in pairwise(call["seq"]["documents"] or (0, call["seq"]["length"])))
         branches = zip(options["segment_lengths"], options["dilation_rates"], strict=True)
         if any(w % r and w < longest for w, r in branches):

@@ -148,6 +148,12 @@ def dilated_counts(
     return Counts(torch.stack(pairs).double(), torch.stack(zero_keys).double() if padded else None)
 
 
+def alibi(slopes: Sequence[float], q: Places, k: Places) -> Tensor:
+    """(heads, q tokens, k tokens): what ALiBi (arXiv 2108.12409) adds to scores, symmetric; positions in documents."""
+    distance = (q.within[:, None] - k.within[None, :]).abs()
+    return -torch.tensor(list(slopes), dtype=torch.float64)[:, None, None] * distance
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -169,11 +175,13 @@ def attention(
     sinks: Tensor | None = None,
     detached: bool = False,
     rounded: Rounded | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the counted keys: out (batch, q tokens, heads, d_v) and lse (batch, heads, q tokens), float64.
 
     A zero key has score and value 0; a sink is a score of each head without a value. Without any key out is 0 and lse
-    -inf. `detached`: the branches are mixed by shares that carry no gradient, nor does lse.
+    -inf. `detached`: the branches are mixed by shares that carry no gradient, nor does lse. `bias`: (heads, q tokens, k
+    tokens), added to the scores.
     """
     group = q.shape[2] // max(k.shape[2], 1)
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
@@ -184,6 +192,8 @@ def attention(
     scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
 
     def softmax(pairs: Tensor, zero_keys: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = [scores + pairs.log()]

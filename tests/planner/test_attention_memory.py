@@ -108,6 +108,18 @@ def test_workspace_is_what_the_allocator_gave(
     engine: Engine, scale: float, shape: tuple[int, ...], band: Band, dtype: torch.dtype
 ) -> None:
     """To the byte, but for the two 0-dimensional tensors of torch.where."""
+    check_workspace(engine, Softmax(scale), shape, band, dtype)
+
+
+@pytest.mark.parametrize("band", [FULL, Band(0, 90)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[1], torch.float32), (SHAPES[2], torch.bfloat16)], ids=str)
+def test_workspace_with_options(shape: tuple[int, ...], dtype: torch.dtype, band: Band) -> None:
+    alibi = Softmax(0.1, alibi_slopes=(0.5, 0.25, 0.125, 0.0)[: shape[3]])
+    for softmax in (alibi, alibi._replace(softcap=2.0)):
+        check_workspace(PlainEngine(), softmax, shape, band, dtype)
+
+
+def check_workspace(engine: Engine, softmax: Softmax, shape: tuple[int, ...], band: Band, dtype: torch.dtype) -> None:
     n, m, batch, heads, kv_heads, dim, value_dim = shape
 
     def normal(rows: int, count: int, width: int) -> torch.Tensor:
@@ -120,7 +132,7 @@ def test_workspace_is_what_the_allocator_gave(
         band,
         StridedRange(0, heads),
     )
-    (work,) = engine.prepare([[tile]], Softmax(scale, heads // kv_heads), n, heads)
+    (work,) = engine.prepare([[tile]], softmax._replace(group=heads // kv_heads), n, heads)
     state, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
     there = allocated(lambda: engine.attend(q, kv, state, work))
     assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there
