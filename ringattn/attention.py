@@ -92,6 +92,10 @@ def attention(
         alibi_slopes: ALiBi, one number for each query head: score -= slope * |q position - k position|, after the cap.
             A tensor (q_heads,) of any of these float dtypes, which is read by the host, or numbers; alike on all ranks,
             without a gradient. None: no bias.
+        dropout_p: Each weight is dropped with this probability, from 0 to less than 1, and the others are divided by
+            1 - p; lse is that of all weights. What is dropped depends on the seed and on the batch, the query head and
+            the positions of a pair alone.
+        dropout_seed: With dropout_p: from 0 to 2**64 - 1, the same on all ranks; another one for each layer and step.
         schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by mask and bytes; by
             predicted time where the ring was told its `cluster`.
 
@@ -172,7 +176,8 @@ def call_of(
     documents = () if kv_seq is None else (seq.documents or (), kv_seq.documents or ())
     softmax = spec.softmax(sizes[3], sizes[1], sizes[2], *documents)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
-    return AttentionCall(problem, choose_route(problem, spec.schedule, ring.cluster), softmax, engine)
+    route, dropout_seed = choose_route(problem, spec.schedule, ring.cluster), spec.seed(softmax, problem)
+    return AttentionCall(problem, route, softmax, engine, dropout_seed)
 
 
 def make_problem(
@@ -231,7 +236,7 @@ def forward_pass(
     executor = ring.executor_of(call, backward=False)
     logits = None if sinks is None else sinks.detach().contiguous()
     with ring.accounted(executor), _uncast(q):
-        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, local, logits)
+        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, local, logits, call.dropout_seed)
         kept = ring.run(executor, arithmetic, keep=keep)
         out = arithmetic.state.out.finalized(q.dtype).transpose(0, 1)
         # Detached they are nobody's views, of which autograd would refuse to let a caller change one in place.
@@ -261,6 +266,7 @@ def backward_pass(
     executor = ring.executor_of(call, backward=True)
     with ring.accounted(executor), _uncast(q):
         seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+        seed = seed._replace(dropout_seed=call.dropout_seed)
         sums = executor.plan.own_sums
         dtype, make = accumulator_dtype(q.dtype), torch.zeros if sums is OwnSums.ZEROED else torch.empty
         dk, dv = (make(x.shape, dtype=x.dtype if sums is OwnSums.NONE else dtype, device=x.device) for x in (k, v))

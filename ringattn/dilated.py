@@ -20,7 +20,7 @@ from ringattn.core.presets import Offset, head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.runtime.runtime import AttentionCall, Runtime
-from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
+from ringattn.runtime.spec import AttentionSpec, DropoutOptions
 from ringattn.sequence import Sequence
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
@@ -44,7 +44,7 @@ def dilated_attention(
     layer: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    **softmax: Unpack[SoftmaxOptions],
+    **softmax: Unpack[DropoutOptions],
 ) -> Any:
     """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches; differentiable.
 
@@ -71,6 +71,8 @@ def dilated_attention(
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         alibi_slopes: As for `attention`; distances count tokens, whatever the rate. With tail="ragged". None: no bias.
+        dropout_p: As for `attention`; a pair that several branches have is dropped from all of them, or from none.
+        dropout_seed: As for `attention`.
         schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: the fastest as predicted.
 
     Shape:

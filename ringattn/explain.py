@@ -159,6 +159,7 @@ def explain(
     layer: int | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | Many[float] | None = None,
+    dropout_p: float = 0.0,
     kv_seq: Sequence | None = None,
     schedule: ScheduleName | str = "auto",
     cluster: Cluster | str = REFERENCE,
@@ -193,6 +194,7 @@ def explain(
         layer: As for `dilated_attention`.
         softcap: As for `attention`.
         alibi_slopes: As for `attention`.
+        dropout_p: As for `attention`; a seed changes nothing here.
         kv_seq: As for `attention`.
         schedule: As for `attention`.
         cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
@@ -225,7 +227,7 @@ def explain(
     device = ring.device if q is None else q.device
     spec = AttentionSpec.banded(
         causal, window, chunk=chunk, prefix=prefix, global_tokens=global_tokens, softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p,
     )  # fmt: skip
     mask: MaskSpec = spec.mask
     if segment_lengths is not None or dilation_rates is not None:

@@ -18,11 +18,13 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of (batch, tokens, heads, dim) tensors; K/V may have fewer heads. Computes and returns float64.
 
     `allowed`: booleans (q tokens, k tokens) or (q heads, q tokens, k tokens). `sinks`: (q heads,), one logit a head
-    that takes weight and gives no value. `bias`: (q heads, q tokens, k tokens), added to the scores. Returns out
+    that takes weight and gives no value. `bias`: (q heads, q tokens, k tokens), added to the scores. `kept`: of
+    all weights (batch, q heads, q tokens, k tokens), what they are multiplied with after the softmax. Returns out
     (batch, q tokens, q heads, d_v) and lse (batch, q heads, q tokens). A query with no key gives 0 and lse = -inf (its
     sink, where there are sinks), and finite gradients.
     """
@@ -44,6 +46,7 @@ def attention(
         finite = scores.masked_fill(blind.unsqueeze(-1), 0.0).logsumexp(-1)
         weights = torch.exp(scores - finite.unsqueeze(-1))
         lse = finite.masked_fill(blind, float("-inf"))
+    weights = weights if kept is None else weights * kept
     return torch.einsum("bhnm,bmhd->bnhd", weights, v), lse
 
 

@@ -75,6 +75,12 @@ BAD: dict[str, tuple[Change, str]] = {
     "slopes of integers": (setting(alibi_slopes=torch.zeros(4).int()), r"alibi_slopes must be .* got torch\.int32 of"),
     "slopes elsewhere": (setting(alibi_slopes=torch.zeros(4, device="meta")), r"alibi_slopes must be .* on meta"),
     "slopes that learn": (setting(alibi_slopes=torch.zeros(4, requires_grad=True)), r"alibi_slopes require a grad"),
+    "dropout without a seed": (setting(dropout_p=0.1), r"dropout_p=0\.1 needs a dropout_seed, the same on all"),
+    "dropout of all": (setting(dropout_p=1.0, dropout_seed=0), r"dropout_p must be .* less than 1, got 1\.0"),
+    "dropout of less": (setting(dropout_p=-0.1, dropout_seed=0), r"dropout_p must be .* less than 1, got -0\.1"),
+    "a negative seed": (setting(dropout_p=0.1, dropout_seed=-1), r"dropout_seed must be a whole number .* got -1"),
+    "a long seed": (setting(dropout_seed=2**64), r"dropout_seed must be a whole number .* got 18446744073709551616"),
+    "a seed of reference": (setting(dropout_p=0.1, dropout_seed=True), r"dropout_seed must be a .* got True"),
     "scale of nan": (setting(scale=math.nan), r"scale must be a finite number or None, got nan"),
     "scale of infinity": (setting(scale=-math.inf), r"scale must be a finite number or None, got -inf"),
     "scale beyond floats": (setting(scale=10**400), r"scale must be a finite number or None, got 10"),
@@ -138,6 +144,8 @@ def test_a_feature_that_an_engine_lacks() -> None:
         assert isinstance(error, UnsupportedError) and "engine='aten' has no softcap" in str(error)
     for error in errors(lambda ring: attend(ring, setting(alibi_slopes=[0.5] * 4)), engine="aten"):
         assert isinstance(error, UnsupportedError) and "engine='aten' has no alibi_slopes" in str(error)
+    for error in errors(lambda ring: attend(ring, setting(dropout_p=0.1, dropout_seed=3)), engine="aten"):
+        assert isinstance(error, UnsupportedError) and "engine='aten' has no dropout_p" in str(error)
 
 
 def length_eleven(ring: Ring, arguments: dict[str, Any]) -> None:
@@ -158,6 +166,7 @@ DISAGREE: dict[str, tuple[Change, str, str]] = {
     "batch": (lambda ring, a: a.update({n: torch.cat([a[n]] * 2) for n in "qkv"}), "batch 1", "batch 2"),
     "scale": (setting(scale=0.5), "scale 0.353553", "scale 0.5"),
     "softcap": (setting(softcap=2.0), "softcap None", "softcap 2.0"),
+    "dropout": (setting(dropout_p=0.1, dropout_seed=1), "dropout_p None", "dropout_p 0.1"),
     "slopes": (setting(alibi_slopes=[0.5] * 4), "alibi_slopes None", "alibi_slopes (0.5, 0.5, 0.5, 0.5)"),
     "a bit of scale": (setting(scale=1 / math.sqrt(8) + 2**-54), "0.35355339059327373,", "0.3535533905932738,"),
     "sinks": (setting(sinks=torch.zeros(4)), "no sinks", "'sinks'"),

@@ -21,6 +21,7 @@ from ringattn import (
     RingMultiheadDilatedAttention,
 )
 from ringattn.adapters.torch_ops import ring_attention
+from ringattn.engine.base import OPTIONAL
 from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
 from tests.face import DEADLINE_S, RANKS, TOKENS, X, attend, errors, good_call
@@ -148,7 +149,14 @@ def test_vmap_is_refused() -> None:
 # --- what one rank alone can do to the others ------------------------------------------------------------------------
 
 
-WRONG_TYPES = {"scale": "much", "softcap": "much", "alibi_slopes": "much", "sinks": [0.0] * 4, "schedule": ["ring"]}
+WRONG_TYPES = {
+    "scale": "much",
+    "softcap": "much",
+    "alibi_slopes": "much",
+    "dropout_p": "much",
+    "sinks": [0.0] * 4,
+    "schedule": ["ring"],
+}
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -184,7 +192,7 @@ def one_odd(ring: Ring, **changes: Any) -> dict[str, Any]:
 ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
     **{
         f"attention, {name}": lambda ring, odd, name=name: ring.attention(**one_odd(ring, **{name: odd}))
-        for name in "q k v seq causal window scale softcap alibi_slopes sinks kv_seq schedule".split()
+        for name in (*"q k v seq causal window scale softcap sinks kv_seq schedule".split(), *OPTIONAL, "dropout_seed")
     },
     **{
         f"dilated, {name}": lambda ring, odd, name=name: ring.dilated_attention(

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import ringattn
 from ringattn.testing import run_ranks
-from tests import oracle
+from tests import oracle, philox
 from tests.poison import unset_is_nan
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+SEED = 0x5EED_0000_0007
+"""Of dropout: both halves of the key count."""
 Results = dict[str, Tensor]
 """Whole tensors by name: out, lse, dq, dk, dv, and dsinks where there are sinks."""
 
@@ -43,6 +45,7 @@ class Trial(NamedTuple):
     kv_documents: tuple[int, ...] | None = None
     kv_layout: str = "contiguous"
     alibi: bool = False
+    dropout: float = 0.0
 
     @property
     def cross(self) -> bool:
@@ -53,7 +56,8 @@ class Trial(NamedTuple):
     def options(self) -> dict[str, Any]:
         """What `Ring.attention` is called with besides tensors and sequences."""
         alibi = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float64)} if self.alibi else {}
-        return {**self.mask, "scale": self.scale, "softcap": self.softcap, **alibi}
+        dropout = {"dropout_p": self.dropout, "dropout_seed": SEED} if self.dropout else {}
+        return {**self.mask, "scale": self.scale, "softcap": self.softcap, **alibi, **dropout}
 
     @property
     def slopes(self) -> list[float]:
@@ -112,7 +116,10 @@ def reference(trial: Trial, dtype: torch.dtype) -> Results:
     )
     scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
     bias = oracle.alibi(trial.slopes, given.q.shape[1], given.k.shape[1], *lists) if trial.alibi else None
-    out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks, bias)
+    kept = None
+    if trial.dropout:
+        kept = philox.kept(trial.batch, trial.heads[0], given.q.shape[1], given.k.shape[1], SEED, trial.dropout)
+    out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks, bias, kept)
     _loss(trial, out, lse, given.dout.double(), given.dlse.double()).backward()
     found = {"out": out.detach(), "lse": lse.detach()}
     found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}

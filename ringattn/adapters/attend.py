@@ -40,6 +40,8 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
+        dropout_p: Each weight is dropped with this probability; see `ringattn.attention`.
+        dropout_seed: With dropout_p: what is dropped follows from it and from the places of pairs.
         schedule: How blocks travel.
 
     Shape:

@@ -55,7 +55,10 @@ class _Options:
 
     def __post_init__(self) -> None:
         if self.dropout_p:
-            raise InputError(f"dropout_p={self.dropout_p}: attention over a ring has no dropout; pass 0.0")
+            raise InputError(
+                f"dropout_p={self.dropout_p}: these functions take no seed, without which ranks would drop other "
+                "weights than one does; pass 0.0, or call ring.attention with dropout_p and dropout_seed"
+            )
 
 
 @dataclass(frozen=True)

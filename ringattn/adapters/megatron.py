@@ -83,7 +83,7 @@ class RingCoreAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise InputError(f"attention_dropout={dropout}: attention over a ring has none; set attention_dropout=0.0")
+            raise InputError(f"attention_dropout={dropout}: this class has none; set attention_dropout=0.0")
         if attention_type != "self":
             raise InputError(f"attention_type={attention_type!r}: RingCoreAttention is for self-attention")
         if cp_comm_type not in _SCHEDULES:

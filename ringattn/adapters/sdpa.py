@@ -35,7 +35,7 @@ def ring_sdpa(
         key: Like query.
         value: Like query.
         attn_mask: None; a ring takes no mask tensor.
-        dropout_p: 0; a ring has no dropout.
+        dropout_p: 0; over a ring dropout needs a seed, which this function does not take.
         is_causal: A query meets the keys at its global position and before, within documents.
         scale: Factor of the scores. None: 1 / sqrt(head_dim).
         enable_gqa: Key and value may have fewer heads.
@@ -80,7 +80,10 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p
             "of them by ringattn.adapters.flex.flex_attention"
         )
     if dropout_p:
-        raise UnsupportedError(f"dropout_p={dropout_p}: a ring computes attention without dropout; set it to 0")
+        raise UnsupportedError(
+            f"dropout_p={dropout_p}: this function takes no seed; set it to 0, or call ring.attention with "
+            "dropout_p and dropout_seed"
+        )
     check_heads_first(q, k, v, enable_gqa)
 
 

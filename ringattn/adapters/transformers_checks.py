@@ -40,7 +40,7 @@ def known_mask(module: nn.Module, mask: object) -> MaskSpec:
 
 def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
-        raise UnsupportedError(f"attention dropout is {dropout}: set it to 0, ring attention has none")
+        raise UnsupportedError(f"attention dropout is {dropout}: set it to 0, a model's call gives no seed for it")
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
     if kwargs.get("position_bias") is not None:

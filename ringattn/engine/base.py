@@ -18,7 +18,7 @@ from ringattn.core.geometry import Tile
 from ringattn.engine.softmax_state import accumulator_dtype, identity
 from ringattn.errors import UnsupportedError
 
-OPTIONAL = ("softcap", "alibi_slopes")
+OPTIONAL = ("softcap", "alibi_slopes", "dropout_p")
 """Fields of `Softmax` that not every engine computes; None where a call does without."""
 
 
@@ -27,7 +27,8 @@ class Softmax(NamedTuple):
 
     A score is scaled, then capped, then loses slope * |distance|, see `AttentionSpec`. `alibi_slopes`: of all query
     heads of the call, which `Tile.first_head` counts. `starts`: where documents start among the queries and among the
-    keys, if slopes need it because the two differ.
+    keys, if slopes need it because the two differ. `dropout_p`: which weights are dropped depends on a seed too, which
+    comes with each pass.
     """
 
     scale: float
@@ -35,6 +36,7 @@ class Softmax(NamedTuple):
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     starts: tuple[tuple[int, int], ...] = ()
+    dropout_p: float | None = None
 
     def options(self) -> dict[str, object]:
         """Those of `OPTIONAL` that the call uses, by name."""
@@ -78,7 +80,7 @@ class BackwardInputs(NamedTuple):
 
     `dout`: (rows, batch, heads, d_v). `out`: the final output, same shape. `lse`: (batch, heads, rows), merged over
     all keys and sinks, accumulator dtype. `dlse`: gradient of `lse`, same shape, or None where nobody used it.
-    `delta`: (batch, heads, rows) = sum(dout * out) - dlse, accumulator dtype.
+    `delta`: (batch, heads, rows) = sum(dout * out) - dlse, accumulator dtype. `dropout_seed`: of the forward pass.
     """
 
     dout: Tensor
@@ -86,6 +88,7 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
     dlse: Tensor | None
     delta: Tensor
+    dropout_seed: int = 0
 
 
 class Output(NamedTuple):
@@ -111,11 +114,13 @@ class SoftmaxState(NamedTuple):
 
     `out`: normalized over the keys seen so far. `lse`: (batch, heads, rows), natural log, accumulator dtype; what it
     holds before the first step is the engine's affair. `sinks`: (heads,) logits, where the engine still needs them.
+    `dropout_seed`: of the pass, where the call has dropout.
     """
 
     out: Output
     lse: Tensor
     sinks: Tensor | None = None
+    dropout_seed: int = 0
 
 
 class Sizes(NamedTuple):

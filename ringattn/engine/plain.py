@@ -1,6 +1,6 @@
 """The readable engine: scores of a tile as one dense matrix, a few query rows at a time.
 
-Guarantees every feature (any dtype up to float64, softcap, ALiBi, any strides of positions), arithmetic in the
+Guarantees every feature (any dtype up to float64, softcap, ALiBi, dropout, any strides of positions), arithmetic in the
 accumulator dtype, and at most `SCORES_BYTES` for a score matrix, of which three live at once in backward. It is what
 the faster engines are compared with, and what runs where torch ships no fused kernel.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from ringattn.core.geometry import StridedRange, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
 from ringattn.engine.firsts import Piece, accumulators, as_slice, finish, held_by, key_pieces, own_sums_bytes
+from ringattn.engine.philox import PAIR_BYTES, is_dropped
 from ringattn.engine.rectangles import HeadGroup, head_groups
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
@@ -38,6 +39,7 @@ class _Chunk(NamedTuple):
     k_rows: slice
     forbidden: Tensor | None  # (q rows, k rows), or None where every pair is allowed.
     bias: _Bias | None
+    dropout: _Dropout | None
 
 
 class _Bias(NamedTuple):
@@ -45,6 +47,17 @@ class _Bias(NamedTuple):
 
     slopes: Tensor
     distance: Tensor
+
+
+class _Dropout(NamedTuple):
+    """Which weights are dropped, booleans of the scores' shape, and by what the others are divided."""
+
+    dropped: Tensor
+    kept_share: float
+
+    def apply_(self, p: Tensor) -> Tensor:
+        """To these, of the scores' shape, in place."""
+        return p.masked_fill_(self.dropped, 0.0).div_(self.kept_share)
 
 
 class PlainEngine(Accumulating):
@@ -80,7 +93,9 @@ class PlainEngine(Accumulating):
         for tile, heads in work.tiles:
             # Score matrices of all batches and query heads of the group are there at once.
             for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
-                _attend_part(q, _held(kv, heads), heads, state, _chunk(part, heads, work.softmax, q), work.softmax)
+                chunk = _chunk(part, heads, work.softmax, q, state.dropout_seed)
+                _attend_part(q, _held(kv, heads), heads, state, chunk, work.softmax)
+                del chunk  # before the next one is made
 
     def attend_grad(
         self,
@@ -97,7 +112,7 @@ class PlainEngine(Accumulating):
         sums = accumulators(dkv, result, work.keys, work.visit)
         for tile, heads in work.tiles:
             for part in _parts(tile, heads.q_heads.count * q.shape[1], seed.lse.element_size()):
-                chunk = _chunk(part, heads, work.softmax, q)
+                chunk = _chunk(part, heads, work.softmax, q, seed.dropout_seed)
                 _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(sums, heads), chunk, work.softmax)
                 del chunk  # before the next one is made
         finish(sums, result, work.keys)
@@ -125,6 +140,9 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
     # The rows' own lse; a row whose keys are all masked gets -inf and weighs nothing in the merge.
     part_lse = s.logsumexp(-1)
     p = weights(s, part_lse.unsqueeze(-1))
+    # The lse is that of all weights, dropped ones included.
+    if chunk.dropout is not None:
+        chunk.dropout.apply_(p)
     # Letters: n query rows, m key rows, b batches, h K/V heads, g query heads of one K/V head, d dims.
     part_out = torch.einsum("bhgnm,mbhd->nbhgd", p, kv.v[cols].to(p.dtype)).flatten(2, 3)
     merge_(out[rows, :, q_heads], lse[:, q_heads, rows], part_out, part_lse.flatten(1, 2))
@@ -140,10 +158,14 @@ def _grad_of_part(
     s, slope = _scores(q_part, k_part, chunk, softmax, True)
     # By the merged lse: the weights among all keys of a row, so parts add up.
     p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
-    # dV = P^T dO; the sum over g adds the query heads of a K/V head.
-    dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", p, dout))
-    # dS = P * (dO V^T - delta) * scale, in place, so that three score matrices are the most at once.
+    # dV = D(P)^T dO, with the dropout D; the sum over g adds the query heads of a K/V head.
+    kept = p if chunk.dropout is None else chunk.dropout.apply_(p.clone())
+    dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", kept, dout))
+    del kept
+    # dS = P * (D(dO V^T) - delta) * scale, in place, so that three score matrices are the most at once.
     ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
+    if chunk.dropout is not None:
+        chunk.dropout.apply_(ds)
     ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
     # The softcap's derivative: S = cap * tanh(x / cap).
     if slope is not None:
@@ -166,6 +188,10 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
     chunk = 0 if part.is_full() else rows * cols
     if softmax.alibi_slopes is not None:
         chunk += (rows * cols + heads.q_heads.count) * item
+    drawing = 0
+    if softmax.dropout_p is not None:
+        chunk += scores // item
+        drawing = _drawing_bytes(part, heads, sizes.batch)
     # Held throughout: the scores, and backward a softcap's derivative; weighing adds two and a mask.
     held, weighing = scores * (1 + (backward and softmax.softcap is not None)), 2 * scores + scores // item
     scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
@@ -174,10 +200,23 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
         # Converted operands are copies in the accumulator dtype.
         more = (q + out + k + v) * converted
         ends = max(scores_copy + q + k_copy, out_copy + v_copy, q_copy + k)  # dq, the gradient of the scores, dk
-        return chunk + more + held + max(weighing, 2 * scores + ends)
+        if softmax.dropout_p is not None:
+            ends = max(ends, out_copy + v)  # dv, beside the weights and those that were kept
+        return chunk + max(drawing, more + held + max(weighing, 2 * scores + ends))
     more = (q + k) * converted
     weighed = scores + scores_copy + out + v_copy + v * converted
-    return chunk + max(more + q + scores, held + lse + max(weighing, weighed))
+    return chunk + max(drawing, more + q + scores, held + lse + max(weighing, weighed))
+
+
+def _drawing_bytes(part: Tile, heads: HeadGroup, batch: int) -> int:
+    """What `_dropout` has allocated besides what it makes: of some rows at once, and of the places of their pairs."""
+    rows, cols, q_heads = part.q.rows.count, part.k.rows.count, heads.q_heads.count
+    rows = min(rows, _rows_drawn(cols * q_heads * batch))
+    return rows * cols * q_heads * batch * PAIR_BYTES + 8 * (rows + q_heads + batch) + 17 * cols
+
+
+def _rows_drawn(pairs_of_a_row: int) -> int:
+    return max(1, SCORES_BYTES // (PAIR_BYTES * pairs_of_a_row))
 
 
 def _held(kv: KV, heads: HeadGroup) -> KV:
@@ -200,9 +239,11 @@ def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
             yield tile._replace(q=tile.q.pick(rows), k=tile.k.pick(cols))
 
 
-def _chunk(part: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor) -> _Chunk:
-    forbidden = None if part.is_full() else _forbidden(part, like.device)
-    return _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden, _bias(part, heads, softmax, like))
+def _chunk(part: Tile, heads: HeadGroup, softmax: Softmax, q: Tensor, dropout_seed: int) -> _Chunk:
+    forbidden = None if part.is_full() else _forbidden(part, q.device)
+    bias = _bias(part, heads, softmax, q)
+    dropout = _dropout(part, heads, softmax, q, dropout_seed)
+    return _Chunk(as_slice(part.q.rows), as_slice(part.k.rows), forbidden, bias, dropout)
 
 
 def _forbidden(tile: Tile, device: torch.device) -> Tensor:
@@ -220,6 +261,20 @@ def _bias(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor) -> _Bias
     slopes = torch.tensor(each, dtype=dtype, device=like.device).view(heads.kv_heads.count, -1, 1, 1)
     distance = _ahead(tile, like.device).sub_(softmax.shift(tile.q.positions.start)).abs_()
     return _Bias(slopes, distance.to(dtype))
+
+
+def _dropout(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor, seed: int) -> _Dropout | None:
+    if softmax.dropout_p is None:
+        return None
+    queries, keys, batch, own = tile.q.positions, tile.k.positions, like.shape[1], heads.q_heads
+    of_call = own._replace(start=tile.first_head + own.start)
+    dropped = torch.empty((batch, own.count, queries.count, keys.count), dtype=torch.bool, device=like.device)
+    step = _rows_drawn(keys.count * own.count * batch)
+    for first in range(0, queries.count, step):
+        rows = StridedRange(first, min(step, queries.count - first))
+        into = dropped[:, :, first : first + rows.count]
+        is_dropped(into, of_call, queries.pick(rows), keys, seed, softmax.dropout_p)
+    return _Dropout(dropped.unflatten(1, (heads.kv_heads.count, -1)), 1 - softmax.dropout_p)
 
 
 def _ahead(tile: Tile, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
 EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
 KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": ("softcap",)}
 """Which options of the softmax an engine computes; the others none."""
-IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes"}
+IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes", "dropout_p": "this dropout"}
 
 
 class Choice(NamedTuple):

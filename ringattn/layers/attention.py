@@ -78,16 +78,18 @@ class RingAttention(Reports, nn.Module):
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
+            dropout_p: Weights are dropped with this probability in training mode; then each call needs a seed.
+            dropout_seed: None; it belongs to a call.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
-            InputError: `causal` or `window` is wrong.
+            InputError: `causal` or `window` is wrong, or a seed is given.
         """
         super().__init__()
-        self._spec = AttentionSpec.banded(causal, window, **options)
+        self._spec = AttentionSpec.banded(causal, window, **options).of_layer()
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, dropout_seed: int | None = None) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks. A collective call.
 
         Args:
@@ -95,6 +97,8 @@ class RingAttention(Reports, nn.Module):
             k: Keys, this rank's shard of `seq`.
             v: Values, this rank's shard of `seq`.
             seq: The sequence, which brings the ring.
+            dropout_seed: With dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, another one for
+                each layer and step.
 
         Shape:
             q: (batch, tokens, q_heads, d_k)
@@ -113,12 +117,27 @@ class RingAttention(Reports, nn.Module):
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
             OutOfMemoryError: A rank had no memory for the pass.
         """
-        return attend(seq.ring, q, k, v, seq, None, self.spec)[0]
+        return attend(seq.ring, q, k, v, seq, None, self.spec_of_call(dropout_seed))[0]
 
     @property
     def spec(self) -> AttentionSpec:
         """What the layer computes, its sinks included."""
         return replace(self._spec, sinks=self.sinks)
+
+    def spec_of_call(self, dropout_seed: int | None) -> AttentionSpec:
+        """What a call computes: as `spec`, with dropout in training mode alone.
+
+        Args:
+            dropout_seed: Of the call. None: it has none.
+
+        Returns:
+            The spec.
+
+        Raises:
+            Nothing.
+        """
+        dropout_p = self._spec.dropout_p if self.training else 0.0
+        return replace(self.spec, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
     def extra_repr(self) -> str:
         """The options, in the layer's line of a printed model.
@@ -131,6 +150,8 @@ class RingAttention(Reports, nn.Module):
         facts = mask | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
         if self._spec.alibi_slopes is not None:
             facts["alibi_slopes"] = self._spec.alibi_slopes
+        if self._spec.dropout_p:
+            facts["dropout_p"] = self._spec.dropout_p
         return ", ".join(f"{name}={value!r}" for name, value in facts.items())
 
 
@@ -242,7 +263,7 @@ class RingMultiheadAttention(Projections):
             num_heads: Query heads.
             num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
             head_dim: Elements of a head. None: embed_dim / num_heads.
-            dropout: 0; a ring has none.
+            dropout: Weights are dropped with this probability in training mode; then each call needs a seed.
             bias: The projections have biases.
             add_bias_kv: False; no key is added to the tokens'.
             add_zero_attn: False; the same.
@@ -264,14 +285,17 @@ class RingMultiheadAttention(Projections):
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
+            dropout_p: 0; `dropout` says it.
+            dropout_seed: None; it belongs to a call.
             schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
 
         Raises:
-            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or the mask is wrong.
+            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, the mask is wrong, or a
+                seed is given.
             UnsupportedError: An option of `torch.nn.MultiheadAttention` is not what a ring computes.
         """
         _refuse_options({
-            "dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn,
+            "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn,
             "kdim": kdim not in (None, embed_dim), "vdim": vdim not in (None, embed_dim),
             "batch_first": not batch_first,
         })  # fmt: skip
@@ -279,6 +303,9 @@ class RingMultiheadAttention(Projections):
             embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
             rope=None if rope is None else Rope(rope, rope_base), device=device, dtype=dtype,
         )  # fmt: skip
+        if "dropout_p" in options:
+            raise InputError("dropout_p: this layer calls it dropout, as torch's does")
+        options["dropout_p"] = dropout
         self.attention = RingAttention(causal=causal, window=window, sink_heads=num_heads if sinks else None, **options)
         if device is not None or dtype is not None:
             self.attention.to(device=device, dtype=dtype)
@@ -294,6 +321,7 @@ class RingMultiheadAttention(Projections):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        dropout_seed: int | None = None,
     ) -> Tensor:
         """Self-attention of this rank's tokens to those of all ranks. A collective call.
 
@@ -305,6 +333,8 @@ class RingMultiheadAttention(Projections):
             attn_mask: None; masks are the layer's options and the documents of `seq`.
             average_attn_weights: Only beside need_weights=True.
             is_causal: True: causal in this call, whether or not the layer is.
+            dropout_seed: With dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, another one for
+                each layer and step.
 
         Shape:
             x: (batch, tokens, embed_dim)
@@ -326,7 +356,7 @@ class RingMultiheadAttention(Projections):
                 f"the second argument is a {type(seq).__name__}: this layer makes queries, keys and values of x itself "
                 "and is called with (x, seq), seq being ring.sequence(...)"
             )
-        spec = self.attention.spec
+        spec = self.attention.spec_of_call(dropout_seed)
         with seq.ring.refused_by_all():
             _refuse_options({
                 "key_padding_mask": key_padding_mask is not None, "need_weights": need_weights,
@@ -344,7 +374,6 @@ class RingMultiheadAttention(Projections):
 
 
 _INSTEAD = {
-    "dropout": "attention over a ring has no dropout; set it to 0",
     "add_bias_kv": "no key is added to the tokens'; leave it out",
     "add_zero_attn": "no key is added to the tokens'; sinks=True has a learned logit for each head, zero at first",
     "kdim": "keys are made of the tokens, with embed_dim numbers; for keys of another sequence call ring.attention("

@@ -113,7 +113,7 @@ class Dilation(Reports, nn.Module):
         super().__init__()
         self.branches = check(segment_lengths, dilation_rates)
         self.pairs = Dilated(*self.branches, causal, offset, layer)
-        self.spec = AttentionSpec(self.pairs, **softmax)
+        self.spec = AttentionSpec(self.pairs, **softmax).of_layer(dropout=False)
         self.grad, self.tail, self._softmax = grad, tail, softmax
         if self.spec.alibi_slopes is not None:
             self._softmax["alibi_slopes"] = self.spec.alibi_slopes  # as numbers, read once

@@ -18,13 +18,19 @@ class ForwardArithmetic:
     """Own queries into `state`. Tensors are row-first, (rows, batch, heads, dim)."""
 
     def __init__(
-        self, engine: Engine, works: Sequence[Any], q: Tensor, local: LocalTensors, sinks: Tensor | None
+        self,
+        engine: Engine,
+        works: Sequence[Any],
+        q: Tensor,
+        local: LocalTensors,
+        sinks: Tensor | None,
+        dropout_seed: int = 0,
     ) -> None:
         """`local`: the own K and V."""
-        self.engine, self.q = engine, q
+        self.engine, self.q, self._dropout_seed = engine, q, dropout_seed
         self.value_dim = local.values[1].x.shape[3]
         # All works at once: the engine may find which launches are the first and the last on their rows.
-        self.state = engine.begin(works, q, self.value_dim, sinks)
+        self.state = engine.begin(works, q, self.value_dim, sinks)._replace(dropout_seed=dropout_seed)
         self._received: dict[int, SoftmaxState] = {}
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
         # Outputs of other ranks are merged into what is carried; without it, none arrive.
@@ -41,7 +47,8 @@ class ForwardArithmetic:
         q = _only(received[Kind.Q]).x
         if not at:
             # No sinks: the owner of the queries counts them, once.
-            self._received[id(works)] = self.engine.begin(works, q, self.value_dim, None)
+            begun = self.engine.begin(works, q, self.value_dim, None)
+            self._received[id(works)] = begun._replace(dropout_seed=self._dropout_seed)
         state = self._received[id(works)]
         self.engine.attend(q, _keys(received[Kind.KV]), state, works[at])
         if Kind.OUT not in received:
@@ -90,7 +97,8 @@ class BackwardArithmetic:
         if not at:
             # Not the own dQ: these queries belong to other ranks, to whom it is sent.
             into = self.engine.begin_grad(works, q, self.value_dim)
-            self._received[id(works)] = _seed(_only(received[Kind.GRAD_OUT])), into
+            seed = _seed(_only(received[Kind.GRAD_OUT]))._replace(dropout_seed=self.seed.dropout_seed)
+            self._received[id(works)] = seed, into
         seed, into = self._received[id(works)]
         self.engine.attend_grad(q, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), works[at])
         if Kind.DQ not in received:

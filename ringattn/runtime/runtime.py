@@ -45,6 +45,8 @@ class AttentionCall:
     route: Route
     softmax: Softmax
     engine: Engine
+    dropout_seed: int = 0
+    """Where there is dropout; no part of a plan, for it is another one at each step."""
     number: int = field(default=0, compare=False)
     """Which call of the ring it is, once all ranks agreed on it: its backward pass names it."""
 
@@ -57,6 +59,8 @@ class AttentionCall:
         branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
         known = "group", "starts"  # what the problem says already
         softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name not in known)
+        if s.dropout_p is not None:
+            softmax += f", dropout_seed {self.dropout_seed}"
         kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
         facts = (
             f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "

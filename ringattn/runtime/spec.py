@@ -18,8 +18,9 @@ from torch import Tensor
 from ringattn.core.dilation import Dilated
 from ringattn.core.mask import Banded
 from ringattn.core.presets import Offset, check
-from ringattn.core.problem import FLOATS
+from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import Softmax
+from ringattn.engine.philox import MOST_TOKENS
 from ringattn.errors import InputError
 from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence
@@ -38,7 +39,14 @@ class SoftmaxOptions(TypedDict, total=False):
     schedule: ScheduleName | str
 
 
-class BandedOptions(SoftmaxOptions, total=False):
+class DropoutOptions(SoftmaxOptions, total=False):
+    """Those, and dropout: taken by calls, and by the layers that have it."""
+
+    dropout_p: float
+    dropout_seed: int | None
+
+
+class BandedOptions(DropoutOptions, total=False):
     """Those, and which pairs meet besides a band: taken by ordinary attention; see `make_mask` for their meaning."""
 
     chunk: int | None
@@ -63,6 +71,8 @@ class AttentionSpec:
     `alibi_slopes`: (q_heads,) finite numbers, a tensor of any float dtype or a sequence; then score -= slope *
     |q position - k position|, after the scale and the softcap, as in flash-attn. Positions count from the starts of the
     documents, and with `kv_seq` from 0 in both sequences. They get no gradient, are read once here and kept as numbers.
+    `dropout_p`: each weight is dropped with this probability, the others are divided by 1 - p, and lse is that of all
+    weights; which ones depends on `dropout_seed`, from 0 to 2**64 - 1, and on the places of pairs alone.
     `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: a name of
     `ScheduleName`, or double_ring:M, ulysses_ring:M for M ranks that belong together.
     """
@@ -71,6 +81,8 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | Many[float] | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
     schedule: ScheduleName | str = "auto"
     sinks: Tensor | None = field(default=None, compare=False)
 
@@ -82,7 +94,7 @@ class AttentionSpec:
     @classmethod
     def banded(
         cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None, chunk: int | None = None,
-        prefix: int | Many[int] | None = None, global_tokens: int | None = None, **softmax: Unpack[SoftmaxOptions],
+        prefix: int | Many[int] | None = None, global_tokens: int | None = None, **softmax: Unpack[DropoutOptions],
     ) -> AttentionSpec:  # fmt: skip
         """Of ordinary attention: full, causal or in a window, also in chunks, or with first tokens that all meet."""
         each = tuple(prefix) if isinstance(prefix, Many) else prefix
@@ -91,11 +103,19 @@ class AttentionSpec:
     @classmethod
     def dilated(
         cls, segment_lengths: Many[int], dilation_rates: Many[int], causal: bool = False, offset: Offset | str = "mod",
-        layer: int | None = None, *, sinks: Tensor | None = None, **softmax: Unpack[SoftmaxOptions],
+        layer: int | None = None, *, sinks: Tensor | None = None, **softmax: Unpack[DropoutOptions],
     ) -> AttentionSpec:  # fmt: skip
         """Of dilated attention. Raises `InputError` for branches, an offset or a layer that make no sense."""
         mask = Dilated(*check(segment_lengths, dilation_rates), causal, offset, layer)
         return cls(mask, sinks=sinks, **softmax)
+
+    def of_layer(self, dropout: bool = True) -> AttentionSpec:
+        """What a layer keeps. Raises `InputError` for a seed, and for dropout where a layer has none."""
+        if self.dropout_p and not dropout:
+            raise InputError("this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed")
+        if self.dropout_seed is not None:
+            raise InputError("dropout_seed belongs to a call, for each needs another one; give it there")
+        return self
 
     def softmax(
         self, head_dim: int, q_heads: int, kv_heads: int,
@@ -106,6 +126,7 @@ class AttentionSpec:
         Raises `InputError` for no number, and for slopes that are not one for each query head.
         """
         softmax = Softmax(_scale(self.scale, head_dim), q_heads // kv_heads, _softcap(self.softcap))
+        softmax = softmax._replace(dropout_p=_dropout(self.dropout_p))
         if self.alibi_slopes is None:
             return softmax
         slopes = tuple(self.alibi_slopes)
@@ -113,6 +134,28 @@ class AttentionSpec:
             raise InputError(f"alibi_slopes must be {q_heads} numbers, one for each query head, got {len(slopes)}")
         starts = () if documents == kv_documents else tuple(zip(documents[:-1], kv_documents[:-1], strict=True))
         return softmax._replace(alibi_slopes=slopes, starts=starts)
+
+    def seed(self, softmax: Softmax, problem: Problem) -> int:
+        """The seed of dropout; 0 without dropout. Raises `InputError` for none, and for sequences too long."""
+        seed = self.dropout_seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+            raise InputError(f"dropout_seed must be a whole number from 0 to 2**64 - 1, or None, got {seed!r}")
+        if softmax.dropout_p is None:
+            return 0
+        if seed is None:
+            raise InputError(
+                f"dropout_p={softmax.dropout_p} needs a dropout_seed, the same on all ranks and another one at each "
+                "call: what is dropped must not depend on the number of ranks, as generators of the ranks would"
+            )
+        if max(problem.q_layout.length, problem.kv_layout.length) > MOST_TOKENS:
+            raise InputError(f"dropout_p={softmax.dropout_p}: it takes sequences of at most 2**32 tokens")
+        return seed
+
+
+def _dropout(p: float) -> float | None:
+    if not _is_finite(p) or not 0 <= p < 1:
+        raise InputError(f"dropout_p must be a probability from 0 to less than 1, got {p!r}")
+    return float(p) or None
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

@@ -211,7 +211,8 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
         q, k = (torch.randn(2, 7, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2))
         v = torch.randn(2, 7, 2, 6, dtype=dtype, requires_grad=True)
         sinks = torch.randn(4, dtype=dtype, requires_grad=True)
-        arguments = (q, k, v, sinks if dtype == torch.float64 else None, seq.handle, False, *window, 0.3, 2.0, "auto")
+        options = (sinks, torch.tensor([0.5, 0.25, 0.1, 0.0])) if dtype == torch.float64 else (None, None)
+        arguments = (q, k, v, *options, seq.handle, False, *window, 0.3, 2.0, "auto")
         torch.library.opcheck(attention, arguments)
         with torch.no_grad():
             out, lse, ticket = attention(*arguments)

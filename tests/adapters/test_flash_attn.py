@@ -191,7 +191,7 @@ def test_what_is_refused() -> None:
     q = torch.zeros(1, 5, 1, 8)
     flat = q[0]
     with Ring() as ring:
-        with pytest.raises(InputError, match=r"dropout_p=0\.1: attention over a ring has no dropout"):
+        with pytest.raises(InputError, match=r"dropout_p=0\.1: these functions take no seed"):
             told("ring_flash_attn")(q, q, q, 0.1, group=ring)
         with pytest.raises(InputError, match=r"alibi_slopes must be a tensor of shape \(q_heads,\) .* alike for all"):
             told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1, 1), group=ring)

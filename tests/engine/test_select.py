@@ -66,6 +66,7 @@ def test_on_a_cpu() -> None:
     assert chosen(HOST, torch.float64, 13, 300) == ("aten", "the only fused kernels for cpu")
     assert chosen(HOST, softmax=CAPPED) == ("plain", "no fused kernel knows a softcap on cpu")
     assert chosen(HOST, softmax=BIASED) == ("plain", "no fused kernel knows alibi_slopes on cpu")
+    assert chosen(HOST, softmax=Softmax(1.0, dropout_p=0.1)) == ("plain", "no fused kernel knows this dropout on cpu")
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -123,6 +124,8 @@ def test_a_named_engine_comes_or_is_refused() -> None:
     for name in ("aten", "fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no alibi_slopes; use engine='auto'"):
             choose(name, HOST, HALF, 8, 8, BIASED)
+        with pytest.raises(UnsupportedError, match=f"engine='{name}' has no dropout_p; use engine='auto'"):
+            choose(name, HOST, HALF, 8, 8, Softmax(1.0, dropout_p=0.1))
     for name in ("fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' needs a .*, not cpu"):
             choose(name, HOST, HALF, 8, 8, None)

@@ -21,7 +21,7 @@ from tests.fuzz.choices import (
     numbers,
     sequence,
 )
-from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_mask, next_call, odd
+from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_dropout, draw_mask, next_call, odd
 
 KINDS = {
     "attention": 30,
@@ -70,6 +70,8 @@ def draw(seed: int) -> Case:
     if case["kind"] in ("attention", "dilated", "processes", "nan"):
         for call in case["calls"]:
             draw_alibi(Random(f"alibi {seed}"), call)
+            if case["kind"] != "nan":
+                draw_dropout(Random(f"dropout {seed}"), call)
     return case
 
 

@@ -147,6 +147,12 @@ def draw_alibi(r: Random, call: Case) -> None:
         call["options"]["alibi_slopes"] = [r.choice(slopes) for _ in range(call["heads"][0])]
 
 
+def draw_dropout(r: Random, call: Case) -> None:
+    """Dropout, which older seeds do not draw either; by the ring, for modules take the seed otherwise."""
+    if call["via"] == "ring" and call["seq"]["length"] <= 100 and maybe(r, 0.12):
+        call["options"] |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
+
+
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
     """Another call on the same ring: new, alike, alike on the same inputs, or one that takes another's output."""
     how, base = r.random(), len(calls) - 1

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests import philox
 from tests.fuzz import inputs, reference
 from tests.fuzz.calls import owned
 from tests.fuzz.draw import Case
@@ -61,7 +62,7 @@ class _Call:
         self.detached, self.bias = options.get("grad") == "detached", bias_of(call)
         self.out, self.lse = reference.attention(
             *self.tensors, self.counts, self.scale, options.get("softcap"), self.sinks, self.detached, self._rounded(),
-            self.bias,
+            self.bias, kept_of(call),
         )  # fmt: skip
         self.kept = self.out.detach().clone(), self.lse.detach().clone()
         self.loss = None
@@ -117,6 +118,15 @@ def bias_of(call: Case) -> Tensor | None:
     return reference.alibi(slopes, *(reference.places(one["length"], one["documents"]) for one in (seq, kv)))
 
 
+def kept_of(call: Case) -> Tensor | None:
+    """What dropout multiplies the weights of a call with."""
+    options, (batch, heads) = call["options"], (call["batch"], call["heads"][0])
+    if not options.get("dropout_p"):
+        return None
+    tokens = call["seq"]["length"], (call["kv_seq"] or call["seq"])["length"]
+    return philox.kept(batch, heads, *tokens, options["dropout_seed"], options["dropout_p"])
+
+
 def counts_of(call: Case) -> reference.Counts:
     """Which pairs meet in a call."""
     options, seq = call["options"], call["seq"]
@@ -151,6 +161,7 @@ def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
     scale, largest = abs(call.scale), max(one.largest_score() for one in calls if one)
     chained = any(one is not None and one.call["chained"] for one in calls)
     relative = RELATIVE[case["dtype"]] * max(1.0, largest / USUAL_SCORE) * (1 + largest if chained else 1)
+    relative /= 1 - call.call["options"].get("dropout_p", 0.0)  # what is kept weighs more
     q, k, v = (float(x.detach().abs().max()) if x.numel() else 0.0 for x in call.tensors)
     ds, dout = call.largest_ds()
     usual = {"out": v, "lse": 1.0, "dq": scale * k * ds, "dk": scale * q * ds, "dv": dout, "dsinks": ds}
@@ -188,6 +199,7 @@ def _sums(call: _Call) -> dict[str, Tensor]:
     scores = scores if call.bias is None else scores + call.bias
     lse = call.kept[1].masked_fill(call.kept[1].isinf(), 0.0)[..., None]
     p = call.counts.pairs.sum(0) * torch.exp(torch.minimum(scores - lse, torch.zeros(())))
+    p = p / (1 - call.call["options"].get("dropout_p", 0.0))  # what is kept weighs more
     uses = call.call["uses"]
     dout = _dout(call)
     held = values.abs().amax(1, keepdim=True) if call.detached and values.numel() else out  # of each branch's own out

@@ -176,12 +176,13 @@ def attention(
     detached: bool = False,
     rounded: Rounded | None = None,
     bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the counted keys: out (batch, q tokens, heads, d_v) and lse (batch, heads, q tokens), float64.
 
     A zero key has score and value 0; a sink is a score of each head without a value. Without any key out is 0 and lse
     -inf. `detached`: the branches are mixed by shares that carry no gradient, nor does lse. `bias`: (heads, q tokens, k
-    tokens), added to the scores.
+    tokens), added to the scores. `kept`: (batch, heads, q tokens, k tokens), by which dropout multiplies weights.
     """
     group = q.shape[2] // max(k.shape[2], 1)
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
@@ -203,7 +204,7 @@ def attention(
         every = torch.cat(logits, -1)
         blind = every.isneginf().all(-1)
         lse = every.masked_fill(blind[..., None], 0.0).logsumexp(-1)  # finite, so that its gradient is no NaN
-        p = torch.exp(every - lse[..., None])[..., : k.shape[1]]
+        p = torch.exp(every - lse[..., None])[..., : k.shape[1]] * (1.0 if kept is None else kept)
         if rounded is None:
             out = torch.einsum("bhnm,bmhd->bnhd", p, v)
         else:

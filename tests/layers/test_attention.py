@@ -135,7 +135,6 @@ def test_torchs_own_layer(name: str, bias: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"dropout": 0.1}, "dropout: .* set it to 0"),
         ({"add_bias_kv": True}, "add_bias_kv: .* leave it out"),
         ({"add_zero_attn": True}, "add_zero_attn: .* sinks=True"),
         ({"kdim": 12}, "kdim: .* ring.attention"),

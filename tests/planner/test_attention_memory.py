@@ -115,7 +115,8 @@ def test_workspace_is_what_the_allocator_gave(
 @pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[1], torch.float32), (SHAPES[2], torch.bfloat16)], ids=str)
 def test_workspace_with_options(shape: tuple[int, ...], dtype: torch.dtype, band: Band) -> None:
     alibi = Softmax(0.1, alibi_slopes=(0.5, 0.25, 0.125, 0.0)[: shape[3]])
-    for softmax in (alibi, alibi._replace(softcap=2.0)):
+    dropout = Softmax(0.1, dropout_p=0.3)
+    for softmax in (alibi, alibi._replace(softcap=2.0), dropout, alibi._replace(softcap=2.0, dropout_p=0.1)):
         check_workspace(PlainEngine(), softmax, shape, band, dtype)
 
 

@@ -1,0 +1,35 @@
+"""Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, SC 2011) in numpy's 64 bits, and what dropout drops by it.
+
+Guarantees: nothing of ringattn is imported.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Words = list[np.ndarray]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """The four random words of counters of four words, all uint64 arrays of numbers below 2**32."""
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = counter
+    for turn in range(10):
+        k0, k1 = (np.uint64((k + turn * w) % 2**32) for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        one, other = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (other >> np.uint64(32)) ^ c1 ^ k0, other & low, (one >> np.uint64(32)) ^ c3 ^ k1, one & low
+    return [c0, c1, c2, c3]
+
+
+def kept(batch: int, heads: int, q_tokens: int, k_tokens: int, seed: int, p: float) -> Tensor:
+    """(batch, heads, q tokens, k tokens) float64: 1 / (1 - p) for weights that dropout keeps, else 0.
+
+    Tokens 4 j to 4 j + 3 as keys have the words of counter (j, query, head, batch), the seed being the key.
+    """
+    groups = -(-k_tokens // 4)
+    axes = np.meshgrid(*(np.arange(n, dtype=np.uint64) for n in (batch, heads, q_tokens, groups)), indexing="ij")
+    words = philox(axes[::-1], (seed % 2**32, seed >> 32))
+    drawn = np.stack(words, -1).reshape(batch, heads, q_tokens, groups * 4)[..., :k_tokens]
+    return torch.from_numpy((drawn >= np.uint64(int(p * 2**32))) / (1 - p))
