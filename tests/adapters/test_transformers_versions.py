@@ -17,7 +17,7 @@ from ringattn.adapters import hosts, transformers_mask, transformers_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers_mask import MaskSpec, mask_spec
 from ringattn.errors import UnsupportedError
-from tests.adapters.hosts import record
+from tests.adapters.hosts import read, record
 from tests.adapters.models import tiny_model
 from tests.adapters.versions import TOLERANCE, VERSIONS, cells, documented
 
@@ -39,6 +39,12 @@ def test_a_version_in_an_environment_of_its_own(version: str, tmp_path: Path) ->
         else:
             words = f"{name}, against eager attention, float64"
             record("transformers", version, mode, "exact", ranks=2, worst=verdict, words=words)
+
+
+def test_the_table_of_hosts_has_every_version() -> None:
+    there = {(cell.version, cell.mode) for cell in read() if cell.host == "transformers"}
+    missing = {(version, mode) for version in VERSIONS for mode in OF_THE_TABLE} - there
+    assert not missing, "run the test above for these, then python -m tests.adapters.hosts"
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "5.0.0", "5.17.0", "5.24.0", "6.0.0"])

@@ -390,7 +390,7 @@ def leaves_early(rank: int, world_size: int, folder: Path) -> None:
     else:
         with pytest.raises((DeadlineError, PeerLostError)):
             ring.all_gather_bytes(b"")
-        store.set(f"left/{rank}", b"1")
+        store.set(f"left/{rank}", "1")
 
 
 def test_gatherings_over_shared_memory_meet_in_the_records(processes: Processes, tmp_path: Path) -> None:
