@@ -96,8 +96,8 @@ def attention(
             1 - p; lse is that of all weights. What is dropped depends on the seed and on the batch, the query head and
             the positions of a pair alone.
         dropout_seed: With dropout_p: from 0 to 2**64 - 1, the same on all ranks; another one for each layer and step.
-        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by mask and bytes; by
-            predicted time where the ring was told its `cluster`.
+        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by
+            predicted time where machines are named, calibrated or recognised (see `Ring`); else by mask and bytes.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -176,7 +176,7 @@ def call_of(
     documents = () if kv_seq is None else (seq.documents or (), kv_seq.documents or ())
     softmax = spec.softmax(sizes[3], sizes[1], sizes[2], *documents)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
-    route, dropout_seed = choose_route(problem, spec.schedule, ring.cluster), spec.seed(softmax, problem)
+    route, dropout_seed = choose_route(problem, spec.schedule, ring.machines), spec.seed(softmax, problem)
     return AttentionCall(problem, route, softmax, engine, dropout_seed)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +17,24 @@ from torch import Tensor
 from ringattn.attention import make_problem
 from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
-from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, make_layout
 from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import branch_tiles, pieces_of, tiles_of
+from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.errors import InputError
-from ringattn.planner.candidates import Candidate, how_chosen, known, playable, played, table_of
+from ringattn.planner.candidates import Candidate, followed, how_chosen, known, playable, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster, cluster_named
+from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
-from ringattn.planner.extent import check_extent, excess
+from ringattn.planner.exchange import Exchange, exchanges
+from ringattn.planner.extent import check_extent
+from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, pairs_of
 from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Schedule
-from ringattn.schedule.routes import Route, ScheduleName, route_named, schedule_of
+from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
@@ -48,9 +48,10 @@ class Explanation:
     GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
     pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
     over which; else empty. `candidates`: for "auto" on machines that are known, all schedules with their predictions,
-    the chosen one first, or why each was left out; `layouts`: the predicted seconds of the chosen schedule, forward and
-    backward, in layouts. `automatic`: how "auto" chose; empty where the caller did. `predicts`: whether the text has
-    times; without, nobody named the machines of `cluster`.
+    the chosen one first, or why each was left out; `exchanges`: what their times hold for, that of the choice first;
+    `layouts`: predicted seconds in the plain layouts, the caller's first.
+    `automatic`: how "auto" chose; empty where the caller did. `cluster_from`: who says which machines these are, or why
+    nobody does. `predicts`: whether the text has times; without, nobody named the machines of `cluster`.
     """
 
     problem: Problem
@@ -72,8 +73,10 @@ class Explanation:
     ways: str = ""
     predicts: bool = True
     candidates: tuple[Candidate, ...] = ()
-    layouts: tuple[tuple[str, float], ...] = ()
+    layouts: tuple[InLayout, ...] = ()
     automatic: str = ""
+    exchanges: tuple[Exchange, ...] = ()
+    cluster_from: str = ""
 
     @property
     def balance(self) -> float:
@@ -102,8 +105,11 @@ class Explanation:
         lines += _links(self)
         if self.automatic:
             lines.append(f"auto took {self.forward.name}: {self.automatic}")
+        if self.predicts and p.world_size > 1 and self.cluster_from:
+            lines.append(f"machines {self.cluster_from}")
         if self.predicts and self.candidates:
-            lines += ["", *table_of(self.candidates, self.layouts), ""]
+            over = tuple(map(str, self.exchanges)) if len(self.exchanges) > 1 else ()
+            lines += ["", *table_of(self.candidates, over), *([by_layout(self.layouts)] if self.layouts else []), ""]
         if self.ways:
             lines.append(f"messages go over {self.ways}")
         if self.predicts:
@@ -162,7 +168,7 @@ def explain(
     dropout_p: float = 0.0,
     kv_seq: Sequence | None = None,
     schedule: ScheduleName | str = "auto",
-    cluster: Cluster | str = REFERENCE,
+    cluster: Cluster | str | None = None,
     sm_margin: int | None = None,
 ) -> Explanation:
     """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
@@ -198,7 +204,7 @@ def explain(
         kv_seq: As for `attention`.
         schedule: As for `attention`.
         cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
-            share nodes as it says, or where it says nothing as those of the ring do.
+            share nodes as it says, or where it says nothing as those of the ring do. None: the ring's own machines.
         sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
             as the engine of this ring leaves on its device.
 
@@ -215,7 +221,9 @@ def explain(
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
-    cluster = cluster.joined(ring.links)
+    own = cluster is None or not known(cluster)
+    cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
+    cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
     if q is not None:
         batch, _, q_heads, head_dim = q.shape
         dtype = q.dtype
@@ -237,21 +245,23 @@ def explain(
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softmax)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
-    chooser = cluster if known(cluster) else ring.cluster
+    machines = ring.cluster if own else cluster
+    over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
+    chooser, *others = (one.on(machines) for one in over) if known(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
     weighed: tuple[Candidate, ...] = ()
-    if schedule == "auto" and known(chooser) and not dilated and playable(problem) and problem.world_size > 1:
-        weighed = compared(problem, chooser)
-    automatic = "" if schedule != "auto" else how_chosen(weighed, chooser, dilated)
+    if schedule == "auto" and followed(problem, chooser) and not dilated and playable(problem) and ring.world_size > 1:
+        weighed = compared(problem, chooser, *others)
+    automatic = "" if schedule != "auto" else how_chosen(weighed, problem, chooser)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
-    areas = _pairs(problem)
-    own = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
-    margin = own if sm_margin is None else sm_margin
-    machine = cluster.leaving(margin)
-    predicted_us = sum(simulate(one, machine).total_us for one in plans)
-    whole_us = sum(simulate(one, cluster).total_us for one in plans) if margin else predicted_us
+    areas = pairs_of(problem)
+    left = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
+    margin = left if sm_margin is None else sm_margin
+    whole = _exchange(ring, cluster, 0).on(cluster)
+    predicted_us = sum(simulate(one, whole.leaving(margin)).total_us for one in plans)
+    whole_us = sum(simulate(one, whole).total_us for one in plans) if margin else predicted_us
     return Explanation(
         problem=problem,
         forward=schedule_of(problem, route, backward=False),
@@ -265,56 +275,25 @@ def explain(
         cluster=cluster,
         engine=chosen.engine.name,
         engine_why=chosen.why,
-        better_layout=_better_layout(ring, seq, kv_seq, problem, areas),
+        better_layout=better_layout(problem, seq.documents) if kv_seq is None else None,
         sm_margin=margin,
         margin_us=predicted_us - whole_us,
         crossed=tuple(crossed(one, cluster) for one in plans),
         ways=ring.transport.ways if isinstance(ring.transport, NodesTransport) else "",
         candidates=weighed,
-        layouts=_layouts(ring, seq, problem, route, chooser) if weighed and kv_seq is None else (),
+        layouts=in_layouts(problem, route, chooser) if weighed and kv_seq is None else (),
         automatic=automatic,
+        exchanges=over if weighed else (),
+        cluster_from=cluster_from,
     )
 
 
-def _layouts(
-    ring: Runtime, seq: Sequence, problem: Problem, route: Route, cluster: Cluster
-) -> tuple[tuple[str, float], ...]:
-    """Seconds of a route in the plain layouts, the caller's first. The layout is the caller's, and "auto" leaves it."""
-    found = []
-    for name in dict.fromkeys((seq.layout.name, "contiguous", "zigzag", "striped")):
-        layout = seq.layout if name == seq.layout.name else make_layout(name, seq.length, ring.world_size)
-        other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})
-        if playable(other):
-            found.append((name, played(other, route, cluster, plan_of)[0]))
-    return tuple(found)
-
-
-def _pairs(problem: Problem) -> tuple[int, ...]:
-    """(q, k) pairs times heads of each rank."""
-    return tuple(sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size))
-
-
-def _better_layout(
-    ring: Runtime, seq: Sequence, kv_seq: Sequence | None, problem: Problem, pairs: tuple[int, ...]
-) -> str | None:
-    """A layout with a clearly lower greatest share of pairs (one part in twenty), or None.
-
-    Layouts that are too large to plan are passed over.
-    """
-    if kv_seq is not None or problem.world_size == 1:
-        return None
-    best, least = None, 0.95 * max(pairs)
-    for name in LAYOUTS:
-        if name == seq.layout.name or (name in OF_DOCUMENTS and seq.documents is None):
-            continue
-        layout = make_layout(name, seq.length, ring.world_size, seq.documents)
-        other = Problem(**{**_fields(problem), "q_layout": layout, "kv_layout": layout})
-        if excess(other):
-            continue
-        greatest = max(_pairs(other))
-        if greatest < least:
-            best, least = name, greatest
-    return best
+def _exchange(ring: Runtime, machines: Cluster, sm_margin: int | None) -> Exchange:
+    """What carries this ring's messages; for GPUs elsewhere than under this ring NCCL."""
+    own = ring.exchange
+    elsewhere = machines.sms is not None and ring.transport.stream is None
+    margin = own.sm_margin if sm_margin is None else sm_margin
+    return Exchange("nccl" if elsewhere else own.transport, margin)
 
 
 def _beside(e: Explanation) -> str | None:
@@ -362,10 +341,6 @@ def _links(e: Explanation) -> list[str]:
     if e.cluster.links is not None and e.cluster.links.crossings:
         lines.append(placement(e.cluster.links))
     return lines
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
 
 
 def _table(e: Explanation) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Ring(Runtime):
         out_wire_dtype: torch.dtype | FloatName | None = None,
         poison: bool = False,
         nccl: NcclOptions | None = None,
-        cluster: Cluster | str | None = None,
+        cluster: Cluster | str | None = "auto",
     ) -> None:
         """Opens the ring on this rank; returns when all ranks have opened it.
 
@@ -82,7 +82,8 @@ class Ring(Runtime):
             nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
             cluster: The machines that schedule="auto" chooses for, the same on all ranks: the name of a preset, a file
                 of `ringattn calibrate`, or constants. Nodes and links are those that the ring finds, unless constants
-                have `links`. None: not known, and auto goes by mask and bytes.
+                have `links`. auto: what `ringattn calibrate` has left on this machine, or the preset of its GPUs;
+                `explain` says what was recognised. None: not known, and schedule="auto" goes by mask and bytes.
 
         Raises:
             InputError: An argument is not known or does not fit the group.
@@ -93,8 +94,10 @@ class Ring(Runtime):
         """
         if isinstance(engine, str) and engine not in ENGINES:
             raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
-        if isinstance(cluster, str):
-            cluster = cluster_named(cluster)
+        if cluster == "auto":
+            known: Cluster | Literal["auto"] | None = "auto"
+        else:
+            known = cluster_named(cluster) if isinstance(cluster, str) else cluster
         if not timeout_s > 0:
             raise InputError(f"timeout_s must be positive, got {timeout_s}")
         wires = {
@@ -103,8 +106,8 @@ class Ring(Runtime):
             "out_wire_dtype": wire_name("out_wire_dtype", out_wire_dtype, FLOATS),
         }
         if isinstance(transport, str):
-            transport = open_transport(group, transport, timeout_s, nccl)
-        super().__init__(transport, engine=engine, poison=poison, cluster=cluster, **wires)
+            transport = open_transport(group, transport, timeout_s, nccl, calibrated=known == "auto")
+        super().__init__(transport, engine=engine, poison=poison, cluster=known, **wires)
 
     def sequence(
         self,

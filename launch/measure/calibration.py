@@ -76,7 +76,7 @@ SHAPES = (
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process: what `measured` finds on a ring of its own."""
     torch.set_num_threads(1)
-    with ringattn.Ring(timeout_s=TIMEOUT_S, transport=spec["transport"]) as ring:
+    with ringattn.Ring(timeout_s=TIMEOUT_S, transport=spec["transport"], cluster=None) as ring:
         return measured(ring, spec["dtype"], spec["rounds"])
 
 

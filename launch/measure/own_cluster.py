@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-from pathlib import Path
 
-from ringattn.errors import InputError
-from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.cluster import CALIBRATED, Cluster
 
-FILE = "calibrated.json"
+FILE = CALIBRATED
 """What `ringattn calibrate` writes if it is not told otherwise."""
-VARIABLE = "RINGATTN_CALIBRATION"
-"""Where else that file lies."""
 NONE = "none: this machine is not calibrated; run `ringattn calibrate` here, or name other machines, as cluster=h100"
 
 
@@ -25,24 +20,14 @@ def own_cluster() -> Cluster | None:
 
     Raises `InputError` for a file that `RINGATTN_CALIBRATION` names and that cannot be read.
     """
-    path = Path(os.environ.get(VARIABLE) or FILE)
-    if not path.is_file():
-        if VARIABLE in os.environ:
-            raise InputError(f"{VARIABLE}={path}: there is no such file; `ringattn calibrate out={path}` writes one")
-        return None
-    cluster = cluster_named(str(path))
-    return cluster if json.loads(path.read_text(encoding="utf-8")).get("hardware") == hardware() else None
+    from ringattn.transport.recognition import VARIABLE, own_calibration
+
+    found = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
+    return Cluster(**found["constants"]) if "constants" in found else None
 
 
 def hardware() -> str:
     """The class of this machine, without its name."""
-    import torch
+    from ringattn.transport import recognition
 
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux: the architecture must do
-        lines = []
-    family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{len(os.sched_getaffinity(0))} cores, {family or platform.machine()}"
+    return recognition.hardware()

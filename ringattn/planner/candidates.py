@@ -8,6 +8,7 @@ and the cluster alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from textwrap import wrap
 from typing import NamedTuple
 
 from ringattn.core.problem import Problem
@@ -25,6 +26,9 @@ from ringattn.schedule.routes import RING, ROUTES, Route
 
 MUST_GAIN = 0.03
 """Share of the ring's time that another schedule must save: predictions are no nearer than that."""
+
+RECOGNISED_MUST_GAIN = 0.1
+"""The same on a preset that nobody named: of two published times this far apart, predictions order all (0023)."""
 
 STAGE_AT_MOST = 3
 """How often a rank's own q, k, v and out its staging may hold: as much as Ulysses needs, whatever the ranks."""
@@ -50,7 +54,7 @@ PlanOf = Callable[[Problem, Route, int, bool], Plan]
 class Candidate(NamedTuple):
     """A schedule for a call, forward and backward. `seconds`, `peak_bytes`: None where it was not planned.
 
-    `why`: why it is not taken; empty for the one that is.
+    `why`: why it is not taken; empty for the one that is. `elsewhere`: seconds of the same plans on other clusters.
     """
 
     schedule: str
@@ -58,11 +62,24 @@ class Candidate(NamedTuple):
     seconds: float | None
     peak_bytes: int | None
     why: str
+    elsewhere: tuple[float, ...] = ()
 
 
 def known(cluster: Cluster) -> bool:
     """Whether somebody said which machines these are."""
     return cluster.name != REFERENCE.name
+
+
+def must_gain(cluster: Cluster) -> float:
+    """Share of the ring's time that another schedule must save there."""
+    return RECOGNISED_MUST_GAIN if cluster.recognised else MUST_GAIN
+
+
+def followed(problem: Problem, cluster: Cluster) -> bool:
+    """Whether "auto" goes by predictions; where nobody named the machines, not for packed documents (decision 0023)."""
+    return known(cluster) and not (
+        cluster.recognised and any(len(branch.bounds) > 2 for branch in problem.mask.branches)
+    )
 
 
 def playable(problem: Problem) -> bool:
@@ -71,49 +88,62 @@ def playable(problem: Problem) -> bool:
     return problem.world_size <= PLAYED_RANKS and pieces <= PLAYED_PIECES
 
 
+def ring_is_near(problem: Problem, cluster: Cluster, ring: Route, plan_of: PlanOf) -> bool:
+    """Whether no schedule can save enough of the ring's time: only the ring is planned to know that."""
+    (ring_s,), _ = played(problem, ring, (cluster,), plan_of)
+    return least_s(problem, cluster) >= (1 - must_gain(cluster)) * ring_s
+
+
 def candidates(
-    problem: Problem, cluster: Cluster, routed: Callable[[str], Route], plan_of: PlanOf
+    problem: Problem,
+    cluster: Cluster,
+    routed: Callable[[str], Route],
+    plan_of: PlanOf,
+    others: tuple[Cluster, ...] = (),
 ) -> tuple[Candidate, ...]:
-    """All schedules, the chosen one first, then by time. `routed`: the route of a name on this cluster."""
+    """All schedules, the chosen one first, then by time.
+
+    `routed`: the route of a name on this cluster. `others`: those of `Candidate.elsewhere`.
+    """
     found: list[Candidate] = []
-    ring_s, ring_bytes = played(problem, routed(RING.name), cluster, plan_of)
+    (ring_s,), ring_bytes = played(problem, routed(RING.name), (cluster,), plan_of)
     best_s, most = ring_s, max(STAGE_AT_MOST * own_bytes(problem), STAGE_OVER_RING * ring_bytes)
     for name in sorted(ROUTES, key=lambda name: (name != RING.name, _moves_queries(ROUTES[name]), name)):
-        candidate = _weighed(problem, name, cluster, routed, plan_of, best_s, most)
+        candidate = _weighed(problem, name, (cluster, *others), routed, plan_of, best_s, most)
         found.append(candidate)
         if candidate.seconds is not None and not candidate.why:
             best_s = min(best_s, candidate.seconds)
-    chosen = _fastest(found, ring_s)
+    chosen = _fastest(found, (1 - must_gain(cluster)) * ring_s)
     ordered = sorted(
         (one for one in found if one is not chosen),
         key=lambda one: (one.seconds is None, one.seconds or 0.0, one.schedule),
     )
-    return chosen, *(one if one.why else one._replace(why=_slower(one, chosen)) for one in ordered)
+    return chosen, *(one if one.why else one._replace(why=_slower(one, chosen, must_gain(cluster))) for one in ordered)
 
 
-def _fastest(found: list[Candidate], ring_s: float) -> Candidate:
-    """The fastest that may be taken, if it saves enough; else the ring."""
+def _fastest(found: list[Candidate], most_s: float) -> Candidate:
+    """The fastest that may be taken, if it takes less than `most_s`; else the ring."""
     may = [one for one in found if not one.why and one.seconds is not None]
     ring = next(one for one in found if one.schedule == RING.name)
     fastest = min(may, key=lambda one: (one.seconds, one.schedule), default=ring)
-    return fastest if (fastest.seconds or 0.0) < (1 - MUST_GAIN) * ring_s else ring
+    return fastest if (fastest.seconds or 0.0) < most_s else ring
 
 
-def _slower(one: Candidate, chosen: Candidate) -> str:
+def _slower(one: Candidate, chosen: Candidate, gain: float) -> str:
     assert one.seconds is not None and chosen.seconds is not None
     if not chosen.seconds:
         return "no faster"
     if chosen.schedule == RING.name and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
-        return f"saves less than {MUST_GAIN:.0%} of the ring"
+        return f"saves less than {gain:.0%} of the ring"
     return f"{one.seconds / chosen.seconds:.2f} times" if one.seconds > 1.005 * chosen.seconds else "no faster"
 
 
 def _weighed(
-    problem: Problem, name: str, cluster: Cluster, routed: Callable[[str], Route], plan_of: PlanOf, best_s: float,
-    most: float,
+    problem: Problem, name: str, clusters: tuple[Cluster, ...], routed: Callable[[str], Route], plan_of: PlanOf,
+    best_s: float, most: float,
 ) -> Candidate:  # fmt: skip
     """A schedule by its plans, or why it has none."""
-    route = ROUTES[name]
+    route, cluster = ROUTES[name], clusters[0]
 
     def out(why: str) -> Candidate:
         return Candidate(name, route, None, None, why)
@@ -126,7 +156,8 @@ def _weighed(
         return out("one node: its hops cross the same links as the ring's")
     if _moves_queries(route):
         least = least_s(problem, cluster)
-        if least >= (1 - (MUST_GAIN if problem.world_size <= 4 else SLOW_MUST_GAIN)) * best_s:
+        gain = must_gain(cluster) if problem.world_size <= 4 else max(must_gain(cluster), SLOW_MUST_GAIN)
+        if least >= (1 - gain) * best_s:
             return out(f"takes {least * 1e3:.3g} ms at least")
         if problem.world_size > PLACED_RANKS:
             return out(f"not planned for a choice on more than {PLACED_RANKS} ranks; name it")
@@ -134,11 +165,11 @@ def _weighed(
         if found := excess(problem, by_head=route.by_head):
             return out(found)
         route = routed(name)
-        seconds, peak = played(problem, route, cluster, plan_of)
+        (seconds, *elsewhere), peak = played(problem, route, clusters, plan_of)
     except (InputError, PlanError) as error:  # unlike nodes, heads that cannot be divided
         return out(str(error))
-    why = f"stages {peak / own_bytes(problem):.1f} times a rank's q, k, v and out" if peak > most else ""
-    return Candidate(name, route, seconds, peak, why if name != RING.name else "")
+    why = f"stages {peak / own_bytes(problem):.1f} times q, k, v and out" if peak > most else ""
+    return Candidate(name, route, seconds, peak, why if name != RING.name else "", tuple(elsewhere))
 
 
 def _moves_queries(route: Route) -> bool:
@@ -146,44 +177,55 @@ def _moves_queries(route: Route) -> bool:
     return route.by_head or route.place is not None
 
 
-def played(problem: Problem, route: Route, cluster: Cluster, plan_of: PlanOf) -> tuple[float, int]:
-    """Seconds and staging bytes, forward and backward."""
+def played(
+    problem: Problem, route: Route, clusters: tuple[Cluster, ...], plan_of: PlanOf
+) -> tuple[tuple[float, ...], int]:
+    """Seconds on each cluster and staging bytes, forward and backward."""
     passes = [
         tuple(plan_of(problem, route, rank, backward) for rank in range(problem.world_size))
         for backward in (False, True)
     ]
-    seconds = sum(simulate(plans, cluster).total_us for plans in passes) / 1e6
+    seconds = tuple(sum(simulate(plans, cluster).total_us for plans in passes) / 1e6 for cluster in clusters)
     return seconds, max(plan.arena_bytes for plans in passes for plan in plans)
 
 
-def how_chosen(found: tuple[Candidate, ...], cluster: Cluster, dilated: bool) -> str:
+def how_chosen(found: tuple[Candidate, ...], problem: Problem, cluster: Cluster) -> str:
     """How "auto" came to its schedule, in a few words."""
-    if dilated:
+    if any(branch.dilation > 1 for branch in problem.mask.branches):
         return "the fastest by a closed form for rows that few ranks need"
     if not known(cluster):
         return (
             "by mask and bytes alone, for no constants of these machines are known; Ring(cluster=...) names a preset "
             "or a file of `ringattn calibrate`"
         )
+    if not followed(problem, cluster):
+        return "by mask and bytes alone, for documents take seconds to predict; Ring(cluster=...) asks for it"
     if not found:
         return f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces all are predicted"
     return f"predicted for {cluster.name}, forward and backward"
 
 
-def table_of(found: tuple[Candidate, ...], layouts: tuple[tuple[str, float], ...]) -> list[str]:
-    """Candidates as lines of text, and what the chosen one takes in other layouts."""
-    rows = [("schedule", "ms", "staged MiB", "")]
+WIDTH = 100
+"""Columns of text at most."""
+
+
+def table_of(found: tuple[Candidate, ...], over: tuple[str, ...] = ()) -> list[str]:
+    """Candidates as lines of text. `over`: what their times hold for, the chosen one's first; () where that is one."""
+    rows = [("schedule", *(over or ("ms",)), "staged MiB", "")]
     for one in found:
-        ms = "" if one.seconds is None else f"{one.seconds * 1e3:.3f}"
+        times = () if one.seconds is None else (one.seconds, *one.elsewhere)
+        cells = [f"{seconds * 1e3:.3f}" for seconds in times] or [""] * max(1, len(over))
         mib = "" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:.1f}"
-        rows.append((one.schedule, ms, mib, one.why or "taken"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        f"{name.ljust(widths[0])}  {ms.rjust(widths[1])}  {mib.rjust(widths[2])}  {why}".rstrip()
-        for name, ms, mib, why in rows
-    ]
-    if layouts:
-        lines.append(f"{found[0].schedule} by layout: " + ", ".join(f"{name} {s * 1e3:.3f} ms" for name, s in layouts))
+        rows.append((one.schedule, *cells, mib, one.why or "taken"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = ["ms by what carries messages, and SMs left to it; chosen by the first:"] if over else []
+    for name, *cells, why in rows:
+        if any(cells):
+            numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            name = "  ".join((name.ljust(widths[0]), *numbers))
+        # A reason without numbers takes their place.
+        told = f"{name.ljust(widths[0])}  {why}".rstrip()
+        lines += wrap(told, WIDTH, subsequent_indent=" " * (widths[0] + 2), drop_whitespace=True) if why else [told]
     return lines
 
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ringattn.core.problem import Problem
-from ringattn.planner.candidates import MUST_GAIN, Candidate, by_closed_form, candidates, known, playable
+from ringattn.planner.candidates import (
+    Candidate,
+    by_closed_form,
+    candidates,
+    followed,
+    must_gain,
+    playable,
+    ring_is_near,
+)
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import forward_seconds
 from ringattn.planner.opening_cost import cheapest_opening
@@ -69,24 +77,28 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
             route = replace(route, grid=grid_of(nodes, route.name))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
-    elif known(cluster) and playable(problem) and problem.world_size > 1:
+    elif followed(problem, cluster) and playable(problem) and problem.world_size > 1:
+        ring = _chosen(problem, RING.name, cluster)
+        # Where nobody named the machines, no call waits for a choice that can gain nothing.
+        if cluster.recognised and ring_is_near(problem, cluster, ring, _planned):
+            return ring
         return compared(problem, cluster)[0].route
     else:
         relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
-        if known(cluster) and route is RING:
+        if followed(problem, cluster) and route is RING:
             seconds = by_closed_form(problem, cluster)
-            if seconds.get("double_ring", seconds["ring"]) < (1 - MUST_GAIN) * seconds["ring"]:
+            if seconds.get("double_ring", seconds["ring"]) < (1 - must_gain(cluster)) * seconds["ring"]:
                 return _chosen(problem, "double_ring", cluster)
     route = replace(route, keeps=_little_comes(problem, route))
     return replace(route, opening=cheapest_opening(problem, route, cluster))
 
 
 @lru_cache(maxsize=64)
-def compared(problem: Problem, cluster: Cluster) -> tuple[Candidate, ...]:
+def compared(problem: Problem, cluster: Cluster, *others: Cluster) -> tuple[Candidate, ...]:
     """All schedules for a call on a cluster, the one that "auto" takes first; see `candidates`."""
     with _alone:
-        return candidates(problem, cluster, lambda name: _chosen(problem, name, cluster), _planned)
+        return candidates(problem, cluster, lambda name: _chosen(problem, name, cluster), _planned, others)
 
 
 def _fastest(problem: Problem, cluster: Cluster) -> Route:

@@ -14,6 +14,9 @@ from typing import Any
 from ringattn.errors import InputError, one_of
 from ringattn.planner.links import LinkClass, Links
 
+CALIBRATED = "calibrated.json"
+"""The file in the working directory that `ringattn calibrate` writes if it is not told otherwise."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -37,7 +40,8 @@ class Cluster:
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
     pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
     `cores` is set. `calibrated`: whether the constants were measured on the machine itself. `source`: where they come
-    from. `sms`: multiprocessors of a rank's GPU; None: not known, or none.
+    from. `sms`: multiprocessors of a rank's GPU; None: not known, or none. `recognised`: whether this is a preset that
+    nobody named, but that fits the GPUs and links that a ring has found.
     Raises `InputError` for constants that cannot be.
     """
 
@@ -67,6 +71,7 @@ class Cluster:
     sync_s: float = 0.0
     message_sms: float = 0.0
     state_passes: float = 3.0
+    recognised: bool = False
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""

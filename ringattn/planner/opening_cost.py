@@ -19,7 +19,8 @@ from ringattn.schedule.routes import Route, forward_of_rank
 def cheapest_opening(problem: Problem, route: Route, cluster: Cluster) -> Opening:
     """Kept where that saves a greater share of the pass's time than it adds to what a forward pass saves anyway.
 
-    Memory of every layer is not spent on the word of `REFERENCE`, which describes no machine. Else split, unless the
+    Memory of every layer is not spent on the word of `REFERENCE`, which describes no machine, nor of a preset that
+    nobody named. Else split, unless the
     call of its own takes longer than what it hides.
     """
     rank = problem.world_size - 1
@@ -45,7 +46,7 @@ def cheapest_opening(problem: Problem, route: Route, cluster: Cluster) -> Openin
     back = record_bytes(problem, problem.wire_dtype or problem.accumulator_dtype, Kind.DKV)
     hops_s = sum(latency_s + size(content) * (record + back) / rate for at, _, content in arrived(part) if at == rank)
     share = exposed_s / (max(all_s, hops_s) + exposed_s)
-    if cluster.name != REFERENCE.name and share > kept_bytes / _saved_bytes(problem, rank):
+    if cluster.name != REFERENCE.name and not cluster.recognised and share > kept_bytes / _saved_bytes(problem, rank):
         return "kept"
     return "split" if min(early_s, fetch_s) > cluster.call_s else "fetched"
 

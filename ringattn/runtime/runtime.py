@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from ringattn.observe.spans import Recording
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.exchange import Exchange
 from ringattn.runtime.activation import activate
 from ringattn.runtime.executor import Arithmetic, Counters, Executor
 from ringattn.runtime.pass_profiler import profiler_of
@@ -31,6 +32,7 @@ from ringattn.runtime.selective import unseen
 from ringattn.schedule.routes import Route
 from ringattn.transport.base import Transport
 from ringattn.transport.location import Location, links_of
+from ringattn.transport.recognition import recognise
 
 _open: WeakSet[Runtime] = WeakSet()
 KEPT_PLANS = 256
@@ -87,16 +89,22 @@ class Runtime(RankGroup):
         kv_wire_dtype: str | None,
         out_wire_dtype: str | None,
         poison: bool,
-        cluster: Cluster | None = None,
+        cluster: Cluster | Literal["auto"] | None = None,
     ) -> None:
-        """Owns the transport, which closes with it. Dtypes are names, checked."""
+        """Owns the transport, which closes with it. Dtypes are names, checked. `cluster`: see `Ring`."""
         super().__init__(transport)
         self.engine = engine
         self.dkv_wire_dtype, self.kv_wire_dtype, self.out_wire_dtype = dkv_wire_dtype, kv_wire_dtype, out_wire_dtype
         self.links = links_of(transport.locations) if transport.locations else None
+        if cluster == "auto":
+            cluster, self.cluster_from = recognise(self.locations, self.links, transport.name)
+        else:
+            self.cluster_from = f"named: {cluster.name}" if cluster else "not looked for: cluster=None"
         # Unless links are told, where ranks are is known better here than by whoever described machines like these.
         self.cluster = replace(cluster, links=cluster.links or self.links) if cluster else REFERENCE.joined(self.links)
         self.cluster.check_ranks(transport.world_size)
+        self.exchange = Exchange(transport.name, transport.sm_margin)
+        self.machines = self.exchange.on(self.cluster) if cluster else self.cluster
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
         self._executors: dict[tuple[Any, ...], Executor] = {}

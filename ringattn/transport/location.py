@@ -35,10 +35,15 @@ class Nic(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """The GPU of a rank: `uuid` as torch spells it, `bus` as /sys does, None where it is not known."""
+    """The GPU of a rank: `uuid` and `name` as torch spells them, `bus` as /sys does, None where it is not known.
+
+    `sms`: its multiprocessors.
+    """
 
     uuid: str
     bus: str | None
+    name: str | None = None
+    sms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Location:
 
     `machine`: boot id and network namespace, None where /proc does not tell. `gpu`, `bus`: None on the CPU. `nics`:
     RDMA ports where there are any, else network interfaces. `links`: from this GPU to the others of the machine, by
-    UUID; empty where the driver does not tell.
+    UUID; empty where the driver does not tell. `device`, `sms`: the name of the GPU and its multiprocessors.
+    `calibration`: what `ringattn calibrate` has left here, as `recognition.own_calibration` has it; None:
+    nothing, or nobody asked.
     """
 
     host: str
@@ -58,6 +65,9 @@ class Location:
     bus: str | None = None
     nics: tuple[Nic, ...] = ()
     links: tuple[tuple[str, LinkClass], ...] = ()
+    device: str | None = None
+    sms: int | None = None
+    calibration: str | None = None
 
     def same_machine(self, other: Location) -> bool:
         """Whether both are known to be on one machine, where they can share memory."""
@@ -100,6 +110,8 @@ def my_location(
         mine and mine.bus,
         nics(root),
         tuple(links(mine.uuid)) if mine else (),
+        mine and mine.name,
+        mine and mine.sms,
     )
 
 
@@ -108,9 +120,10 @@ def torch_gpu(index: int) -> Gpu:
     found: Any = torch.cuda.get_device_properties(index)
     uuid = str(found.uuid).removeprefix("GPU-")  # as `nvml` has it
     try:
-        return Gpu(uuid, f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+        bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:  # older torch does not tell
-        return Gpu(uuid, None)
+        bus = None
+    return Gpu(uuid, bus, found.name, found.multi_processor_count)
 
 
 def machine_id(root: Path = Path("/")) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.opening import warnings_of as peer_warnings
 from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.recognition import VARIABLE, own_calibration
 from ringattn.transport.shm.transport import ShmTransport, obstacle
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
@@ -46,8 +48,10 @@ CAUSES_EVERY_S = 0.5
 TransportName = Literal["auto", "local", "shm", "gloo", "nccl", "peer"]
 
 
-def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None) -> Transport:
-    """The transport of this rank.
+def open_transport(
+    group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None, calibrated: bool = False
+) -> Transport:
+    """The transport of this rank. `calibrated`: its locations say what `ringattn calibrate` has left on each machine.
 
     For auto nccl where there is a CUDA device; else shm where the ranks are known to be one user's on one machine, and
     gloo where they are not; local when alone. What auto has chosen is not changed where it cannot be opened.
@@ -88,7 +92,8 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     store = store or dist.HashStore()
     try:
         gpu = _gpu_index(rank) if on_gpu else None
-        locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s)
+        own = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
+        locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s, own)
         if transport == "peer":
             control = ControlStore(store, rank, world_size, timeout_s)
             return _open_peer(control, store, timeout_s, nccl, flight_dir, gpu, locations)
@@ -112,7 +117,7 @@ def open_transport(group: Any, transport: str, timeout_s: float, nccl: NcclOptio
     return opened
 
 
-def _located(control: ControlStore, gpu: int | None, timeout_s: float) -> tuple[Location, ...]:
+def _located(control: ControlStore, gpu: int | None, timeout_s: float, calibration: str | None) -> tuple[Location, ...]:
     """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
     heard_s, deadline = time.monotonic(), Deadline(timeout_s)
     bounded = control.until(deadline.plus(GRACE_S))
@@ -125,7 +130,8 @@ def _located(control: ControlStore, gpu: int | None, timeout_s: float) -> tuple[
             if cause := bounded.cause():
                 raise PeerLostError(f"rank {control.rank}: {cause}")
 
-    locations = gather_locations(control, my_location(gpu), deadline, watch)
+    mine = replace(my_location(gpu), calibration=calibration)
+    locations = gather_locations(control, mine, deadline, watch)
     if control.rank == 0 and (advice := order_advice(locations)):
         warnings.warn(f"rank 0: {advice}", stacklevel=4)
     return locations

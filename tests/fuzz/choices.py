@@ -49,9 +49,13 @@ def numbers(r: Random, kind: str) -> Case:
 
 
 def draw_nodes(r: Random) -> Case:
-    """Machines for schedule="auto": ranks of a node, and links that make one schedule or another the fastest."""
+    """Machines for schedule="auto": ranks of a node, and links that make one schedule or another the fastest.
+
+    `gpu`: not named, but to be recognised by these GPUs. None: named.
+    """
     return {"ranks": r.choice([1, 2, 2, 3, 4]), "bandwidth": r.choice([1e5, 1e7, 1e9]),
-            "latency_s": r.choice([1e-6, 1e-4]), "node_bandwidth": r.choice([1e5, 1e6])}  # fmt: skip
+            "latency_s": r.choice([1e-6, 1e-4]), "node_bandwidth": r.choice([1e5, 1e6]),
+            "gpu": r.choice([None, None, "NVIDIA A100-SXM4-80GB", "NVIDIA B200"])}  # fmt: skip
 
 
 def _length(r: Random, ranks: int, longest: int) -> int:

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn.planner.cluster import Cluster
-from ringattn.planner.links import Links
+from ringattn.planner.cluster import CLUSTERS, Cluster
+from ringattn.planner.links import LinkClass, Links
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
+from ringattn.transport.location import Location, Nic
+from ringattn.transport.recognition import DEVICES
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S
 from tests.poison import unset_is_nan
@@ -33,20 +35,39 @@ Outcomes = list[Any]
 """By rank: what it returned, or the exception that it raised."""
 
 
-def _cluster(case: Case) -> Cluster | None:
+def _cluster(case: Case) -> Cluster | str | None:
     """The machines that schedule="auto" chooses for; None: not known."""
     if not (drawn := case.get("nodes")):
         return None
+    if drawn.get("gpu"):
+        return "auto"
     links = Links(tuple(rank // drawn["ranks"] for rank in range(case["ranks"])))
     constants = {key: drawn[key] for key in ("bandwidth", "latency_s", "node_bandwidth")}
     return Cluster("drawn", 1e9, links=links, sync_s=1e-5, **constants)
 
 
+def _locations(case: Case) -> tuple[Location, ...]:
+    """Ranks with the GPUs that were drawn, as far as a ring can tell."""
+    nodes = [rank // case["nodes"]["ranks"] for rank in range(case["ranks"])]
+    name = case["nodes"]["gpu"]
+    return tuple(
+        Location(
+            f"host-{node}", f"boot/{node}", rank, 0, f"gpu-{rank}", None, (Nic("mlx5_0:1", 400.0),),
+            tuple((f"gpu-{peer}", LinkClass.NVLINK) for peer in range(rank) if nodes[peer] == node),
+            name, CLUSTERS[DEVICES[name]].sms,
+        )
+        for rank, node in enumerate(nodes)
+    )  # fmt: skip
+
+
 def _life(transport: Any, body: Body, case: Case) -> Any:
     """One rank's life."""
     try:
+        if _cluster(case) == "auto":
+            transport.locations = _locations(case)
         options = {"engine": case["engine"], "cluster": _cluster(case), **case["ring"]}
         with ringattn.Ring(transport=transport, timeout_s=TIMEOUT_S, **options) as ring:
+            assert ring.cluster.recognised == (_cluster(case) == "auto"), ring.cluster_from
             return body(ring, case)
     except Exception as error:
         return error

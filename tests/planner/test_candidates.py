@@ -13,9 +13,19 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.planner import choose
-from ringattn.planner.candidates import MUST_GAIN, PLAYED_RANKS, Candidate, by_closed_form, how_chosen, table_of
+from ringattn.planner.candidates import (
+    MUST_GAIN,
+    PLAYED_RANKS,
+    RECOGNISED_MUST_GAIN,
+    Candidate,
+    by_closed_form,
+    how_chosen,
+    ring_is_near,
+    table_of,
+)
 from ringattn.planner.choose import choose_route, compared, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.exchange import Exchange, exchanges
 from ringattn.planner.links import LinkClass, Links
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.routes import ROUTES
@@ -123,7 +133,7 @@ def test_without_constants_the_choice_is_by_mask_and_bytes(monkeypatch: pytest.M
     monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("nobody knows these machines"))
     for cluster in (REFERENCE, REFERENCE.joined(Links((0, 1, 2, 3)))):
         assert choose_route(problem_of(4), "auto", cluster).name == "ring"
-        assert "no constants of these machines" in how_chosen((), cluster, dilated=False)
+        assert "no constants of these machines" in how_chosen((), problem_of(4), cluster)
 
 
 def test_all_ranks_choose_alike_and_attend_exactly() -> None:
@@ -147,7 +157,7 @@ def test_all_ranks_choose_alike_and_attend_exactly() -> None:
         assert len({said for said, _ in found}) == 1
         for said, out in found:
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-            assert "predicted for machines, forward and backward" in said and "by layout: contiguous" in said
+            assert "predicted for machines, forward and backward" in said and "ms by layout: contiguous" in said
         names.add(found[0][0].split()[0])
     assert len(names) > 1, names
 
@@ -156,11 +166,11 @@ def test_rings_that_were_told_unlike_machines_are_refused() -> None:
     x = torch.zeros(1, 8, 4, 8)
 
     def of_rank(ring: ringattn.Ring) -> str:
-        ring.cluster = REFERENCE if ring.rank else machines((0,) * 4, latency_s=1.0)
+        ring.machines = REFERENCE if ring.rank else machines((0,) * 4, latency_s=1.0)
         seq = ring.sequence(32, layout="contiguous")
         with pytest.raises(InputError, match="schedule"):
             ring.attention(x, x, x, seq)
-        return choose_route(problem_of(4, 8, 4, 4, "contiguous", False), "auto", ring.cluster).name
+        return choose_route(problem_of(4, 8, 4, 4, "contiguous", False), "auto", ring.machines).name
 
     assert len(set(run_ranks(4, of_rank))) == 2
     with pytest.raises(InputError, match="join 4 ranks, and there are 2"):
@@ -171,8 +181,65 @@ def test_rings_that_were_told_unlike_machines_are_refused() -> None:
 
 def test_the_table_is_aligned_and_names_what_is_taken() -> None:
     found = compared(problem_of(4), ONE)
-    lines = table_of(found, (("zigzag", 0.5), ("striped", 1.0)))
-    assert len(lines) == len(found) + 2 and lines[1].endswith("taken") and lines[1].startswith(found[0].schedule)
-    assert lines[-1] == f"{found[0].schedule} by layout: zigzag 500.000 ms, striped 1000.000 ms"
+    lines = table_of(found)
+    assert len(lines) == len(found) + 1 and lines[1].endswith("taken") and lines[1].startswith(found[0].schedule)
     assert len({line.index(f"{one.seconds * 1e3:.3f}") + len(f"{one.seconds * 1e3:.3f}")
                 for line, one in zip(lines[1:], found, strict=False) if one.seconds is not None}) == 1  # fmt: skip
+
+
+def test_the_table_has_a_column_for_each_transport_and_margin() -> None:
+    """What the constants tell apart, each from the same plans; the choice is by the first."""
+    h100 = replace(CLUSTERS["h100"], links=Links((0,) * 4, LinkClass.NVLINK))
+    over = exchanges(Exchange("nccl", 4), h100, 4)
+    assert over == (Exchange("nccl", 4), Exchange("nccl", 8), Exchange("nccl"), Exchange("peer"))
+    problem = problem_of(4, 512, layout="contiguous")
+    own, *others = (one.on(h100) for one in over)
+    assert own == h100.leaving(4) and others == [h100.leaving(8), h100, h100.by_copy_engines()]
+    found = compared(problem, own, *others)
+    assert found[0].schedule == compared(problem, own)[0].schedule == choose_route(problem, "auto", own).name
+    for one in (each for each in found if each.seconds is not None):
+        plans = [tuple(plan_of(problem, one.route, rank, back) for rank in range(4)) for back in (False, True)]
+        times = [sum(simulate(each, machine).total_us for each in plans) / 1e6 for machine in (own, *others)]
+        assert [one.seconds, *one.elsewhere] == pytest.approx(times), one.schedule
+    lines = table_of(found, tuple(map(str, over)))
+    assert max(map(len, lines)) <= 100
+    titles = ["nccl, 4 SMs", "nccl, 8 SMs", "nccl, 0 SMs", "peer", "staged MiB"]
+    assert [title.strip() for title in lines[1].split("  ") if title.strip()] == ["schedule", *titles]
+    (double,) = (line for line in lines if line.startswith("double_ring"))
+    assert double == "double_ring    one node: its hops cross the same links as the ring's"
+    # Between nodes copy engines carry nothing, and of processors the constants are those of one transport.
+    across = replace(h100, links=Links((0, 0, 1, 1), LinkClass.NVLINK))
+    assert exchanges(Exchange("nccl", 8), across, 4) == (Exchange("nccl", 8), Exchange("nccl"))
+    assert exchanges(Exchange("gloo"), ONE, 4) == (Exchange("gloo"),) and Exchange("gloo").on(ONE) is ONE
+
+
+def test_what_nobody_named_must_gain_more_and_takes_no_memory_for_layers() -> None:
+    named = machines((0,) * 4, latency_s=1e-4)
+    found = replace(named, recognised=True)
+    for shard, least, most in ((64, 0.2, 1.0), (1 << 14, MUST_GAIN, RECOGNISED_MUST_GAIN), (1 << 16, -1.0, MUST_GAIN)):
+        problem = problem_of(4, shard)
+        table = compared(problem, found)
+        ring = by_name(table)["ring"]
+        gain = 1 - min(one.seconds for one in table if one.seconds and "stages" not in one.why) / (ring.seconds or 0)
+        assert least < gain < most
+        taken = choose_route(problem, "auto", found).name
+        assert taken == table[0].schedule and (taken != "ring") == (gain > RECOGNISED_MUST_GAIN), gain
+        assert (choose_route(problem, "auto", named).name != "ring") == (gain > MUST_GAIN), gain
+        # Where work takes nearly all of the ring's time, nothing else is planned.
+        assert ring_is_near(problem, found, ring.route, plan_of) == (shard == 1 << 16)
+    slow = machines((0,) * 4, bandwidth=1e6)
+    long = problem_of(4, 4096, heads=64, kv_heads=1)
+    assert choose_route(long, "ring", slow).opening == "kept"
+    assert choose_route(long, "ring", replace(slow, recognised=True)).opening != "kept"
+
+
+def test_documents_of_machines_that_nobody_named_go_by_mask_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machines((0, 0, 1, 1), latency_s=1e-3)
+    rows, cuts = make_layout("zigzag", 1024, 4), (0, 100, 612, 1024)
+    mask = Banded(True).mask(1024, 1024, cuts, cuts, 4, 4)
+    problem = Problem(rows, rows, mask, 1, 4, 4, 64, 64, "bfloat16")
+    assert choose_route(problem, "auto", found).name != "ring"
+    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("seconds for each new pack of documents"))
+    unasked = replace(found, recognised=True)
+    assert choose_route(problem, "auto", unasked) == choose_route(problem, "auto", REFERENCE)
+    assert "documents take seconds" in how_chosen((), problem, unasked)

@@ -85,8 +85,11 @@ def test_active_rdma_ports_go_before_interfaces(tmp_path: Path) -> None:
 def test_a_location_passes_through_the_store(tmp_path: Path) -> None:
     root = machine(tmp_path, **{"sys/class/net/eth0/operstate": "up"})
     links = (("GPU-b", LinkClass.NVLINK), ("GPU-c", LinkClass.UNKNOWN))
-    mine = my_location(3, root=root, gpu_of=lambda index: Gpu(f"gpu {index}", "0000:1b:00.0"), links=lambda uuid: links)
+    gpu_of = lambda index: Gpu(f"gpu {index}", "0000:1b:00.0", "NVIDIA H200", 132)  # noqa: E731
+    mine = my_location(3, root=root, gpu_of=gpu_of, links=lambda uuid: links)
     assert (mine.gpu, mine.bus, mine.links) == ("gpu 3", "0000:1b:00.0", links)
+    assert (mine.device, mine.sms, mine.calibration) == ("NVIDIA H200", 132, None)
+    mine = replace(mine, calibration='{"constants": 1}')
     assert Location.parse(mine.text()) == mine
     on_cpu = my_location(root=root)
     assert on_cpu.gpu is None and on_cpu.links == () and on_cpu.nics == (Nic("eth0", None),)
@@ -96,11 +99,18 @@ def test_a_location_passes_through_the_store(tmp_path: Path) -> None:
 
 
 def test_a_gpu_as_torch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = SimpleNamespace(uuid="GPU-3a8d", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    facts = SimpleNamespace(
+        uuid="GPU-3a8d",
+        pci_domain_id=0,
+        pci_bus_id=0x1B,
+        pci_device_id=0,
+        name="NVIDIA H200",
+        multi_processor_count=132,
+    )
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: facts)
-    assert torch_gpu(0) == Gpu("3a8d", "0000:1b:00.0")
+    assert torch_gpu(0) == Gpu("3a8d", "0000:1b:00.0", "NVIDIA H200", 132)
     del facts.pci_domain_id
-    assert torch_gpu(0) == Gpu("3a8d", None)
+    assert torch_gpu(0) == Gpu("3a8d", None, "NVIDIA H200", 132)
 
 
 def test_what_every_rank_reads_of_all_others_is_small() -> None:

@@ -126,7 +126,7 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
     monkeypatch.setattr(opening, "rendezvous_store", lambda *facts, **more: dist.HashStore())
     here = replace(my_location(), host="one", machine="boot/1", uid=7)
     places = [here, here]
-    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: tuple(places))
+    monkeypatch.setattr(opening, "_located", lambda *_: tuple(places))
     monkeypatch.setattr(opening, "_open_nccl", lambda *facts: asked.append("nccl"))
     monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: (asked.append("gloo"), SimpleNamespace())[1])
     shm = opening.ShmTransport.open
@@ -161,7 +161,7 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("ringattn.transport.shared.group.Segment.create", missing)
     here, store = my_location(), dist.HashStore()
-    monkeypatch.setattr(opening, "_located", lambda control, gpu, timeout_s: (here, here))
+    monkeypatch.setattr(opening, "_located", lambda *_: (here, here))
     monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (store, group, 2))
     errors = []
 

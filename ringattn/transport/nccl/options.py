@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ringattn.errors import InputError
+from ringattn.planner.exchange import DEFAULT_SM_MARGIN
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, version_text
 
 BINDINGS = ("ctypes", "cupy")
 BindingName = Literal["ctypes", "cupy"]
 
-DEFAULT_SM_MARGIN = 8
 DEFAULT_CGA_CLUSTER_SIZE = 1
 DEFAULT_NAME = "ringattn"
 MOST_CTAS = 64

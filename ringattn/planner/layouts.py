@@ -1,0 +1,79 @@
+"""What other layouts would give a call: balance and predicted time, as advice. The layout is the caller's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
+from ringattn.planner.candidates import playable, played
+from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.extent import excess
+from ringattn.schedule.routes import RING, Route
+
+Documents = tuple[int, ...] | None
+
+CLEARLY = 0.95
+"""A greatest share of pairs below this part of the caller's is worth a word."""
+
+
+class InLayout(NamedTuple):
+    """Predicted seconds of a call in a layout, forward and backward, and the schedule that takes them."""
+
+    layout: str
+    schedule: str
+    seconds: float
+
+
+def in_layouts(problem: Problem, route: Route, cluster: Cluster) -> tuple[InLayout, ...]:
+    """The plain layouts, the caller's first: the faster of `route`, the one that was chosen there, and the ring."""
+    ring = choose_route(problem, RING.name, cluster)
+    found = []
+    for name in dict.fromkeys((problem.q_layout.name, "contiguous", "zigzag", "striped")):
+        other = _laid_out(problem, name)
+        # What was chosen in the caller's layout need not be the best in another.
+        routes = (route,) if other is problem or route.name == RING.name else (route, ring)
+        if playable(other):
+            seconds, schedule = min((played(other, one, (cluster,), plan_of)[0][0], one.name) for one in routes)
+            found.append(InLayout(name, schedule, seconds))
+    return tuple(found)
+
+
+def by_layout(found: tuple[InLayout, ...]) -> str:
+    """The same as a line of text."""
+    own, *others = found
+    told = "".join(f", {one.layout} {one.seconds * 1e3:.3f} ({one.schedule})" for one in others)
+    return f"ms by layout: {own.layout} {own.seconds * 1e3:.3f} ({own.schedule}), as sharded{told}"
+
+
+def better_layout(problem: Problem, documents: Documents) -> str | None:
+    """A layout with a clearly lower greatest share of pairs, or None. Layouts too large to plan are passed over."""
+    if problem.world_size == 1:
+        return None
+    best, least = None, CLEARLY * max(pairs_of(problem))
+    for name in LAYOUTS:
+        if name == problem.q_layout.name or (name in OF_DOCUMENTS and documents is None):
+            continue
+        other = _laid_out(problem, name, documents)
+        if excess(other):
+            continue
+        greatest = max(pairs_of(other))
+        if greatest < least:
+            best, least = name, greatest
+    return best
+
+
+def pairs_of(problem: Problem) -> tuple[int, ...]:
+    """(q, k) pairs times heads of each rank."""
+    return tuple(sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size))
+
+
+def _laid_out(problem: Problem, name: str, documents: Documents = None) -> Problem:
+    own = problem.q_layout
+    if name == own.name:
+        return problem
+    layout: Layout = make_layout(name, own.length, problem.world_size, documents)
+    return replace(problem, q_layout=layout, kv_layout=layout)
