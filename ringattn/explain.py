@@ -221,9 +221,9 @@ def explain(
     """
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
-    own = cluster is None or not known(cluster)
-    cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
+    own = cluster is ring.cluster or not known(cluster)
+    cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
     if q is not None:
         batch, _, q_heads, head_dim = q.shape
         dtype = q.dtype

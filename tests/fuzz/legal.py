@@ -25,6 +25,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
         return "the Triton kernels have no float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
         return "float64 keys do not travel in eight bits"
+    if options.get("schedule") in ("double_ring", "ulysses_ring") and _unlike_nodes(case):
+        return f"{options['schedule']} needs as many ranks on each node"
     for seq in (call["seq"], call["kv_seq"]):
         if seq and seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
             return f"{seq['layout']} needs documents"
@@ -38,6 +40,12 @@ def must_refuse(case: Case, call: Case) -> str | None:
         if any(w % r and w < longest for w, r in branches):
             return "torchscale moves the rows of later segments"
     return None
+
+
+def _unlike_nodes(case: Case) -> bool:
+    """Whether ranks fill the nodes that were drawn, several of them, but for the last."""
+    nodes = case.get("nodes")
+    return bool(nodes) and case["ranks"] > nodes["ranks"] and case["ranks"] % nodes["ranks"] > 0
 
 
 def asks_for_another(case: Case) -> bool:

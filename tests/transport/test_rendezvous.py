@@ -37,7 +37,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
+    facts = {"name": "NVIDIA H200", "multi_processor_count": 132}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}", **facts)
+    )
     monkeypatch.setattr(opening, "CudaDevice", device)
     monkeypatch.setattr(opening, "open_binding", lambda options: SimLibrary(world, 0))
     for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "NCCL_COMM_ID", "RINGATTN_FLIGHT_DIR"):
