@@ -140,6 +140,25 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
     return run
 
 
+def test_a_ring_chooses_for_its_transport_and_its_margin(rings: Rings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chooses(ring: Ring) -> tuple[Cluster, str]:
+        seq = ring.sequence(256, layout="contiguous")
+        return ring.machines, str(ring.explain(seq, q_heads=2, head_dim=64, dtype="float32"))
+
+    here = gpus([0, 0])
+    known = replace(CLUSTERS["h100"], recognised=True, links=links_of(here))
+    monkeypatch.setattr(LocalTransport, "stream", "a queue of a device")
+    for name, margin, machines, columns in (
+        ("nccl", 4, known.leaving(4), "nccl, 4 SMs  nccl, 8 SMs  nccl, 0 SMs   peer"),
+        ("peer", 0, known.by_copy_engines(), "peer  nccl, 8 SMs  nccl, 0 SMs"),
+    ):
+        monkeypatch.setattr(LocalTransport, "name", name)
+        monkeypatch.setattr(LocalTransport, "sm_margin", margin)
+        for found, text in rings(here, chooses):
+            assert found == machines
+            assert f"  {columns}  staged MiB" in next(line for line in text.splitlines() if "staged MiB" in line)
+
+
 def test_rings_recognise_what_nobody_named(rings: Rings) -> None:
     def told(ring: Ring) -> tuple[Cluster, str]:
         text = str(ring.explain(ring.sequence(4096), q_heads=8, head_dim=64, causal=True, schedule="ring"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
+from ringattn.planner.cluster import Cluster
+from ringattn.transport import recognition
 from ringattn.transport import rendezvous as opening
-from ringattn.transport.location import Location, my_location
+from ringattn.transport.location import Location, links_of, my_location
 from ringattn.transport.nccl import other_groups
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
@@ -201,7 +205,11 @@ def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], words: s
 
 
 def opened_on(
-    nodes: str, monkeypatch: pytest.MonkeyPatch, fails: dict[int, Exception] | None = None, timeout_s: float = 20.0
+    nodes: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: dict[int, Exception] | None = None,
+    timeout_s: float = 20.0,
+    calibrated: bool = False,
 ) -> tuple[list[Any], list[str]]:
     """What each rank got from opening gloo, a thread a rank, each on the node of its letter; then the warnings."""
     store, results = dist.HashStore(), [None] * len(nodes)
@@ -215,7 +223,7 @@ def opened_on(
     def run(rank: int) -> None:
         placed.rank = rank
         try:
-            results[rank] = opening.open_transport(rank, "gloo", timeout_s)  # type: ignore[call-overload]
+            results[rank] = opening.open_transport(rank, "gloo", timeout_s, calibrated=calibrated)  # type: ignore[call-overload]
         except Exception as error:
             results[rank] = error  # type: ignore[call-overload]
 
@@ -278,3 +286,22 @@ def test_the_job_is_larger_than_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opening.job_size(8) == 8
     monkeypatch.setenv("WORLD_SIZE", "1024")
     assert opening.job_size(8) == 1024
+
+
+def test_what_calibrate_left_is_gathered_where_a_ring_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    constants = {"name": "these", "flops": 1e12, "bandwidth": 1e9, "latency_s": 1e-6}
+    described = {"constants": constants, "hardware": recognition.hardware(), "transport": "gloo"}
+    Path("mine.json").write_text(json.dumps(described))
+    monkeypatch.setenv("RINGATTN_CALIBRATION", "mine.json")
+    for calibrated in (True, False):
+        transports, _ = opened_on("aa", monkeypatch, calibrated=calibrated)
+        for transport in transports:
+            found = recognition.recognise(transport.locations, links_of(transport.locations), transport.name)
+            assert (found.cluster == Cluster(**constants)) == calibrated  # type: ignore[arg-type]
+            transport.close()
+    monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")
+    failed, _ = opened_on("aa", monkeypatch, calibrated=True)
+    assert all("none.json: there is no such file" in str(error) for error in failed)
