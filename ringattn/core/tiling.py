@@ -284,9 +284,12 @@ def branch_tiles(
     problem: Problem, branch: Branch, rank: int, by_segment: bool, keys: bool = False
 ) -> dict[tuple[int, int, int], TileTable]:
     """The tiles of one branch as in `tiles_of`, by segment too; the segment is 0 unless asked for."""
-    sides = list(meeting_pieces(problem, branch))
-    sides[keys] = sides[keys].take(np.flatnonzero(sides[keys].rank == rank))
-    askers, owners, segments, columns = _clipped_pairs(*sides, branch)
+    q, k = meeting_pieces(problem, branch)
+    if keys:
+        k = k.take(np.flatnonzero(k.rank == rank))
+    else:
+        q = q.take(np.flatnonzero(q.rank == rank))
+    askers, owners, segments, columns = _clipped_pairs(q, k, branch)
     owners = askers if keys else owners
     if not len(owners):
         return {}
