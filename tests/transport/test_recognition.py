@@ -67,6 +67,8 @@ def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
     one = gpus([0, 0, 1, 1])
     least = of((*one[:2], *(replace(other, nics=RDMA[:1]) for other in one[2:]))).cluster
     assert least is not None and least.node_bandwidth == pytest.approx(25e9)
+    first = of((*(replace(other, nics=RDMA[:1]) for other in one[:2]), *one[2:])).cluster
+    assert first is not None and first.node_bandwidth == least.node_bandwidth
 
 
 @pytest.mark.parametrize(
