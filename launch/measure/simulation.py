@@ -17,7 +17,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.classes import SERVED, Classes, classes_of
+from ringattn.planner.classes import SERVED, Classes, classes_of, group_of, learned_from
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.extent import check_extent
@@ -28,7 +28,7 @@ from ringattn.schedule.routes import route_named
 
 PLANNED = 16
 """Up to so many ranks, each has its own plan; classes are learned from more."""
-MOST_PLANNED = 64
+MOST_PLANNED = 96
 """As many of a schedule that classes do not serve: plans have an entry for each pair of ranks."""
 PASSES = "forward", "backward"
 
@@ -124,7 +124,7 @@ def simulate_call(
     began = time.perf_counter()
     machines.disturbance.check_ranks(ranks)
     names = PASSES[: 1 + backward]
-    if ranks <= PLANNED or call.schedule not in SERVED or machines.cluster.cores is not None:
+    if _each_planned(call, machines.cluster, ranks):
         used, classes = tokens, False
         say(f"{ranks} ranks: planning each of them")
         passes, spans, held = _by_plans(call, machines, tokens, ranks, len(names), trace)
@@ -132,7 +132,8 @@ def simulate_call(
         shard, classes = call.shard_tokens(tokens, ranks), True
         used = shard * ranks
         say(f"{ranks:,} ranks: learning classes of ranks")
-        learned = _learned(call, machines.cluster, shard, ranks % 4)
+        group = group_of(call.schedule, ranks, machines.cluster)
+        learned = _learned(call, machines.cluster, shard, ranks // group % 4, group)
         passes = []
         for backwards, name in enumerate(names):
             say(f"{ranks:,} ranks: {name}")
@@ -146,6 +147,14 @@ def simulate_call(
     least, middle, most = (int(one) for one in np.percentile(held, (0, 50, 100)))
     took = time.perf_counter() - began
     return Simulated(ranks, used, tokens, classes, tuple(passes), (least, middle, most), ideal, tuple(spans), took)
+
+
+def _each_planned(call: Call, cluster: Cluster, ranks: int) -> bool:
+    """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
+    if ranks <= PLANNED or call.schedule.partition(":")[0] not in SERVED or cluster.cores is not None:
+        return True
+    group = group_of(call.schedule, ranks, cluster)
+    return group > 1 and ranks <= learned_from(call.schedule, ranks // group, 0, group)[1]
 
 
 def _by_plans(
@@ -179,7 +188,7 @@ def _times(timeline: Timeline, sent: Sequence[int]) -> PassTimes:
 
 
 @lru_cache(maxsize=4)
-def _learned(call: Call, cluster: Cluster, shard: int, quarter: int) -> dict[bool, Classes]:
+def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, group: int) -> dict[bool, Classes]:
     """The classes of ranks with shards of so many tokens; `quarter`: as of `classes_of`."""
     reach = 0
     if call.windowed:
@@ -192,7 +201,7 @@ def _learned(call: Call, cluster: Cluster, shard: int, quarter: int) -> dict[boo
             )
         run = min(one.count for one in layout.shards[0])
         reach = -(-max(side for side in sides if side is not None) // run)
-    return classes_of(lambda count: call.problem(shard * count, count), call.schedule, cluster, quarter, reach)
+    return classes_of(lambda count: call.problem(shard * count, count), call.schedule, cluster, quarter, reach, group)
 
 
 def _spread(held: Sequence[int]) -> np.ndarray:

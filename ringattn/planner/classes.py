@@ -15,12 +15,14 @@ Not covered: that plans of more ranks agree too. It is assumed; the tests compar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import isclose
 from typing import NamedTuple
+
+import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
@@ -28,14 +30,19 @@ from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.plan import Plan, PlanStep
 from ringattn.planner.work import packing_s, step_s
+from ringattn.schedule.double_ring import grid_of, square
 from ringattn.schedule.routes import route_named
 
-SERVED = "ring", "direct", "bidirectional", "pass_q", "balanced"
+SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "pass_q", "balanced"
 """Schedules of which a rank sends a few messages a step, to ranks that follow from the step."""
 HALVED = "direct", "bidirectional", "pass_q", "balanced"
 """Schedules in which what lies half a ring away makes a difference."""
 NEAR = 3
 """How far from a line cells may differ; a window reaches as many shards farther."""
+GROUPS_NEAR = 1, 1, 2, 1
+"""The same for groups of ranks, which are told apart by their places too; by line, see `Classes._lines`."""
+LEAST_GROUPS = 8
+"""So many groups have each class."""
 FARTHEST = 8
 """The farthest reach, in shards, of a window: plans are made of six times as many ranks."""
 CLOSE = 1e-9
@@ -43,81 +50,127 @@ CLOSE = 1e-9
 
 
 class Target(NamedTuple):
-    """To which rank a message goes: `offset` plus `turns` times the turn of its step ranks farther."""
+    """To which rank a message goes: so many groups on, `offset` and `turns` times the turn, and places inside of it."""
 
     turns: int
     offset: int
+    place: int = 0
 
-    def distance(self, turn: int, ranks: int) -> int:
-        """How far behind the sender the receiver lies."""
-        return (self.turns * turn + self.offset) % ranks
+    def way(self, turn: int, groups: int) -> tuple[int, int]:
+        """How many groups and places behind the sender the receiver lies."""
+        return (self.turns * turn + self.offset) % groups, self.place
+
+
+TARGETS = tuple(Target(turns, offset) for turns, most in ((0, 1), (1, 2), (-1, 2)) for offset in range(-most, most + 1))
+"""A neighbor, or a group as far away as the turn, but for one or two."""
 
 
 class Cell(NamedTuple):
-    """What a rank does in a step. `sends`: bytes by target, messages to one rank together."""
+    """What a rank does in a step. `sends`: bytes to each rank, named by how many (groups, places) it lies behind."""
 
     packing_s: float = 0.0
     work_s: float = 0.0
-    sends: tuple[tuple[Target, int], ...] = ()
-
-    def agrees(self, other: Cell) -> bool:
-        """Whether both are the same but for rounding."""
-        return self.sends == other.sends and all(
-            isclose(a, b, rel_tol=CLOSE) for a, b in ((self.packing_s, other.packing_s), (self.work_s, other.work_s))
-        )
+    sends: tuple[tuple[tuple[int, int], int], ...] = ()
 
 
-EMPTY = Cell()
+class Row(NamedTuple):
+    """What the ranks of a group do in a step, by place; alike groups share one. `sends`: bytes by place and target."""
+
+    packing_s: np.ndarray
+    work_s: np.ndarray
+    sent: np.ndarray
+    sends: dict[Target, np.ndarray]
+    packs: bool
+    works: bool
 
 
 class Stretch(NamedTuple):
-    """Ranks from `first` to before `end` that do the same in a step."""
+    """Groups from `first` to before `end` that do the same in a step."""
 
     first: int
     end: int
-    cell: Cell
+    row: Row
 
 
 class Steps(NamedTuple):
-    """How the steps of a pass lie to the turns of its schedule, of which there are `turns`.
+    """How the steps of a pass lie to the turns of its schedule: `turns` of them, of `inner` steps each.
 
-    `transposed`: a backward pass that undoes the forward's turns from the last on: an opening step, then a main and a
+    `transposed`: a backward pass that undoes the forward's steps from the last on: an opening step, then a main and a
     merge step for each.
     """
 
     turns: int
     transposed: bool
+    inner: int = 1
 
     @property
     def in_all(self) -> int:
         """Steps of the pass."""
-        return 1 + 2 * self.turns if self.transposed else self.turns
+        there = self.turns * self.inner
+        return 1 + 2 * there if self.transposed else there
 
-    def place(self, number: int) -> tuple[int, int]:
-        """The phase of a step, and the turn that it belongs to."""
+    def place(self, number: int) -> tuple[int, int, int]:
+        """The phase of a step, the turn that it belongs to, and its place in the turn."""
         if not self.transposed:
-            return 0, number
-        return (1 + (number - 1) % 2, self.turns - 1 - (number - 1) // 2) if number else (0, self.turns)
+            return 0, *divmod(number, self.inner)
+        there = self.turns * self.inner
+        return (1 + (number - 1) % 2, *divmod(there - 1 - (number - 1) // 2, self.inner)) if number else (
+            0, self.turns, 0)  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def steps_of(schedule: str, ranks: int, backward: bool) -> Steps:
+def steps_of(schedule: str, ranks: int, backward: bool, inner: int = 1) -> Steps:
     """The steps of a pass of a schedule."""
     route = route_named(schedule)
-    return Steps(route.steps(ranks), backward and route.place is None)
+    return Steps(route.steps(ranks) // inner, backward and route.place is None, inner)
+
+
+def group_of(schedule: str, ranks: int, cluster: Cluster) -> int:
+    """How many ranks belong together: of a double ring those of a node, else one. Raises `InputError` as the route."""
+    route = route_named(schedule, ranks)
+    if not route.by_node:
+        return 1
+    nodes = tuple(map(cluster.node_of, range(ranks)))
+    return len((route.grid or (grid_of(nodes, route.name) if len(set(nodes)) > 1 else square(ranks)))[0])
 
 
 Where = tuple[int, ...]
 
 
-class Classes:
-    """One pass of a schedule on any number of ranks, whose shards are all as long as those that it was learned from."""
+@dataclass
+class _Known:
+    """A learned cell. `sends`: for each message the targets that describe all that were seen, and its bytes."""
 
-    def __init__(self, near: int, halves: bool, steps_of: Callable[[int], Steps]) -> None:
-        """Knows nothing yet. `halves`: ranks and steps half a ring away make lines too."""
-        self._near, self._halves, self.steps_of = near, halves, steps_of
-        self._cells: dict[Where, Cell] = {}
-        self._borders: dict[Where, list[tuple[int, int, Cell]]] = {}
+    packing_s: float
+    work_s: float
+    sends: list[tuple[tuple[Target, ...], int]]
+
+    def agrees(self, cell: Cell, turn: int, groups: int) -> bool:
+        """Whether a cell is the same but for rounding; targets that do not describe it are struck out."""
+        times = (self.packing_s, cell.packing_s), (self.work_s, cell.work_s)
+        if len(cell.sends) != len(self.sends) or not all(isclose(a, b, rel_tol=CLOSE) for a, b in times):
+            return False
+        sent = dict(cell.sends)
+        self.sends = [
+            (tuple(one for one in targets if sent.get(one.way(turn, groups)) == nbytes), nbytes)
+            for targets, nbytes in self.sends
+        ]
+        return {some[0].way(turn, groups) for some, _ in self.sends if some} == set(sent)
+
+
+class Classes:
+    """One pass of a schedule on any number of ranks, whose shards are all as long as those that it was learned from.
+
+    Ranks are told apart by their group, as far as it lies near a line, and by their place in it: one of `group`.
+    """
+
+    def __init__(self, near: Sequence[int], steps_of: Callable[[int], Steps], group: int = 1) -> None:
+        """Knows nothing yet. `near`: by line; with more than four, ranks and steps half a ring away make lines too."""
+        self._near, self._halves, self.steps_of, self.group = near, len(near) > 4, steps_of, group
+        self._ends_near = max(near)
+        self._cells: dict[Where, _Known] = {}
+        self._rows: dict[tuple[Where, ...], Row] = {}
+        self._borders: dict[Where, list[tuple[int, int, Row]]] = {}
         self.held_bytes: tuple[int, ...] = ()
 
     def learn(self, plans: tuple[Plan, ...], cluster: Cluster) -> None:
@@ -125,11 +178,18 @@ class Classes:
         ranks = len(plans)
         steps = self.steps_of(ranks)
         for rank, plan in enumerate(plans):
-            found = {step.number: _cell(plan, step, cluster, steps.place(step.number)[1], ranks) for step in plan.steps}
+            found = {step.number: self._cell(plan, step, cluster, ranks) for step in plan.steps}
             for number in range(steps.in_all):
-                cell = found.pop(number, EMPTY)
-                known = self._cells.setdefault(self._where(rank, number, ranks), cell)
-                if not known.agrees(cell):
+                cell, turn = found.pop(number, Cell()), steps.place(number)[1]
+                where = self._where(rank, number, ranks)
+                known = self._cells.get(where)
+                if known is None:
+                    groups = ranks // self.group
+                    sends = [(self._targets(way, turn, groups), nbytes) for way, nbytes in cell.sends]
+                    if not all(targets for targets, _ in sends):
+                        raise _unlike(plan, f"rank {rank} of {ranks} sends to strangers in step {number}")
+                    self._cells[where] = _Known(cell.packing_s, cell.work_s, sends)
+                elif not known.agrees(cell, turn, ranks // self.group):
                     raise _unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
             if found:
                 raise _unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
@@ -140,71 +200,90 @@ class Classes:
         self.held_bytes = tuple(held)
 
     def stretches(self, number: int, ranks: int) -> list[Stretch]:
-        """What all ranks do in a step of the pass. Raises `UnsupportedError` for a class that was not seen."""
-        near, steps = self._near, self.steps_of(ranks)
-        phase, turn = steps.place(number)
-        lines = self._lines(turn, ranks)
-        ends = self._ends(turn, steps, ranks)
+        """What all groups do in a step of the pass. Raises `UnsupportedError` for a class that was not seen."""
+        ends_near, steps, groups = self._ends_near, self.steps_of(ranks), ranks // self.group
+        phase, turn, inner = steps.place(number)
+        lines = self._lines(turn, groups)
+        ends = self._ends(turn, steps, groups)
         # Steps whose lines lie in one order, as far apart as it counts, have the same cells between the same lines.
         order = sorted(range(len(lines)), key=lines.__getitem__)
-        apart = [min(lines[b] - lines[a], 2 * near + 2) for a, b in pairwise(order)]
-        key = (phase, *(max(-near, min(near, end)) for end in ends), *order, *apart)
+        apart = [min(lines[b] - lines[a], 2 * ends_near + 2) for a, b in pairwise(order)]
+        key = (phase, inner, *(max(-ends_near, min(ends_near, end)) for end in ends), *order, *apart)
         borders = self._borders.get(key)
         if borders is None:
             borders = self._borders[key] = self._found(number, lines, ranks)
         firsts = [lines[line] + offset for line, offset, _ in borders]
-        cells = (cell for _, _, cell in borders)
-        return list(map(Stretch, firsts, [*firsts[1:], ranks], cells))
+        return list(map(Stretch, firsts, [*firsts[1:], groups], (row for _, _, row in borders)))
 
-    def _found(self, number: int, lines: tuple[int, ...], ranks: int) -> list[tuple[int, int, Cell]]:
-        """Where the stretches of a step begin, as (line, offset), and their cells."""
-        near = self._near
-        edges = {line + offset: (at, offset) for at, line in enumerate(lines) for offset in range(-near, near + 1)}
-        found: list[tuple[int, int, Cell]] = []
-        for first in sorted(edge for edge in edges if 0 <= edge < ranks):
-            cell = self._cells.get(self._where(first, number, ranks))
-            if cell is None:
-                raise UnsupportedError(f"step {number} of rank {first} of {ranks} is of a class that was not learned")
-            if not found or found[-1][2] != cell:
-                found.append((*edges[first], cell))
+    def _found(self, number: int, lines: tuple[int, ...], ranks: int) -> list[tuple[int, int, Row]]:
+        """Where the stretches of a step begin, as (line, offset), and what their groups do."""
+        groups = ranks // self.group
+        edges = {
+            line + offset: (at, offset)
+            for at, (line, near) in enumerate(zip(lines, self._near, strict=True))
+            for offset in range(-near, near + 1)
+        }
+        found: list[tuple[int, int, Row]] = []
+        for first in sorted(edge for edge in edges if 0 <= edge < groups):
+            row = self._row(first, number, ranks)
+            if not found or found[-1][2] is not row:
+                found.append((*edges[first], row))
         return found
 
-    def _lines(self, turn: int, ranks: int) -> tuple[int, ...]:
-        """The ranks at which a line meets a turn."""
-        half = ranks // 2
-        lines = 0, ranks - 1, turn, ranks - turn
-        return (*lines, half, turn - half, turn + half, half - turn, ranks + half - turn) if self._halves else lines
+    def _row(self, at: int, number: int, ranks: int) -> Row:
+        """What a group does in a step."""
+        members = range(at * self.group, (at + 1) * self.group)
+        cells = [self._cells.get(self._where(rank, number, ranks)) for rank in members]
+        if None in cells:
+            rank = members[cells.index(None)]
+            raise UnsupportedError(f"step {number} of rank {rank} of {ranks} is of a class that was not learned")
+        told = tuple(
+            (cell.packing_s, cell.work_s, tuple((targets[0], nbytes) for targets, nbytes in cell.sends))
+            for cell in cells if cell is not None
+        )  # fmt: skip
+        if told not in self._rows:
+            sends: dict[Target, np.ndarray] = {}
+            for place, (_, _, sent) in enumerate(told):
+                for target, nbytes in sent:
+                    sends.setdefault(target, np.zeros(self.group))[place] = nbytes
+            packing, work = (np.array([one[n] for one in told]) for n in (0, 1))
+            self._rows[told] = Row(
+                packing, work, sum(sends.values(), np.zeros(self.group)), sends, bool(packing.any()), bool(work.any())
+            )
+        return self._rows[told]
 
-    def _ends(self, turn: int, steps: Steps, ranks: int) -> tuple[int, ...]:
+    def _lines(self, turn: int, groups: int) -> tuple[int, ...]:
+        """The groups at which a line meets a turn."""
+        half = groups // 2
+        lines = 0, groups - 1, turn, groups - turn
+        return (*lines, half, turn - half, turn + half, half - turn, groups + half - turn) if self._halves else lines
+
+    def _ends(self, turn: int, steps: Steps, groups: int) -> tuple[int, ...]:
         """How far a turn lies behind those at which something begins or ends."""
         ends = turn, turn - steps.turns
-        return (*ends, turn - ranks, turn - ranks // 2) if self._halves else ends
+        return (*ends, turn - groups, turn - groups // 2) if self._halves else ends
 
     def _where(self, rank: int, number: int, ranks: int) -> Where:
         """Where rank and step lie to the lines, as far as it counts."""
-        near, steps = self._near, self.steps_of(ranks)
-        phase, turn = steps.place(number)
-        apart = [*(rank - line for line in self._lines(turn, ranks)), *self._ends(turn, steps, ranks)]
-        return phase, *(max(-near, min(near, one)) for one in apart)
+        ends, steps, groups = self._ends_near, self.steps_of(ranks), ranks // self.group
+        at, place = divmod(rank, self.group)
+        phase, turn, inner = steps.place(number)
+        lines = zip(self._near, self._lines(turn, groups), strict=True)
+        apart = (max(-near, min(near, at - line)) for near, line in lines)
+        return phase, inner, place, *apart, *(max(-ends, min(ends, end)) for end in self._ends(turn, steps, groups))
 
+    def _targets(self, way: tuple[int, int], turn: int, groups: int) -> tuple[Target, ...]:
+        found = (target._replace(place=way[1]) for target in TARGETS)
+        return tuple(target for target in found if target.way(turn, groups) == way)
 
-def _cell(plan: Plan, step: PlanStep, cluster: Cluster, turn: int, ranks: int) -> Cell:
-    sends: dict[Target, int] = {}
-    for send in step.sends:
-        target = _target(send.peer - plan.rank, turn, ranks)
-        if target is None:
-            raise _unlike(plan, f"rank {plan.rank} of {ranks} sends to rank {send.peer} in step {step.number}")
-        sends[target] = sends.get(target, 0) + send.elements * plan.element_bytes(send.buffer)
-    return Cell(packing_s(plan, step, cluster), step_s(plan, step, cluster), tuple(sorted(sends.items())))
-
-
-def _target(distance: int, turn: int, ranks: int) -> Target | None:
-    """A neighbor, or a rank as far away as the turn, but for one or two."""
-    for turns, most in ((0, 1), (1, 2), (-1, 2)):
-        offset = (distance - turns * turn + ranks // 2) % ranks - ranks // 2
-        if abs(offset) <= most:
-            return Target(turns, offset)
-    return None
+    def _cell(self, plan: Plan, step: PlanStep, cluster: Cluster, ranks: int) -> Cell:
+        sends: dict[tuple[int, int], int] = {}
+        at, place = divmod(plan.rank, self.group)
+        for send in step.sends:
+            there, other = divmod(send.peer, self.group)
+            way = (there - at) % (ranks // self.group), (other - place) % self.group
+            sends[way] = sends.get(way, 0) + send.elements * plan.element_bytes(send.buffer)
+        return Cell(packing_s(plan, step, cluster), step_s(plan, step, cluster), tuple(sorted(sends.items())))
 
 
 def _unlike(plan: Plan, why: str) -> UnsupportedError:
@@ -216,15 +295,16 @@ def _unlike(plan: Plan, why: str) -> UnsupportedError:
 
 
 def classes_of(
-    problem_of: Callable[[int], Problem], schedule: str, cluster: Cluster, quarter: int, reach: int = 0
+    problem_of: Callable[[int], Problem], schedule: str, cluster: Cluster, quarter: int, reach: int = 0, group: int = 1
 ) -> dict[bool, Classes]:
-    """The classes of both passes (backward: True), for numbers of ranks that are `quarter` modulo 4.
+    """The classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
-    window reaches. Raises `UnsupportedError` for schedules that have no such classes, and a window that reaches too
-    far.
+    window reaches. `group`: how many ranks belong together, see `group_of`. Raises `UnsupportedError` for schedules
+    that have no such classes, and a window that reaches too far.
     """
-    if schedule not in SERVED:
+    name = schedule.partition(":")[0]
+    if name not in SERVED:
         raise UnsupportedError(
             f"schedule={schedule!r} cannot be simulated by classes of ranks; choose one of {', '.join(SERVED)}, or as "
             "many ranks as can be planned one by one"
@@ -234,17 +314,29 @@ def classes_of(
             f"the window reaches {reach} shards and classes of ranks are told apart up to {FARTHEST}; choose a shorter "
             "window or fewer ranks"
         )
-    near, halves = NEAR + reach, schedule in HALVED and not reach
-    least = (12 if halves else 6) * near + 2
-    least += (quarter - least) % 4  # lines cross at a quarter of the ranks, on a rank or between two
+    counts = learned_from(schedule, quarter, reach, group)
+    halves = name in HALVED and not reach
+    near = [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPS_NEAR]
     found = {}
     for backward in (False, True):
         # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
         bare = replace(cluster, message_sms=0.0)
-        classes = Classes(near, halves, lambda count, backward=backward: steps_of(schedule, count, backward))  # type: ignore[misc]
-        for count in (least, least + 4):
+        classes = Classes(near, lambda count, backward=backward: steps_of(schedule, count, backward, group), group)  # type: ignore[misc]
+        for count in counts:
             problem = problem_of(count)
-            route = choose_route(problem, schedule, cluster)
+            route = choose_route(problem, schedule if group == 1 else f"{name}:{group}", cluster)
             classes.learn(tuple(plan_of(problem, route, rank, backward) for rank in range(count)), bare)
         found[backward] = classes
     return found
+
+
+def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, int]:
+    """The two numbers of ranks that classes are learned from."""
+    if group > 1:
+        # Lines cross on a group or between two.
+        least = LEAST_GROUPS - 6 * (-reach // group)
+        least += (quarter - least) % 2
+        return least * group, (least + 2) * group
+    least = (12 if schedule in HALVED and not reach else 6) * (NEAR + reach) + 2
+    least += (quarter - least) % 4  # lines cross at a quarter of the ranks, on a rank or between two
+    return least, least + 4

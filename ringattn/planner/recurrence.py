@@ -60,11 +60,11 @@ def play(
                                "cluster, or as many ranks as can be planned one by one")  # fmt: skip
     disturbed = disturbance or Disturbance()
     disturbed.check_ranks(ranks)
-    steps, wires = classes.steps_of(ranks), _Wires(cluster, ranks, disturbed)
+    steps, wires = classes.steps_of(ranks), _Wires(cluster, ranks, classes.group, disturbed)
     is_even = not (disturbed.jitter or disturbed.slow_ranks)
     enter, go, worked, last = (np.full(ranks, cluster.pass_s) for _ in range(4))
     work = np.empty(ranks)
-    busy, sent = _Sum(ranks), _Sum(ranks)
+    busy, sent = _Sum(ranks, classes.group), _Sum(ranks, classes.group)
     busy.whole += cluster.pass_s
     watched = list(trace)
     marks = np.zeros((steps.in_all, 4, len(watched)))
@@ -75,11 +75,12 @@ def play(
         marks[number, 0] = enter[watched]
         before = enter
         for name, after in (("packing_s", go), ("work_s", worked)):
-            values = [getattr(one.cell, name) for one in stretches]
+            values = [getattr(one.row, name) for one in stretches]
+            some = any(one.row.packs if name == "packing_s" else one.row.works for one in stretches)
             more = held if name == "work_s" else None
-            if factors is None:
+            if factors is None and some:
                 busy.add(stretches, values)
-            if any(values) or more is not None:
+            if some or more is not None:
                 _spread(values, stretches, work)
                 if more is not None:
                     work += more
@@ -93,7 +94,7 @@ def play(
                 after[:] = before
             before = after
         marks[number, 1], marks[number, 2] = go[watched], worked[watched]
-        sent.add(stretches, [sum(nbytes for _, nbytes in one.cell.sends) for one in stretches])
+        sent.add(stretches, [one.row.sent for one in stretches])
         last.fill(0.0)
         wires.land(ways, go if overlap else worked, last)
         np.maximum(worked, last, out=enter)
@@ -104,134 +105,179 @@ def play(
     return PassTimes(total, at_work, total - at_work, enter - at_work, sent.total, traced)
 
 
-def _spread(values: Sequence[float], stretches: Sequence[Stretch], into: Times) -> None:
+def _spread(values: Sequence[Times], stretches: Sequence[Stretch], into: Times) -> None:
+    """Values by place of the groups of each stretch."""
+    by_group = into.reshape(-1, len(values[0]))
     for value, (first, end, _) in zip(values, stretches, strict=True):
-        into[first:end] = value
+        by_group[first:end] = value
 
 
 class _Sum:
     """A sum by rank of values that are the same over stretches: kept as the differences between neighbors."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, group: int) -> None:
         self.whole = np.zeros(ranks)
-        self._rises: dict[int, float] = defaultdict(float)
+        self._shape = ranks // group, group
+        self._rises: dict[int, Times] = defaultdict(lambda: np.zeros(group))
 
-    def add(self, stretches: Sequence[Stretch], values: Sequence[float]) -> None:
-        """Add a value to each rank of each stretch."""
-        last = 0.0
+    def add(self, stretches: Sequence[Stretch], values: Sequence[Times]) -> None:
+        """Add values by place to the groups of each stretch."""
+        last: Times | float = 0.0
         for value, (first, _, _) in zip(values, stretches, strict=True):
-            if value != last:
+            if value is not last:
                 self._rises[first] += value - last
             last = value
 
     @property
     def total(self) -> Times:
         """The sum."""
-        rises = np.zeros(len(self.whole))
-        rises[list(self._rises)] = list(self._rises.values())
-        return self.whole + np.cumsum(rises)
+        rises = np.zeros(self._shape)
+        for first, rise in self._rises.items():
+            rises[first] = rise
+        return self.whole + np.cumsum(rises, axis=0).reshape(-1)
+
+
+class _Link(NamedTuple):
+    """Between each rank and the one so far behind it: whether that is on another node, and the constants of `_of`.
+
+    One number for all where they are alike.
+    """
+
+    far: np.ndarray | bool
+    latency_s: Times | float
+    among: Times | float
+    to_one: Times | float
 
 
 class _Way(NamedTuple):
-    """What goes in a step from each rank to the one `distance` behind it, if anything: bytes, and seconds under way."""
+    """What goes in a step from each rank to the one `way` behind it, if anything: bytes, and seconds under way."""
 
-    distance: int
+    way: tuple[int, int]
     nbytes: Times
     seconds: Times
 
 
 class _Wires:
-    """The links between all ranks and those so many ranks farther."""
+    """The links between all ranks and those so many groups and places farther."""
 
-    def __init__(self, cluster: Cluster, ranks: int, disturbance: Disturbance) -> None:
-        self._ranks = ranks
+    def __init__(self, cluster: Cluster, ranks: int, group: int, disturbance: Disturbance) -> None:
+        self._shape = ranks // group, group
         self._share = cluster.message_sms / cluster.sms if cluster.message_sms and cluster.sms else 0.0
         # Inside a node and between nodes: latency, and seconds of a byte among all and to one rank.
         self._kinds = [_constants(cluster, kind) for kind in (LinkClass.UNKNOWN, LinkClass.NETWORK)]
         self._node = np.arange(ranks) // (cluster.ranks_per_node or ranks)
         self._slow = disturbance.slow_links
-        self._kept: dict[int, tuple[np.ndarray, Times, Times, Times]] = {}
+        self._kept: dict[tuple[int, int], _Link] = {}
         self._landed, self._there = np.empty(ranks), np.empty(ranks)
 
     def ways(self, stretches: list[Stretch], turn: int) -> tuple[list[_Way], Times | None]:
         """Where messages of a step go, how long they are under way, and what they take from the work meanwhile."""
-        found: dict[int, Times] = {}
-        for target in sorted({target for _, _, cell in stretches for target, _ in cell.sends}):
-            nbytes = np.empty(self._ranks)
-            _spread([dict(one.cell.sends).get(target, 0) for one in stretches], stretches, nbytes)
-            distance = target.distance(turn, self._ranks)
-            found[distance] = found[distance] + nbytes if distance in found else nbytes
-        held: Times | None = None
-        if len(found) == 1:
-            # The busier end is either: each sends to one rank and receives from one.
-            ((distance, nbytes),) = found.items()
-            _, latency_s, among, to_one = self._of(distance)
-            seconds = np.maximum(among, to_one)
-            seconds *= nbytes
+        found: dict[tuple[int, int], Times] = {}
+        nothing = np.zeros(self._shape[1])
+        for target in dict.fromkeys(target for one in stretches for target in one.row.sends):
+            nbytes = np.empty(len(self._node))
+            _spread([one.row.sends.get(target, nothing) for one in stretches], stretches, nbytes)
+            way = target.way(turn, self._shape[0])
+            found[way] = found[way] + nbytes if way in found else nbytes
+        links = {way: self._of(way) for way in found}
+        kinds = {link.far for link in links.values() if isinstance(link.far, bool)}
+        if len(found) > 1 and len(kinds) < len(found):
+            return self._several(found, links)
+        # Each rank sends to one and receives from one over links of a kind, so either end is the busier.
+        ways, held = [], None
+        for way, nbytes in found.items():
+            _, latency_s, among, to_one = links[way]
+            seconds = nbytes * np.maximum(among, to_one)
             seconds += latency_s
+            ways.append(_Way(way, nbytes, seconds))
             if self._share:
                 sending = seconds if nbytes.all() else np.where(nbytes > 0, seconds, 0.0)
-                held = np.empty(self._ranks)
-                _shift(sending, distance, held)
-                np.maximum(held, sending, out=held)
-                held *= self._share
-            return [_Way(distance, nbytes, seconds)], held
-        return self._several(found) if found else ([], held)
+                if held is None:
+                    held = sending.copy()
+                else:
+                    np.maximum(held, sending, out=held)
+                np.maximum(held, self._shift(sending, way, self._there), out=held)
+        if held is not None:
+            held *= self._share
+        return ways, held
 
-    def _several(self, found: dict[int, Times]) -> tuple[list[_Way], Times | None]:
+    def _several(
+        self, found: dict[tuple[int, int], Times], links: dict[tuple[int, int], _Link]
+    ) -> tuple[list[_Way], Times | None]:
         """Messages to several ranks share the links of their class."""
-        sums, most = np.zeros((2, 2, 2, self._ranks))  # by direction, and inside a node or between nodes
-        for distance, nbytes in found.items():
-            far = self._of(distance)[0]
+        ranks = len(self._node)
+        sums, most = np.zeros((2, 2, 2, ranks))  # by direction, and inside a node or between nodes
+        for way, nbytes in found.items():
+            far = links[way].far
             for kind, part in enumerate((np.where(far, 0.0, nbytes), np.where(far, nbytes, 0.0))):
-                for way, there in enumerate((part, np.roll(part, distance))):
-                    sums[way, kind] += there
-                    np.maximum(most[way, kind], there, out=most[way, kind])
-        held = np.zeros(self._ranks)
+                for direction, there in enumerate((part, self._shift(part, way, np.empty(ranks)))):
+                    sums[direction, kind] += there
+                    np.maximum(most[direction, kind], there, out=most[direction, kind])
+        held = np.zeros(ranks)
         if self._share:
-            for way in (0, 1):
+            for direction in (0, 1):
                 for kind, (start_s, among_s, to_one_s) in enumerate(self._kinds):
-                    travel = start_s + np.maximum(sums[way, kind] * among_s, most[way, kind] * to_one_s)
-                    np.maximum(held, np.where(sums[way, kind] > 0, travel, 0.0), out=held)
+                    loads = sums[direction, kind]
+                    travel = start_s + np.maximum(loads * among_s, most[direction, kind] * to_one_s)
+                    np.maximum(held, np.where(loads > 0, travel, 0.0), out=held)
         ways = []
-        for distance, nbytes in found.items():
-            far, latency_s, among, to_one = self._of(distance)
-            inside, outside = (np.maximum(sums[0, kind], np.roll(sums[1, kind], -distance)) for kind in (0, 1))
+        for way, nbytes in found.items():
+            far, latency_s, among, to_one = links[way]
+            inside, outside = (
+                np.maximum(sums[0, kind], self._shift(sums[1, kind], way, np.empty(ranks), back=True))
+                for kind in (0, 1)
+            )
             seconds = latency_s + np.maximum(np.where(far, outside, inside) * among, nbytes * to_one)
-            ways.append(_Way(distance, nbytes, seconds))
+            ways.append(_Way(way, nbytes, seconds))
         return ways, held * self._share if self._share else None
 
     def land(self, ways: list[_Way], go: Times, last: Times) -> None:
         """Raise `last` to when all messages of each rank have landed, which it lets go at `go`."""
         landed, there = self._landed, self._there
-        for distance, nbytes, seconds in ways:
-            _shift(go, -distance, there)
+        for way, nbytes, seconds in ways:
+            self._shift(go, way, there, back=True)
             np.maximum(there, go, out=landed)
-            landed += seconds * self._slower(distance) if self._slow else seconds
+            landed += seconds * self._slower(way) if self._slow else seconds
             if not nbytes.all():
                 landed *= nbytes > 0
             np.maximum(last, landed, out=last)
-            _shift(landed, distance, there)
-            np.maximum(last, there, out=last)
+            np.maximum(last, self._shift(landed, way, there), out=last)
 
-    def _of(self, distance: int) -> tuple[np.ndarray, Times, Times, Times]:
-        """Whether the rank so far behind each is on another node; the constants of the link between the two."""
-        if distance not in self._kept:
-            far = self._node != np.roll(self._node, -distance)
-            latency_s, among, to_one = (np.where(far, b, a) for a, b in zip(*self._kinds, strict=True))
+    def _of(self, way: tuple[int, int]) -> _Link:
+        if way not in self._kept:
+            far = self._node != self._shift(self._node, way, np.empty_like(self._node), back=True)
+            if far.all() or not far.any():
+                link = _Link(bool(far[0]), *self._kinds[bool(far[0])])
+            else:
+                link = _Link(far, *(np.where(far, b, a) for a, b in zip(*self._kinds, strict=True)))
             if len(self._kept) > 8:  # of those that go as far as the turn, none comes twice
-                return far, latency_s, among, to_one
-            self._kept[distance] = far, latency_s, among, to_one
-        return self._kept[distance]
+                return link
+            self._kept[way] = link
+        return self._kept[way]
 
-    def _slower(self, distance: int) -> Times:
+    def _slower(self, way: tuple[int, int]) -> Times:
         """The factor on the messages to the rank so far behind each."""
-        factors = np.ones(self._ranks)
+        factors = np.ones(len(self._node))
+        there = self._shift(np.arange(len(factors)), way, np.empty(len(factors), int), back=True)
         for rank, peer, factor in self._slow:
             for src, dst in ((rank, peer), (peer, rank)):
-                if (dst - src) % self._ranks == distance:
+                if there[src] == dst:
                     factors[src] = factor
         return factors
+
+    def _shift(self, values: np.ndarray, way: tuple[int, int], into: np.ndarray, back: bool = False) -> np.ndarray:
+        """What the ranks have that lie so far before each (`back`: behind it), in `into`."""
+        groups, group = self._shape
+        by, places = (-way[0] % groups * group, -way[1] % group) if back else (way[0] * group, way[1])
+        if places:
+            if by:
+                values = _rolled(values, by, np.empty_like(values))
+            # To the next place in the same group; the last is followed by the first.
+            old, new = values.reshape(groups, group), into.reshape(groups, group)
+            new[:, places:] = old[:, : group - places]
+            new[:, :places] = old[:, group - places :]
+            return into
+        return _rolled(values, by, into)
 
 
 def _constants(cluster: Cluster, kind: LinkClass) -> tuple[float, float, float]:
@@ -241,8 +287,8 @@ def _constants(cluster: Cluster, kind: LinkClass) -> tuple[float, float, float]:
     return latency_s, among / many, to_one / many
 
 
-def _shift(values: Times, by: int, into: Times) -> None:
+def _rolled(values: np.ndarray, by: int, into: np.ndarray) -> np.ndarray:
     """As `np.roll`, without making an array."""
-    by %= len(values)
     into[by:] = values[: len(values) - by]
     into[:by] = values[len(values) - by :]
+    return into
