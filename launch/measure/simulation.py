@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,20 +16,34 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, counts_of, play_at_once
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.classes import SERVED, Classes, classes_of, group_of, learned_from
+from ringattn.planner.classes import (
+    MOST_GROUPED,
+    SERVED,
+    Classes,
+    check_reach,
+    classes_of,
+    group_of,
+    learned_from,
+    opening_on,
+    routes_on,
+)
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.extent import check_extent
 from ringattn.planner.recurrence import PassTimes, play
 from ringattn.planner.simulate import Timeline, simulate
 from ringattn.planner.work import attention_s
+from ringattn.schedule.opening import Opening
 from ringattn.schedule.routes import route_named
 
 PLANNED = 16
 """Up to so many ranks, each has its own plan; classes are learned from more."""
-MOST_PLANNED = 96
+MOST_PLANNED = 64
 """As many of a schedule that classes do not serve: plans have an entry for each pair of ranks."""
+BY_CLASSES = *SERVED, *AT_ONCE
+"""Schedules that are simulated by classes of ranks."""
 PASSES = "forward", "backward"
 
 
@@ -133,14 +147,16 @@ def simulate_call(
         used = shard * ranks
         say(f"{ranks:,} ranks: learning classes of ranks")
         group = group_of(call.schedule, ranks, machines.cluster)
-        learned = _learned(call, machines.cluster, shard, ranks // group % 4, group)
+        learned = _learned(call, machines.cluster, shard, *_begins(call, machines.cluster, shard, ranks, group), group)
         passes = []
         for backwards, name in enumerate(names):
             say(f"{ranks:,} ranks: {name}")
-            passes.append(play(learned[bool(backwards)], machines.cluster, ranks, overlap=machines.overlap,
-                               disturbance=machines.disturbance, trace=trace))  # fmt: skip
+            one = learned[bool(backwards)]
+            passes.append((play_at_once if isinstance(one, AtOnce) else play)(
+                one, machines.cluster, ranks, overlap=machines.overlap, disturbance=machines.disturbance, trace=trace
+            ))  # fmt: skip
         spans = [{rank: spans_of(marks) for rank, marks in one.traced.items()} for one in passes]
-        held = np.max([_spread(learned[bool(n)].held_bytes) for n in range(len(names))], axis=0)
+        held = np.max([learned[bool(n)].held_spread(ranks) for n in range(len(names))], axis=0)
     problem = call.problem(used, ranks)
     pairs = _pairs(problem) * call.heads / ranks
     ideal = sum(attention_s(problem, pairs, machines.cluster, bool(n)) for n in range(len(names)))
@@ -151,21 +167,21 @@ def simulate_call(
 
 def _each_planned(call: Call, cluster: Cluster, ranks: int) -> bool:
     """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
-    if ranks <= PLANNED or call.schedule.partition(":")[0] not in SERVED or cluster.cores is not None:
+    if ranks <= PLANNED or call.schedule.partition(":")[0] not in BY_CLASSES or cluster.cores is not None:
         return True
     group = group_of(call.schedule, ranks, cluster)
-    return group > 1 and ranks <= learned_from(call.schedule, ranks // group, 0, group)[1]
+    return 1 < group <= MOST_GROUPED and ranks <= learned_from(call.schedule, ranks // group, 0, group)[1]
 
 
 def _by_plans(
     call: Call, machines: Machines, tokens: int, ranks: int, passes: int, trace: Sequence[int]
 ) -> tuple[list[PassTimes], list[dict[int, tuple[Span, ...]]], np.ndarray]:
-    if ranks > MOST_PLANNED:
+    if ranks > MOST_PLANNED and (call.schedule.partition(":")[0] not in BY_CLASSES or machines.cluster.cores):
         whose = f"cluster={machines.cluster.name!r}, whose ranks share processors,"
-        what = f"schedule={call.schedule!r}" if call.schedule not in SERVED else whose
+        what = f"schedule={call.schedule!r}" if machines.cluster.cores is None else whose
         raise UnsupportedError(
             f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}; simulate fewer, or "
-            f"by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for each rank"
+            f"by classes of ranks: schedules {', '.join(BY_CLASSES)} on clusters with a processor for each rank"
         )
     problem = call.problem(tokens, ranks)
     check_extent(problem, by_head=route_named(call.schedule).by_head)
@@ -188,9 +204,35 @@ def _times(timeline: Timeline, sent: Sequence[int]) -> PassTimes:
 
 
 @lru_cache(maxsize=4)
-def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, group: int) -> dict[bool, Classes]:
-    """The classes of ranks with shards of so many tokens; `quarter`: as of `classes_of`."""
-    reach = 0
+def _learned(
+    call: Call, cluster: Cluster, shard: int, quarter: int, opening: Opening, group: int
+) -> Mapping[bool, Classes] | Mapping[bool, AtOnce]:
+    """The classes of ranks with shards of so many tokens."""
+    reach = _reach(call, shard)
+
+    def problem_of(count: int) -> Problem:
+        return call.problem(shard * count, count)
+
+    if call.schedule in AT_ONCE:
+        return at_once_of(problem_of, call.schedule, cluster, quarter, reach, opening)
+    return classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening)
+
+
+def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) -> tuple[int, Opening]:
+    """What numbers of groups are learned from, modulo 4, and how backward passes begin."""
+
+    def problem_of(count: int) -> Problem:
+        return call.problem(shard * count, count)
+
+    quarter, reach = ranks // group % 4, _reach(call, shard)
+    once = call.schedule in AT_ONCE
+    counts = counts_of(reach, quarter) if once else learned_from(call.schedule, quarter, reach, group)
+    routes = routes_on(problem_of, call.schedule, cluster, counts, group, None)
+    return quarter, opening_on(problem_of, routes, cluster, ranks)
+
+
+def _reach(call: Call, shard: int) -> int:
+    """How many shards a window reaches. Raises `UnsupportedError` for those that classes do not describe."""
     if call.windowed:
         layout = call.problem(shard * 4, 4).q_layout
         sides = [0 if call.causal and side is None else side for side in (call.left, call.right)]
@@ -201,12 +243,9 @@ def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, group: int)
             )
         run = min(one.count for one in layout.shards[0])
         reach = -(-max(side for side in sides if side is not None) // run)
-    return classes_of(lambda count: call.problem(shard * count, count), call.schedule, cluster, quarter, reach, group)
-
-
-def _spread(held: Sequence[int]) -> np.ndarray:
-    """Bytes that the ranks hold, as many values for each number of ranks."""
-    return np.percentile(held, np.linspace(0, 100, 101))
+        check_reach(reach)
+        return reach
+    return 0
 
 
 def _pairs(problem: Problem) -> int:

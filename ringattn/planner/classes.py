@@ -28,10 +28,12 @@ from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.opening_cost import opening_beyond, opening_facts
 from ringattn.planner.plan import Plan, PlanStep
 from ringattn.planner.work import packing_s, step_s
 from ringattn.schedule.double_ring import grid_of, square
-from ringattn.schedule.routes import route_named
+from ringattn.schedule.opening import Opening
+from ringattn.schedule.routes import Route, route_named
 
 SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "pass_q", "balanced"
 """Schedules of which a rank sends a few messages a step, to ranks that follow from the step."""
@@ -43,6 +45,8 @@ GROUPS_NEAR = 1, 1, 2, 1
 """The same for groups of ranks, which are told apart by their places too; by line, see `Classes._lines`."""
 LEAST_GROUPS = 8
 """So many groups have each class."""
+MOST_GROUPED = 16
+"""Ranks of a group: as many times more plans are made."""
 FARTHEST = 8
 """The farthest reach, in shards, of a window: plans are made of six times as many ranks."""
 CLOSE = 1e-9
@@ -187,17 +191,21 @@ class Classes:
                     groups = ranks // self.group
                     sends = [(self._targets(way, turn, groups), nbytes) for way, nbytes in cell.sends]
                     if not all(targets for targets, _ in sends):
-                        raise _unlike(plan, f"rank {rank} of {ranks} sends to strangers in step {number}")
+                        raise unlike(plan, f"rank {rank} of {ranks} sends to strangers in step {number}")
                     self._cells[where] = _Known(cell.packing_s, cell.work_s, sends)
                 elif not known.agrees(cell, turn, ranks // self.group):
-                    raise _unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
+                    raise unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
             if found:
-                raise _unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
+                raise unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
         held = sorted(plan.arena_bytes + plan.kept_bytes for plan in plans)
         least, most = (self.held_bytes[0], self.held_bytes[-1]) if self.held_bytes else (held[0], held[-1])
         if (held[0], held[-1]) != (least, most):
-            raise _unlike(plans[0], f"of {ranks} ranks each holds {held[0]} to {held[-1]} bytes, not {least} to {most}")
+            raise unlike(plans[0], f"of {ranks} ranks each holds {held[0]} to {held[-1]} bytes, not {least} to {most}")
         self.held_bytes = tuple(held)
+
+    def held_spread(self, ranks: int) -> np.ndarray:
+        """What ranks hold, as `spread`: the same on any number of `ranks`."""
+        return spread(self.held_bytes)
 
     def stretches(self, number: int, ranks: int) -> list[Stretch]:
         """What all groups do in a step of the pass. Raises `UnsupportedError` for a class that was not seen."""
@@ -286,7 +294,8 @@ class Classes:
         return Cell(packing_s(plan, step, cluster), step_s(plan, step, cluster), tuple(sorted(sends.items())))
 
 
-def _unlike(plan: Plan, why: str) -> UnsupportedError:
+def unlike(plan: Plan, why: str) -> UnsupportedError:
+    """The refusal of plans that have no classes."""
     layout = plan.problem.q_layout
     return UnsupportedError(
         f"schedule={plan.name!r} with layout={layout.name!r} has no classes of ranks that behave alike: {why}; "
@@ -294,13 +303,34 @@ def _unlike(plan: Plan, why: str) -> UnsupportedError:
     )
 
 
+def spread(held: Sequence[int]) -> np.ndarray:
+    """Bytes that the ranks hold, as many values for each number of ranks: from the least to the most."""
+    return np.percentile(held, np.linspace(0, 100, 101))
+
+
+def check_reach(reach: int) -> None:
+    """Raise `UnsupportedError` for a window that reaches too many shards."""
+    if reach > FARTHEST:
+        raise UnsupportedError(
+            f"the window reaches {reach} shards and classes of ranks are told apart up to {FARTHEST}; choose a shorter "
+            "window or fewer ranks"
+        )
+
+
 def classes_of(
-    problem_of: Callable[[int], Problem], schedule: str, cluster: Cluster, quarter: int, reach: int = 0, group: int = 1
+    problem_of: Callable[[int], Problem],
+    schedule: str,
+    cluster: Cluster,
+    quarter: int,
+    reach: int = 0,
+    group: int = 1,
+    opening: Opening | None = None,
 ) -> dict[bool, Classes]:
     """The classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
-    window reaches. `group`: how many ranks belong together, see `group_of`. Raises `UnsupportedError` for schedules
+    window reaches. `group`: how many ranks belong together, see `group_of`. `opening`: how backward passes
+    begin, see `opening_on`; None: as on those that are learned from. Raises `UnsupportedError` for schedules
     that have no such classes, and a window that reaches too far.
     """
     name = schedule.partition(":")[0]
@@ -309,25 +339,51 @@ def classes_of(
             f"schedule={schedule!r} cannot be simulated by classes of ranks; choose one of {', '.join(SERVED)}, or as "
             "many ranks as can be planned one by one"
         )
-    if reach > FARTHEST:
+    check_reach(reach)
+    if group > MOST_GROUPED:
         raise UnsupportedError(
-            f"the window reaches {reach} shards and classes of ranks are told apart up to {FARTHEST}; choose a shorter "
-            "window or fewer ranks"
+            f"schedule={schedule!r}: classes are learned from {2 * LEAST_GROUPS} groups of ranks that belong together, "
+            f"and {group} are too many to be planned; name inner rings of up to {MOST_GROUPED}, as {name}:8"
         )
     counts = learned_from(schedule, quarter, reach, group)
     halves = name in HALVED and not reach
     near = [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPS_NEAR]
     found = {}
+    routes = routes_on(problem_of, schedule, cluster, counts, group, opening)
     for backward in (False, True):
         # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
         bare = replace(cluster, message_sms=0.0)
         classes = Classes(near, lambda count, backward=backward: steps_of(schedule, count, backward, group), group)  # type: ignore[misc]
-        for count in counts:
-            problem = problem_of(count)
-            route = choose_route(problem, schedule if group == 1 else f"{name}:{group}", cluster)
-            classes.learn(tuple(plan_of(problem, route, rank, backward) for rank in range(count)), bare)
+        for count, route in routes.items():
+            classes.learn(tuple(plan_of(problem_of(count), route, rank, backward) for rank in range(count)), bare)
         found[backward] = classes
     return found
+
+
+Routes = dict[int, Route]
+"""By number of ranks."""
+
+
+def routes_on(
+    problem_of: Callable[[int], Problem],
+    schedule: str,
+    cluster: Cluster,
+    counts: Sequence[int],
+    group: int,
+    opening: Opening | None,
+) -> Routes:
+    """The route on each of some numbers of ranks, with groups and an opening as of `classes_of`."""
+    name = schedule if group == 1 else f"{schedule.partition(':')[0]}:{group}"
+    routes = {count: choose_route(problem_of(count), name, cluster) for count in counts}
+    return {
+        count: route if opening is None else replace(route, opening=opening) for count, route in routes.items()
+    }  # fmt: skip
+
+
+def opening_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: Cluster, ranks: int) -> Opening:
+    """How a backward pass on `ranks` begins, from the routes on two smaller numbers, whose links and times differ."""
+    fewer = [(count, opening_facts(problem_of(count), route, cluster)) for count, route in routes.items()]
+    return opening_beyond(fewer, problem_of(ranks), cluster)
 
 
 def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, int]:

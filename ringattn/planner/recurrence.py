@@ -54,10 +54,7 @@ def play(
 
     Raises `UnsupportedError` for a cluster whose ranks share processors, and for one that is joined rank by rank.
     """
-    if cluster.cores is not None or cluster.links is not None:
-        why = "ranks share processors" if cluster.cores is not None else "links are told rank by rank"
-        raise UnsupportedError(f"{cluster.name}: its {why}, which classes of ranks do not describe; name another "
-                               "cluster, or as many ranks as can be planned one by one")  # fmt: skip
+    check_served(cluster)
     disturbed = disturbance or Disturbance()
     disturbed.check_ranks(ranks)
     steps, wires = classes.steps_of(ranks), _Wires(cluster, ranks, classes.group, disturbed)
@@ -103,6 +100,14 @@ def play(
     at_work = np.minimum(busy.total, enter)
     traced = {rank: marks[:, :, at] for at, rank in enumerate(watched)}
     return PassTimes(total, at_work, total - at_work, enter - at_work, sent.total, traced)
+
+
+def check_served(cluster: Cluster) -> None:
+    """Raise `UnsupportedError` for machines that classes of ranks do not describe."""
+    if cluster.cores is not None or cluster.links is not None:
+        why = "ranks share processors" if cluster.cores is not None else "links are told rank by rank"
+        raise UnsupportedError(f"{cluster.name}: its {why}, which classes of ranks do not describe; name another "
+                               "cluster, or as many ranks as can be planned one by one")  # fmt: skip
 
 
 def _spread(values: Sequence[Times], stretches: Sequence[Stretch], into: Times) -> None:
@@ -164,7 +169,7 @@ class _Wires:
         self._shape = ranks // group, group
         self._share = cluster.message_sms / cluster.sms if cluster.message_sms and cluster.sms else 0.0
         # Inside a node and between nodes: latency, and seconds of a byte among all and to one rank.
-        self._kinds = [_constants(cluster, kind) for kind in (LinkClass.UNKNOWN, LinkClass.NETWORK)]
+        self._kinds = [constants_of(cluster, kind) for kind in (LinkClass.UNKNOWN, LinkClass.NETWORK)]
         self._node = np.arange(ranks) // (cluster.ranks_per_node or ranks)
         self._slow = disturbance.slow_links
         self._kept: dict[tuple[int, int], _Link] = {}
@@ -280,7 +285,7 @@ class _Wires:
         return _rolled(values, by, into)
 
 
-def _constants(cluster: Cluster, kind: LinkClass) -> tuple[float, float, float]:
+def constants_of(cluster: Cluster, kind: LinkClass) -> tuple[float, float, float]:
     """Of `Cluster.travel_s`: latency, and seconds of a byte of all that an end sends, and of what goes to one rank."""
     many, latency_s = 1e18, cluster.travel_s(kind, 0.0, 0.0)
     among, to_one = cluster.travel_s(kind, many, 0.0) - latency_s, cluster.travel_s(kind, 0.0, many) - latency_s

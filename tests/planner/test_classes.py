@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, play_at_once
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.classes import Classes, classes_of
+from ringattn.planner.classes import Classes, classes_of, group_of, opening_on, routes_on
 from ringattn.planner.cluster import CLUSTERS, Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.links import Links
@@ -25,6 +27,7 @@ SHARD = 64
 RANKS = 29
 NODES = replace(CLUSTERS["h100"], flops=2e11, ranks_per_node=4, pass_s=1e-5, tile_s=1e-7, call_s=1e-6)
 """So slow that work and messages of such short shards take times alike."""
+PAIRS = replace(NODES, ranks_per_node=2)
 FREE = Cluster("links that cost nothing", 2e11, 1e30, 0.0)
 DISTURBED = Disturbance(((3, 1.5), (20, 3.0)), ((7, 8, 40.0),), 0.2, 1)
 Mask = tuple[str, bool, tuple[int, int] | None]
@@ -42,17 +45,21 @@ def problem_of(ranks: int, mask: Mask) -> Problem:
 
 
 @lru_cache
-def classes(schedule: str, mask: Mask, quarter: int) -> dict[bool, Classes]:
+def classes(
+    schedule: str, mask: Mask, quarter: int, cluster: Cluster = NODES, group: int = 1
+) -> dict[bool, Classes] | dict[bool, AtOnce]:
     """Learned once."""
     reach = 0 if mask[2] is None else -(-max(mask[2]) // (SHARD // (1 + (mask[0] == "zigzag"))))
-    return classes_of(lambda ranks: problem_of(ranks, mask), schedule, NODES, quarter, reach)
+    if schedule in AT_ONCE:
+        return at_once_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach)
+    return classes_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach, group)
 
 
 @lru_cache
-def plans(schedule: str, mask: Mask, ranks: int, backward: bool) -> tuple[Plan, ...]:
+def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluster = NODES) -> tuple[Plan, ...]:
     """Of every rank."""
     problem = problem_of(ranks, mask)
-    route = choose_route(problem, schedule, NODES)
+    route = choose_route(problem, schedule, cluster)
     return tuple(plan_of(problem, route, rank, backward) for rank in range(ranks))
 
 
@@ -62,20 +69,27 @@ def full_ring_with_free_links() -> Classes:
     return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
 
 
-def check(schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True) -> None:
+def check(
+    schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True, cluster: Cluster = NODES
+) -> None:
     """Both passes: equal times, bytes and spans; relative differences are those of rounding."""
+    group = group_of(schedule, ranks, cluster)
     for backward in (False, True):
-        planned = plans(schedule, mask, ranks, backward)
-        wanted = simulate(planned, NODES, overlap, disturbance)
-        learned = classes(schedule, mask, ranks % 4)[backward]
-        found = play(learned, NODES, ranks, overlap=overlap, disturbance=disturbance, trace=(0, 7, ranks - 1))
+        planned = plans(schedule, mask, ranks, backward, cluster)
+        wanted = simulate(planned, cluster, overlap, disturbance)
+        learned = classes(schedule, mask, ranks // group % 4, cluster, group)[backward]
+        options = {"overlap": overlap, "disturbance": disturbance, "trace": (0, 7, ranks - 1)}
+        if isinstance(learned, AtOnce):
+            found = play_at_once(learned, cluster, ranks, **options)  # type: ignore[arg-type]
+        else:
+            found = play(learned, cluster, ranks, **options)  # type: ignore[arg-type]
         assert found.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
         for times, expected in ((found.busy_s, wanted.busy_us), (found.waiting_s, wanted.waiting_us),
                                 (found.exposed_s, wanted.exposed_us)):  # fmt: skip
             np.testing.assert_allclose(times * 1e6, expected, rtol=1e-9, atol=1e-9 * wanted.total_us)
         assert found.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
         held = [plan.arena_bytes + plan.kept_bytes for plan in planned]
-        assert (learned.held_bytes[0], learned.held_bytes[-1]) == (min(held), max(held))
+        assert learned.held_spread(ranks)[[0, -1]].tolist() == pytest.approx([min(held), max(held)], rel=1e-12)
         for rank, marks in found.traced.items():
             ends = [span.end_us for span in wanted.spans[rank] if span.lane == "comm"]
             assert np.sort(marks[marks[:, 3] > 0, 3]) * 1e6 == pytest.approx(sorted(ends), rel=1e-9)
@@ -84,6 +98,29 @@ def check(schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overl
 def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
     check("ring", ("zigzag", True, None), RANKS, DISTURBED)
     check("ring", ("zigzag", True, None), RANKS, Disturbance(), overlap=False)
+
+
+def test_a_double_ring_by_classes_of_nodes() -> None:
+    check("double_ring", ("zigzag", True, None), 26, DISTURBED, cluster=PAIRS)
+
+
+def test_an_exchange_of_all_in_one_step() -> None:
+    check("all_gather", ("zigzag", True, None), RANKS, DISTURBED)
+    check("all_gather", ("contiguous", True, None), RANKS, Disturbance(), overlap=False)
+
+
+def test_how_a_backward_begins_follows_from_fewer_ranks() -> None:
+    """Own work is split where a slower link is to be hidden: 28 ranks are on one node, 44 on two."""
+    two = replace(NODES, ranks_per_node=32, call_s=2e-5, flops=5e10, backward_flops=5e10)
+    for schedule, mask, cluster, fewer, more in (
+        ("ring", PLAIN[2], two, "fetched", "split"),
+        ("ring", PLAIN[1], NODES, "fetched", "fetched"),
+        ("all_gather", WINDOWS[1], NODES, "kept", "kept"),
+    ):
+        routes = routes_on(lambda ranks, mask=mask: problem_of(ranks, mask), schedule, cluster, (24, 28), 1, None)  # type: ignore[misc]
+        assert {route.opening for route in routes.values()} == {fewer}
+        assert opening_on(lambda ranks, mask=mask: problem_of(ranks, mask), routes, cluster, 44) == more  # type: ignore[misc]
+        assert choose_route(problem_of(44, mask), schedule, cluster).opening == more
 
 
 def test_a_window_by_classes() -> None:
@@ -112,6 +149,25 @@ def test_other_schedules_by_classes(schedule: str, mask: Mask) -> None:
     check(schedule, mask, 45, DISTURBED)
 
 
+DRAWN = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(DRAWN))
+def test_drawn_schedules_by_classes(seed: int) -> None:
+    """Any schedule, layout, mask, number of ranks, of nodes and of slow ranks and links."""
+    draw = Random(seed)
+    schedule = draw.choice(["ring", "sub_rings", "all_gather", "double_ring", "double_ring"])
+    group = draw.choice([2, 3]) if schedule == "double_ring" else 1
+    nodes = draw.choice([group, 2 * group, 5, 64])
+    ranks = draw.randrange(11, 17) * group if group > 1 else draw.randrange(24, 40)
+    name = f"{schedule}:{group}" if group > 1 else schedule
+    cluster = replace(NODES, ranks_per_node=nodes, flops=draw.choice([1e10, 2e11, 4e12]))
+    slow = Disturbance(((draw.randrange(ranks), 1.7),), ((0, draw.randrange(1, ranks), 30.0),), 0.3, seed)
+    mask = draw.choice([*PLAIN, WINDOWS[0], WINDOWS[2]] if group == 1 else PLAIN)
+    check(name, mask, ranks, draw.choice([Disturbance(), slow]), draw.random() < 0.8, cluster)
+
+
 def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
     """A rank that takes twice as long sets the pace of a full ring: about twice the time, the others wait."""
     learned = full_ring_with_free_links()
@@ -135,7 +191,7 @@ def test_cells_that_differ_are_refused() -> None:
 
 
 def test_what_classes_do_not_serve_is_refused_by_name() -> None:
-    for schedule in ("all_gather", "double_ring", "ulysses", "sub_rings"):
+    for schedule in ("ulysses", "ulysses_ring"):
         with pytest.raises(UnsupportedError, match=f"schedule='{schedule}' cannot be simulated by classes of ranks"):
             classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), schedule, NODES, 0)
     with pytest.raises(UnsupportedError, match="the window reaches 9 shards"):
