@@ -24,7 +24,6 @@ from ringattn.planner.classes import (
     Classes,
     check_reach,
     classes_of,
-    group_of,
     learned_from,
     opening_on,
     routes_on,
@@ -34,6 +33,7 @@ from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.extent import check_extent
 from ringattn.planner.recurrence import PassTimes, play
 from ringattn.planner.simulate import Timeline, simulate
+from ringattn.planner.turns import group_of
 from ringattn.planner.work import attention_s
 from ringattn.schedule.opening import Opening
 from ringattn.schedule.routes import route_named
@@ -146,7 +146,7 @@ def simulate_call(
         shard, classes = call.shard_tokens(tokens, ranks), True
         used = shard * ranks
         say(f"{ranks:,} ranks: learning classes of ranks")
-        group = group_of(call.schedule, ranks, machines.cluster)
+        group = group_of(call.problem(shard * ranks, ranks), call.schedule, machines.cluster)
         learned = _learned(call, machines.cluster, shard, *_begins(call, machines.cluster, shard, ranks, group), group)
         passes = []
         for backwards, name in enumerate(names):
@@ -169,7 +169,7 @@ def _each_planned(call: Call, cluster: Cluster, ranks: int) -> bool:
     """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
     if ranks <= PLANNED or call.schedule.partition(":")[0] not in BY_CLASSES or cluster.cores is not None:
         return True
-    group = group_of(call.schedule, ranks, cluster)
+    group = group_of(call.problem(ranks * 2, ranks), call.schedule, cluster)
     return 1 < group <= MOST_GROUPED and ranks <= learned_from(call.schedule, ranks // group, 0, group)[1]
 
 

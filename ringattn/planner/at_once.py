@@ -21,12 +21,13 @@ import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
-from ringattn.planner.classes import CLOSE, NEAR, check_reach, routes_on, spread, steps_of, unlike
+from ringattn.planner.classes import CLOSE, NEAR, check_reach, routes_on, spread, unlike
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan
 from ringattn.planner.recurrence import PassTimes, Times, check_served, constants_of
+from ringattn.planner.turns import steps_of
 from ringattn.planner.work import packing_s, step_s
 from ringattn.schedule.opening import Opening
 

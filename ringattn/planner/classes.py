@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from math import isclose
 from typing import NamedTuple
@@ -28,23 +27,23 @@ from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
+from ringattn.planner.extent import check_extent
 from ringattn.planner.opening_cost import opening_beyond, opening_facts
 from ringattn.planner.plan import Plan, PlanStep
+from ringattn.planner.turns import Steps, steps_of
 from ringattn.planner.work import packing_s, step_s
-from ringattn.schedule.double_ring import grid_of, square
 from ringattn.schedule.opening import Opening
-from ringattn.schedule.routes import Route, route_named
+from ringattn.schedule.routes import Route
 
-SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "pass_q", "balanced"
+SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced"
 """Schedules of which a rank sends a few messages a step, to ranks that follow from the step."""
 HALVED = "direct", "bidirectional", "pass_q", "balanced"
 """Schedules in which what lies half a ring away makes a difference."""
 NEAR = 3
 """How far from a line cells may differ; a window reaches as many shards farther."""
-GROUPS_NEAR = 1, 1, 2, 1
-"""The same for groups of ranks, which are told apart by their places too; by line, see `Classes._lines`."""
-LEAST_GROUPS = 8
-"""So many groups have each class."""
+GROUPED = {"double_ring": ((1, 1, 2, 1), 8), "ulysses_ring": ((2, 2, 3, 2), 12)}
+"""The same for groups of ranks, which are told apart by their places too: by line, see `Classes._lines`; and how many
+groups have each class."""
 MOST_GROUPED = 16
 """Ranks of a group: as many times more plans are made."""
 FARTHEST = 8
@@ -94,48 +93,6 @@ class Stretch(NamedTuple):
     first: int
     end: int
     row: Row
-
-
-class Steps(NamedTuple):
-    """How the steps of a pass lie to the turns of its schedule: `turns` of them, of `inner` steps each.
-
-    `transposed`: a backward pass that undoes the forward's steps from the last on: an opening step, then a main and a
-    merge step for each.
-    """
-
-    turns: int
-    transposed: bool
-    inner: int = 1
-
-    @property
-    def in_all(self) -> int:
-        """Steps of the pass."""
-        there = self.turns * self.inner
-        return 1 + 2 * there if self.transposed else there
-
-    def place(self, number: int) -> tuple[int, int, int]:
-        """The phase of a step, the turn that it belongs to, and its place in the turn."""
-        if not self.transposed:
-            return 0, *divmod(number, self.inner)
-        there = self.turns * self.inner
-        return (1 + (number - 1) % 2, *divmod(there - 1 - (number - 1) // 2, self.inner)) if number else (
-            0, self.turns, 0)  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def steps_of(schedule: str, ranks: int, backward: bool, inner: int = 1) -> Steps:
-    """The steps of a pass of a schedule."""
-    route = route_named(schedule)
-    return Steps(route.steps(ranks) // inner, backward and route.place is None, inner)
-
-
-def group_of(schedule: str, ranks: int, cluster: Cluster) -> int:
-    """How many ranks belong together: of a double ring those of a node, else one. Raises `InputError` as the route."""
-    route = route_named(schedule, ranks)
-    if not route.by_node:
-        return 1
-    nodes = tuple(map(cluster.node_of, range(ranks)))
-    return len((route.grid or (grid_of(nodes, route.name) if len(set(nodes)) > 1 else square(ranks)))[0])
 
 
 Where = tuple[int, ...]
@@ -268,7 +225,7 @@ class Classes:
 
     def _ends(self, turn: int, steps: Steps, groups: int) -> tuple[int, ...]:
         """How far a turn lies behind those at which something begins or ends."""
-        ends = turn, turn - steps.turns
+        ends = turn, turn - steps.turns + steps.extra
         return (*ends, turn - groups, turn - groups // 2) if self._halves else ends
 
     def _where(self, rank: int, number: int, ranks: int) -> Where:
@@ -342,13 +299,17 @@ def classes_of(
     check_reach(reach)
     if group > MOST_GROUPED:
         raise UnsupportedError(
-            f"schedule={schedule!r}: classes are learned from {2 * LEAST_GROUPS} groups of ranks that belong together, "
-            f"and {group} are too many to be planned; name inner rings of up to {MOST_GROUPED}, as {name}:8"
+            f"schedule={schedule!r}: classes are learned from the plans of many groups, and those of {group} ranks are "
+            f"too large to be planned; name groups of up to {MOST_GROUPED}, as {name}:8"
         )
     counts = learned_from(schedule, quarter, reach, group)
     halves = name in HALVED and not reach
-    near = [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPS_NEAR]
+    near = (
+        [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPED[name][0]]
+    )
     found = {}
+    if name == "ulysses_ring":
+        check_extent(problem_of(counts[-1]), by_head=True)
     routes = routes_on(problem_of, schedule, cluster, counts, group, opening)
     for backward in (False, True):
         # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
@@ -390,7 +351,7 @@ def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[i
     """The two numbers of ranks that classes are learned from."""
     if group > 1:
         # Lines cross on a group or between two.
-        least = LEAST_GROUPS - 6 * (-reach // group)
+        least = GROUPED[schedule.partition(":")[0]][1] - 6 * (-reach // group)
         least += (quarter - least) % 2
         return least * group, (least + 2) * group
     least = (12 if schedule in HALVED and not reach else 6) * (NEAR + reach) + 2

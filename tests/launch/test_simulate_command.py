@@ -94,8 +94,8 @@ def test_words() -> None:
     ("words", "told"),
     [
         (
-            ["schedule=ulysses_ring", "ranks=128"],
-            "schedule='ulysses_ring' is simulated with a plan for each rank, up to 64",
+            ["schedule=ulysses", "ranks=128"],
+            "schedule='ulysses' is simulated with a plan for each rank, up to 64",
         ),
         (["schedule=ulysses", "ranks=4096"], "schedule='ulysses' is simulated with a plan"),
         (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),

@@ -15,13 +15,14 @@ from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, play_at_once
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.classes import Classes, classes_of, group_of, opening_on, routes_on
+from ringattn.planner.classes import Classes, classes_of, opening_on, routes_on
 from ringattn.planner.cluster import CLUSTERS, Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.links import Links
 from ringattn.planner.plan import Plan
 from ringattn.planner.recurrence import play
 from ringattn.planner.simulate import simulate
+from ringattn.planner.turns import group_of
 
 SHARD = 64
 RANKS = 29
@@ -73,7 +74,7 @@ def check(
     schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True, cluster: Cluster = NODES
 ) -> None:
     """Both passes: equal times, bytes and spans; relative differences are those of rounding."""
-    group = group_of(schedule, ranks, cluster)
+    group = group_of(problem_of(ranks, mask), schedule, cluster)
     for backward in (False, True):
         planned = plans(schedule, mask, ranks, backward, cluster)
         wanted = simulate(planned, cluster, overlap, disturbance)
@@ -102,6 +103,12 @@ def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
 
 def test_a_double_ring_by_classes_of_nodes() -> None:
     check("double_ring", ("zigzag", True, None), 26, DISTURBED, cluster=PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", PLAIN[1:3])
+def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
+    check("ulysses_ring", mask, 38, DISTURBED, cluster=PAIRS)
 
 
 def test_an_exchange_of_all_in_one_step() -> None:
@@ -149,7 +156,7 @@ def test_other_schedules_by_classes(schedule: str, mask: Mask) -> None:
     check(schedule, mask, 45, DISTURBED)
 
 
-DRAWN = 12
+DRAWN = 8
 
 
 @pytest.mark.slow
@@ -191,9 +198,12 @@ def test_cells_that_differ_are_refused() -> None:
 
 
 def test_what_classes_do_not_serve_is_refused_by_name() -> None:
-    for schedule in ("ulysses", "ulysses_ring"):
-        with pytest.raises(UnsupportedError, match=f"schedule='{schedule}' cannot be simulated by classes of ranks"):
-            classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), schedule, NODES, 0)
+    with pytest.raises(UnsupportedError, match="schedule='ulysses' cannot be simulated by classes of ranks"):
+        classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ulysses", NODES, 0)
+    with pytest.raises(UnsupportedError, match="those of 72 ranks are too large to be planned"):
+        classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "double_ring", NODES, 0, group=72)
+    with pytest.raises(InputError, match="one for each head, and 262144 can be planned"):
+        classes_of(lambda ranks: problem_of(ranks, PLAIN[2]), "ulysses_ring", NODES, 0, group=16)
     with pytest.raises(UnsupportedError, match="the window reaches 9 shards"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ring", NODES, 0, 9)
     learned = full_ring_with_free_links()
