@@ -151,10 +151,11 @@ def simulate_call(
         passes = []
         for backwards, name in enumerate(names):
             say(f"{ranks:,} ranks: {name}")
-            one = learned[bool(backwards)]
-            passes.append((play_at_once if isinstance(one, AtOnce) else play)(
-                one, machines.cluster, ranks, overlap=machines.overlap, disturbance=machines.disturbance, trace=trace
-            ))  # fmt: skip
+            known, options = learned[bool(backwards)], (machines.overlap, machines.disturbance, trace)
+            if isinstance(known, AtOnce):
+                passes.append(play_at_once(known, machines.cluster, ranks, *options))
+            else:
+                passes.append(play(known, machines.cluster, ranks, *options))
         spans = [{rank: spans_of(marks) for rank, marks in one.traced.items()} for one in passes]
         held = np.max([learned[bool(n)].held_spread(ranks) for n in range(len(names))], axis=0)
     problem = call.problem(used, ranks)

@@ -63,8 +63,8 @@ class AtOnce:
                     told.setdefault((name, number, *where), []).append((rank, ranks, values[name, number]))
                 for number in range(self.steps):
                     for peer in range(ranks):
-                        key = (number, *self._pair(rank, peer, ranks))
-                        if self._sent.setdefault(key, sent.get((number, peer), 0)) != sent.get((number, peer), 0):
+                        pair_key = (number, *self._pair(rank, peer, ranks))
+                        if self._sent.setdefault(pair_key, sent.get((number, peer), 0)) != sent.get((number, peer), 0):
                             raise unlike(plan, f"in step {number} of {ranks} ranks, rank {rank} sends rank {peer} more "
                                                "or less than others send that lie alike")  # fmt: skip
         for key, points in told.items():
@@ -154,7 +154,6 @@ def play_at_once(
     learned: AtOnce,
     cluster: Cluster,
     ranks: int,
-    *,
     overlap: bool = True,
     disturbance: Disturbance | None = None,
     trace: Sequence[int] = (),
@@ -226,7 +225,7 @@ class _Exchange:
     def landed(self, go: Times) -> Times:
         """When the last message of each rank has landed; 0 for ranks without."""
         last = np.zeros(self._ranks)
-        slow = {}
+        slow: dict[int, list[tuple[int, float]]] = {}
         for rank, peer, factor in self._slow:
             for src, dst in ((rank, peer), (peer, rank)):
                 slow.setdefault((dst - src) % self._ranks, []).append((src, factor))

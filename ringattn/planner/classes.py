@@ -130,7 +130,7 @@ class Classes:
         self._near, self._halves, self.steps_of, self.group = near, len(near) > 4, steps_of, group
         self._ends_near = max(near)
         self._cells: dict[Where, _Known] = {}
-        self._rows: dict[tuple[Where, ...], Row] = {}
+        self._rows: dict[tuple[tuple[float, float, tuple[tuple[Target, int], ...]], ...], Row] = {}
         self._borders: dict[Where, list[tuple[int, int, Row]]] = {}
         self.held_bytes: tuple[int, ...] = ()
 

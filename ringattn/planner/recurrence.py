@@ -45,7 +45,6 @@ def play(
     classes: Classes,
     cluster: Cluster,
     ranks: int,
-    *,
     overlap: bool = True,
     disturbance: Disturbance | None = None,
     trace: Sequence[int] = (),
