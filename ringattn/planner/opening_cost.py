@@ -87,21 +87,26 @@ def opening_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], problem: Pr
 
     What the last rank works and receives grows evenly with ranks; so does the distance to who sends it last.
     """
+    facts = facts_beyond(fewer, problem.world_size)
+    return "fetched" if facts is None else cheapest_by(facts, problem, cluster)
+
+
+def facts_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], world_size: int) -> OpeningFacts | None:
+    """`opening_facts` on more ranks, for `opening_beyond`."""
     (ranks, here), (more, there) = fewer[:2]
     if here is None or there is None:
-        return "fetched"
-    share = (problem.world_size - ranks) / (more - ranks)
+        return None
+    share = (world_size - ranks) / (more - ranks)
 
     def beyond(a: float, b: float) -> float:
         return a + (b - a) * share
 
     # Of more that arrives at once than before, links to the first are as those to the others.
     owners = {round(beyond(a, b)) for a, b in zip(here.owners, there.owners, strict=False)}
-    facts = OpeningFacts(
+    return OpeningFacts(
         here.early_s, beyond(here.all_s, there.all_s), beyond(here.kept_bytes, there.kept_bytes), tuple(sorted(owners)),
         beyond(here.messages, there.messages), beyond(here.rows, there.rows),
     )  # fmt: skip
-    return cheapest_by(facts, problem, cluster)
 
 
 def _saved_bytes(problem: Problem, rank: int) -> int:

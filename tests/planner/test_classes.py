@@ -19,6 +19,7 @@ from ringattn.planner.classes import Classes, classes_of, opening_on, routes_on
 from ringattn.planner.cluster import CLUSTERS, Cluster
 from ringattn.planner.disturbance import Disturbance
 from ringattn.planner.links import Links
+from ringattn.planner.opening_cost import facts_beyond, opening_facts
 from ringattn.planner.plan import Plan
 from ringattn.planner.recurrence import play
 from ringattn.planner.simulate import simulate
@@ -127,7 +128,13 @@ def test_how_a_backward_begins_follows_from_fewer_ranks() -> None:
         routes = routes_on(lambda ranks, mask=mask: problem_of(ranks, mask), schedule, cluster, (24, 28), 1, None)  # type: ignore[misc]
         assert {route.opening for route in routes.values()} == {fewer}
         assert opening_on(lambda ranks, mask=mask: problem_of(ranks, mask), routes, cluster, 44) == more  # type: ignore[misc]
-        assert choose_route(problem_of(44, mask), schedule, cluster).opening == more
+        route = choose_route(problem_of(44, mask), schedule, cluster)
+        assert route.opening == more
+        told = [(ranks, opening_facts(problem_of(ranks, mask), one, cluster)) for ranks, one in routes.items()]
+        found, wanted = facts_beyond(told, 44), opening_facts(problem_of(44, mask), route, cluster)
+        assert found is not None and wanted is not None
+        assert [*found[:3], *found[4:]] == pytest.approx([*wanted[:3], *wanted[4:]])
+        assert set(found.owners) == set(wanted.owners)
 
 
 def test_a_window_by_classes() -> None:
