@@ -1,8 +1,9 @@
 """Measures on the ranks of this machine what prediction needs: the attention kernel, copies, messages, empty passes.
 
 All ranks do the same at once, as in a pass. Each round measures everything, so that a change of the machine's speed
-meets all of it; other programs only ever add time, so a figure is the median of the faster half of its rounds. On the
-CPU, kernel and copies are measured in seconds of the rank's processor, which others cannot take.
+meets all of it; a figure is the median of its rounds, as a pass that it predicts is timed: the faster rounds would
+predict a machine that is always as fast as it is at times. On the CPU, kernel and copies are measured in seconds of the
+rank's processor, which others cannot take.
 Not covered: what is made of the figures (`ringattn.launch.measure.constants`).
 """
 
@@ -41,7 +42,10 @@ MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
 class Shape(NamedTuple):
-    """One engine call: `tiles` of so many query rows and keys each, one below the other."""
+    """One engine call: `tiles` of so many query rows and keys each, one below the other.
+
+    `received`: on other ranks' queries, whose outputs stay with their owners.
+    """
 
     rows: int
     keys: int
@@ -50,6 +54,7 @@ class Shape(NamedTuple):
     dim: int = 64
     causal: bool = False
     tiles: int = 1
+    received: bool = False
 
     def problem(self, dtype: str) -> Problem:
         """What the planner knows of it."""
@@ -70,6 +75,9 @@ SHAPES = (
     Shape(512, 512, causal=True), Shape(1024, 1024, causal=True), Shape(2048, 2048, causal=True),
     Shape(1024, 1024, heads=8, kv_heads=2), Shape(512, 512, dim=32), Shape(1024, 1024, dim=32),
     Shape(512, 512, dim=128), Shape(1024, 1024, dim=128, causal=True),
+    Shape(1024, 1024, 1, 1, dim=32, tiles=4, received=True), Shape(1024, 1024, 1, 1, dim=64, tiles=4, received=True),
+    Shape(2048, 2048, 1, 1, dim=64, causal=True, received=True),
+    Shape(1024, 1024, 1, 1, dim=128, tiles=2, received=True),
 )  # fmt: skip
 
 
@@ -107,11 +115,10 @@ def measured(
 
 
 def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each thing: the mean of the ranks, of that the median of the faster half of the rounds."""
+    """Seconds of each thing: the mean of the ranks, of that the median of the rounds."""
     found = {}
     for name in by_rank[0]["seconds"]:
-        rounds = sorted(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
-        found[name] = median(rounds[: (len(rounds) + 1) // 2])
+        found[name] = median(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
     return found
 
 
@@ -160,11 +167,14 @@ def _passes(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (kv.k, kv.v))
     softmax = Softmax(shape.dim**-0.5, shape.heads // shape.kv_heads)
     # More steps than one, so that the engine carries accumulators, as it does in a ring.
-    works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads)
+    works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads, more=shape.received)
     carry, dq = engine.begin(works, q, shape.dim, None), engine.begin_grad(works, q, shape.dim)
     engine.attend(q, kv, carry, works[0])
     out, lse = carry.out.finalized(q.dtype), carry.lse
-    seed = BackwardInputs(dout, out, lse, None, engine.delta(dout, out, None))
+    delta = engine.delta(dout, out, None)
+    seed = BackwardInputs(dout, out, lse, None, delta)
+    if shape.received:  # as they reach the engine in a pass: delta stands for the output
+        seed = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
     return (
         lambda: engine.attend(q, kv, carry, works[0]),
         lambda: engine.attend_grad(q, kv, seed, dq, KV(dk, dv), works[0]),

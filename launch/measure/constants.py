@@ -42,26 +42,29 @@ class Fit(NamedTuple):
 
 
 def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fit:
-    """flops, backward_flops, call_s, tile_s, block_keys and softmax_dims. The last two: the best of a few values."""
+    """flops, backward_flops, received_dims, call_s, tile_s; block_keys and softmax_dims, the best of a few values."""
     seconds = np.array([sample.seconds for sample in samples])
     best: tuple[float, list[float], int, int, list[float]] | None = None
     for block_keys in BLOCKS:
         works = [call_work(one.shape.problem(dtype), one.shape.table(), one.backward, block_keys) for one in samples]
         moved_s = np.array([work.moved_bytes for work in works]) / copy_bytes_s
         for softmax_dims in SOFTMAX_DIMS:
-            columns = np.zeros((len(samples), 4))
+            columns = np.zeros((len(samples), 5))
             for row, (sample, work) in enumerate(zip(samples, works, strict=True)):
                 flops = work.pairs * (sample.shape.dim + softmax_dims) * FORWARD_FLOPS_PER_DIM
                 columns[row, int(sample.backward)] = flops * (BACKWARD_OVER_FORWARD if sample.backward else 1)
-                columns[row, 2:] = work.calls, work.tiles
+                columns[row, 2:4] = work.calls, work.tiles
+                if sample.backward and sample.shape.received:
+                    columns[row, 4] = work.pairs * FORWARD_FLOPS_PER_DIM * BACKWARD_OVER_FORWARD
             costs = least_squares(columns, seconds - moved_s, seconds)
             fitted = columns @ costs + moved_s
             off = float((((fitted - seconds) / seconds) ** 2).sum())
             if best is None or off < best[0]:
                 best = off, costs.tolist(), block_keys, softmax_dims, (seconds / fitted - 1).tolist()
     assert best is not None
-    _, (forward, backward, call_s, tile_s), block_keys, softmax_dims, errors = best
+    _, (forward, backward, call_s, tile_s, received), block_keys, softmax_dims, errors = best
     constants = {"flops": _rate(forward), "backward_flops": _rate(backward), "call_s": call_s, "tile_s": tile_s,
+                 "received_dims": received / backward if backward else 0.0,
                  "block_keys": block_keys, "softmax_dims": float(softmax_dims)}  # fmt: skip
     return Fit(constants, tuple(errors))
 

@@ -34,7 +34,8 @@ class Cluster:
     `peer_bandwidth`, `node_peer_bandwidth`: bytes/s of messages from one rank to one other, on a machine without PCIe
     between them and between machines; None: `bandwidth`, `node_bandwidth`. `sync_s`: seconds of a step with messages
     beside them and its work: launches, events, waits. `message_sms`: multiprocessors that messages hold while they
-    travel. `state_passes`: how often an accumulator passes through memory in an engine call.
+    travel. `state_passes`: how often an accumulator passes through memory in an engine call. `received_dims`: backward,
+    a pair of another rank's query costs as much as so many dimensions more: torch's kernels take its delta as a column.
 
     `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
     the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
@@ -72,11 +73,12 @@ class Cluster:
     message_sms: float = 0.0
     state_passes: float = 3.0
     recognised: bool = False
+    received_dims: float = 0.0
 
     def __post_init__(self) -> None:
         """Rates and counts are positive, seconds are not negative."""
         may_be_zero = ("latency_s", "node_latency_s", "call_s", "tile_s", "block_keys", "softmax_dims", "pass_s",
-                       "wire_cores", "sync_s", "message_sms", "state_passes")  # fmt: skip
+                       "wire_cores", "sync_s", "message_sms", "state_passes", "received_dims")  # fmt: skip
         for key in UNITS:
             value = getattr(self, key)
             if value is not None and not (value > 0 or (value == 0 and key in may_be_zero)):
@@ -159,6 +161,7 @@ UNITS = {
     "cores": "ranks", "ranks_per_node": "ranks", "block_keys": "keys", "softmax_dims": "dimensions",
     "wire_cores": "processors", "sms": "multiprocessors", "peer_bandwidth": "bytes/s",
     "node_peer_bandwidth": "bytes/s", "sync_s": "s", "message_sms": "multiprocessors", "state_passes": "times",
+    "received_dims": "dimensions",
 }  # fmt: skip
 
 REFERENCE = Cluster(

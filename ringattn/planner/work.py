@@ -68,20 +68,21 @@ def attention_s(problem: Problem, pairs: float, cluster: Cluster, backward: bool
     return pairs * problem.batch * pair_s(problem, cluster, backward)
 
 
-def pair_s(problem: Problem, cluster: Cluster, backward: bool) -> float:
-    """Seconds of one pair of one head."""
+def pair_s(problem: Problem, cluster: Cluster, backward: bool, received: bool = False) -> float:
+    """Seconds of one pair of one head. `received`: of another rank's query."""
     dims = (problem.head_dim + problem.value_dim) / 2 + cluster.softmax_dims
     if backward:
+        dims += cluster.received_dims if received else 0.0
         return dims * FORWARD_FLOPS_PER_DIM * BACKWARD_OVER_FORWARD / (cluster.backward_flops or cluster.flops)
     return dims * FORWARD_FLOPS_PER_DIM / cluster.flops
 
 
-def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool) -> float:
-    """Seconds of engine calls."""
+def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool, received: bool = False) -> float:
+    """Seconds of engine calls. `received`: on other ranks' queries."""
     calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
     # `Work` counts as many passes of the accumulators as torch's kernels make; others carry them in the kernel.
     moved = work.moved_bytes * cluster.state_passes / SUMMED
-    return work.pairs * pair_s(problem, cluster, backward) + calls + moved_s(moved, cluster)
+    return work.pairs * pair_s(problem, cluster, backward, received) + calls + moved_s(moved, cluster)
 
 
 def moved_s(nbytes: float, cluster: Cluster) -> float:
@@ -106,7 +107,7 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
             moved += SUMMED * buffer_bytes(problem, buffers[item.part])
             continue
         work = call_work(problem, item.tiles, plan.backward, cluster.block_keys)
-        seconds += work_s(problem, work, cluster, plan.backward)
+        seconds += work_s(problem, work, cluster, plan.backward, isinstance(item, AttendReceivedOp))
         if isinstance(item, AttendReceivedOp) and item.result != LOCAL:
             moved += COPIED * buffer_bytes(problem, buffers[item.result])
     return seconds + moved_s(moved, cluster) + exchange_s(plan, step, cluster)

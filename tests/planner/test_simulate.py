@@ -202,6 +202,17 @@ def test_calls_and_tiles_and_sums_by_hand() -> None:
     assert step_s(plan, plan.steps[0], cluster) == pytest.approx(1e-3 + 1e-4 + 3 * ROWS * DIM * 4 / 1e6)
 
 
+def test_a_pair_of_a_received_query_costs_more_dimensions_backward_by_hand() -> None:
+    # DIM dimensions more are as much as the products themselves: twice the time of what is computed for others.
+    more = replace(SLOW_LINK, received_dims=float(DIM))
+    for backward in (False, True):
+        plan = plans_of(problem_of(2), "pass_q", backward)[0]
+        for step in plan.steps:
+            received = [isinstance(item, AttendReceivedOp) for item in step.work if not isinstance(item, Add)]
+            plain = step_s(plan, step, SLOW_LINK)
+            assert step_s(plan, step, more) == pytest.approx(plain * (2 if backward and any(received) else 1))
+
+
 def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
     # 50 us in each step that sends or receives: two of three.
     time, plain = (simulate(plans_of(problem_of(3)), one) for one in (replace(SLOW_LINK, sync_s=300e-6), SLOW_LINK))
