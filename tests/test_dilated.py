@@ -163,7 +163,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(calls())
 def test_any_branches(call: dict[str, Any]) -> None:
     check(**call)
