@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
 
 from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
@@ -285,7 +284,7 @@ def test_simulated_times(ranks: int) -> None:
     assert simulate(plans, REFERENCE).total_us > 0
 
 
-@settings(max_examples=10)
+@pytest.mark.slow
 @covering
 def test_simulation_ends_whatever_the_plans(case: Case) -> None:
     for route, wire in (*((name, None) for name in ROUTES), EIGHT_BIT[0]):

@@ -47,7 +47,11 @@ def attend(rank: int, world_size: int, name: str) -> list[Any]:
         return [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in ROUTES]
 
 
-@pytest.mark.parametrize("name", ["causal", pytest.param("documents", marks=pytest.mark.slow)])
+# In a node of several, beside NCCL, it is in test_nodes_gpus.py.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "documents"])
 def test_attention_is_exact(processes: Processes, name: str) -> None:
     found = processes.run(attend, name)
     for schedule, parts in zip(ROUTES, zip(*(found[rank] for rank in sorted(found)), strict=True), strict=True):
