@@ -39,6 +39,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def _check_coverage(schedule: Schedule, fail: Fail) -> None:
+    # What the mask asks for, by the rank that has the queries and the owner of the keys; work takes tiles away.
     left = {
         (rank, owner): _single(parts)
         for rank in range(schedule.problem.world_size)
@@ -52,6 +53,7 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
                 fail(index, item.rank, f"works on {item.q}, which is not its own and was not sent")
             count = left.get((item.q.owner, item.kv.owner), Counter())
             for tile, times in _single(item.tiles).items():
+                # A schedule may work on part of a tile of the mask, as where a block is split: then the rest stays due.
                 if not all(_cut_out(count, tile) for _ in range(times - count[tile])):
                     why = "once too often" if tile in count else "that the mask does not have"
                     fail(index, item.rank, f"works on a tile of {item.kv} {why}: {tile}")
@@ -64,6 +66,8 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
 def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
     """Whether some tile has these keys among its own, for the same queries; then it is cut, and the piece is there."""
     for tile in +count:
+        # With the piece's keys the tile must be the piece: the same queries, band and heads. Then `found` says whether
+        # the piece's keys are among the tile's, and comparing `pick` that its rows are those, too.
         found = tile.k.positions.intersect(piece.k.positions)
         whole = tile._replace(k=piece.k)
         if tile == piece or whole != piece or found != piece.k.positions:
@@ -73,6 +77,7 @@ def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
         if tile.k.pick(StridedRange(start, found.count)) == piece.k:
             count[tile] -= 1
             count[piece] += 1
+            # The keys before the piece and after it are still to be worked on.
             for rest in (StridedRange(0, start), StridedRange(stop, tile.k.positions.count - stop)):
                 if rest.count:
                     count[tile._replace(k=tile.k.pick(rest))] += 1
@@ -92,6 +97,7 @@ def _check_presence(schedule: Schedule, fail: Fail) -> None:
     came: dict[RankBlock, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
 
     def held(rank: int, block: Block, rows: Content) -> bool:
+        # A rank has all rows of its own shard from the start, and of others' what came in earlier steps.
         if block.owner == rank:
             shard = StridedRange(0, counts[block.kind][rank])
             return all(run.intersect(shard) == run for part in rows for run in part.rows)
@@ -108,11 +114,13 @@ def _check_presence(schedule: Schedule, fail: Fail) -> None:
                 if not held(copy.src, copy.block, copy.content):
                     fail(index, copy.src, f"sends rows of {copy.block} that it does not hold")
                 arrived.append(copy)
+        # Copies of a step land at its end: what one brings can be read or sent on from the next step only.
         for copy in arrived:
             came[copy.dst, copy.block] = union((came[copy.dst, copy.block], copy.content))
 
 
 def _check_payload(schedule: Schedule, fail: Fail) -> None:
+    # `prune` drops from each copy, last step first, what no later work or copy reads.
     least = prune(schedule)
     for index, (step, pruned) in enumerate(zip(schedule.steps, least.steps, strict=True)):
         read = {(copy.block, copy.src, copy.dst): copy.content for copy in pruned.copies}
@@ -126,6 +134,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
 
     So up to the owner; there a merge alone will do.
     """
+    # Rows that work has added to a sum; sums that arrived and wait for their merge; rows of a sum that were sent.
     added: dict[Block, Content] = defaultdict(tuple)
     arrived: dict[RankBlock, Content] = {}
     sent: dict[Block, Content] = {}
@@ -149,6 +158,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
             incoming[copy.dst, copy.block] = copy.content
         for item in step.work:
             if isinstance(item, Merge):
+                # An owner may merge a sum that it made itself, with no copy; all others must have arrived.
                 made_here = item.part.owner == item.part.origin == item.rank
                 rows = added.pop(item.part, None) if made_here else arrived.pop((item.rank, item.part), None)
                 if rows is None:
@@ -161,6 +171,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
                     fail(index, item.rank, f"adds to {into} after it was sent")
                 added[into] = union((added[into], rows))
         arrived |= incoming
+    # Nothing may be left over: neither arrived and unmerged, nor made for another rank and never sent.
     for (rank, block), _ in arrived.items():
         fail(-1, rank, f"{block} arrived and was never merged")
     for block, rows in added.items():
