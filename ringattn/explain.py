@@ -35,7 +35,7 @@ from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
-from ringattn.schedule.text import grid
+from ringattn.schedule.text import grid, idle_steps
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
 
@@ -92,11 +92,11 @@ class Explanation:
             + (f", K/V travel as {p.kv_wire_dtype}" if p.kv_wire_dtype else ""),
             f"engine {self.engine_why}",
             "",
-            "forward: what each rank attends | what it sends meanwhile",
-            grid(self.forward),
+            *_steps("forward: what each rank attends | what it sends meanwhile", self.forward),
         ]
         if self.backward is not None:
-            lines += ["", "backward: gradients of what, +merged sums | what it sends meanwhile", grid(self.backward)]
+            head = "backward: gradients of what, +merged sums | what it sends meanwhile"
+            lines += ["", *_steps(head, self.backward)]
         lines += ["", *_table(self)]
         lines.append(
             f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
@@ -319,6 +319,12 @@ def _beside(e: Explanation) -> str | None:
     told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
             for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
     return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
+
+
+def _steps(head: str, schedule: Schedule) -> list[str]:
+    """A pass as a table, with a word on the numbers that it leaves out."""
+    idle = idle_steps(schedule)
+    return [head + (f" ({idle})" if idle else ""), grid(schedule)]
 
 
 def _links(e: Explanation) -> list[str]:

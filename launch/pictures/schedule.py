@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from ringattn.explain import Explanation
 from ringattn.schedule.ops import Kind, Merge, Schedule, Work
 from ringattn.schedule.passes import is_on_received
+from ringattn.schedule.text import busy_steps, idle_steps, spans
 
 INK, QUIET, NEUTRAL = "#22303c", "#7a8894", "#eef1f4"
 NAMES = {Kind.Q: "Q", Kind.KV: "KV", Kind.OUT: "OUT", Kind.GRAD_OUT: "dOUT", Kind.DQ: "dQ", Kind.DKV: "dKV"}
@@ -44,7 +44,7 @@ def figure_of(explanation: Explanation) -> Figure:
     if explanation.backward is not None:
         schedules.append(("backward", explanation.backward))
     ranks = explanation.problem.world_size
-    rows = max(len(_visible(schedule)) for _, schedule in schedules)
+    rows = max(len(busy_steps(schedule)) for _, schedule in schedules)
     size = (1.5 + max(1.45 * ranks * len(schedules), 6.0), 2.1 + 0.82 * rows)
     figure, axes = plt.subplots(1, len(schedules), figsize=size, squeeze=False)
     for ax, (title, schedule) in zip(axes[0], schedules, strict=True):
@@ -69,13 +69,8 @@ def _arrows_told(schedules: Iterable[Schedule]) -> list[Line2D]:
             for kind, (color, words) in TRAVELS.items() if kind in carried]  # fmt: skip
 
 
-def _visible(schedule: Schedule) -> list[int]:
-    """The numbers of the steps in which anything happens."""
-    return [n for n, step in enumerate(schedule.steps) if step.copies or step.work]
-
-
 def _draw(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
-    ranks, shown = schedule.problem.world_size, _visible(schedule)
+    ranks, shown = schedule.problem.world_size, busy_steps(schedule)
     for y, number in enumerate(shown):
         step = schedule.steps[number]
         for rank in range(ranks):
@@ -90,11 +85,12 @@ def _draw(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
     ax.set_xlim(-0.6, ranks - 0.4)
     ax.set_ylim(height - 0.3, -0.6)
     ax.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], color=INK)
-    # Numbers count what is shown: a schedule's own leave out steps in which nothing is left to do.
-    ax.set_yticks(range(len(shown)), [f"step {y}" for y in range(len(shown))], color=INK)
+    # The schedule's own numbers, with their gaps: texts, errors and recordings name a step by them.
+    ax.set_yticks(range(len(shown)), [f"step {number}" for number in shown], color=INK)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    ax.set_title(title, color=INK, pad=18)
+    idle = idle_steps(schedule)
+    ax.set_title(f"{title}; {idle}" if idle else title, color=INK, pad=18, fontsize=12 if len(idle) < 30 else 10)
     for spine in ax.spines.values():
         spine.set_visible(False)
 
@@ -129,15 +125,6 @@ def label_of(work: Sequence[Work]) -> list[str]:
             merged.setdefault(item.into.kind, set()).add(item.into.owner)
     lines += [f"+ {NAMES[kind]}{spans(owners)}" for kind, owners in merged.items()]
     return lines or ["only sends"]
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers in short: 0–3, 0,2 or 0–2,5."""
-    found = []
-    for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        found.append(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)))
-    return ",".join(found)
 
 
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:

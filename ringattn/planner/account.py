@@ -47,7 +47,7 @@ def placements(plans: Sequence[Plan]) -> dict[str, int]:
 
 
 def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
-    """Lines that say what the pass needs and, in a `step`, which buffers live; None: before its first step."""
+    """Lines that say what the pass needs and, in a `step` of the plan, which buffers live; None: before its first."""
     direction = "backward" if plan.backward else "forward"
     head = (
         f"{plan.name} {direction}: slots {mib(plan.arena_bytes)}, kept for backward {mib(plan.kept_bytes)}, "
@@ -58,7 +58,7 @@ def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
     lines = [
         f"  {mib(slot_bytes(plan, one)):>12}  {one.label} ({one.kind.name}, {one.dtype})" for one in live(plan, step)
     ]
-    return "\n".join([f"{head}; live in step {step} of {len(plan.steps)}:", *(lines or ["  no buffer"])])
+    return "\n".join([f"{head}; live in step {plan.steps[step].number}:", *(lines or ["  no buffer"])])
 
 
 def remedies(plan: Plan) -> list[str]:

@@ -155,7 +155,8 @@ class _Play:
             machine.end_one(machine.next_s())
         for rank, plan in enumerate(self._plans):
             if self._at[rank] < len(plan.steps):
-                raise InputError(f"rank {rank} never ends step {self._at[rank]}: the plans' messages do not match")
+                number = plan.steps[self._at[rank]].number
+                raise InputError(f"rank {rank} never ends step {number}: the plans' messages do not match")
 
     def _work(self, rank: int, now_s: float, work_s: float, name: str, then: Callable[[int, float], None]) -> None:
         """Keep a rank busy; `then(rank, time)` at the end."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from ringattn.schedule.content import describe
 from ringattn.schedule.ops import Attend, Block, Copy, Merge, Schedule, Step, Work
@@ -12,11 +13,11 @@ from ringattn.schedule.passes import is_on_received
 def to_text(schedule: Schedule) -> str:
     """Every operation on a line of its own; equal texts mean equal schedules up to the inside of tiles."""
     lines = [f"{schedule.name} on {schedule.problem.world_size} ranks"]
-    for index, step in enumerate(schedule.steps):
-        if step.copies or step.work:
-            lines.append(f"step {index}")
-            lines += [f"  {_copy(copy)}" for copy in step.copies]
-            lines += [f"  {_work(item)}" for item in step.work]
+    for index in busy_steps(schedule):
+        step = schedule.steps[index]
+        lines.append(f"step {index}")
+        lines += [f"  {_copy(copy)}" for copy in step.copies]
+        lines += [f"  {_work(item)}" for item in step.work]
     return "\n".join(lines)
 
 
@@ -28,15 +29,36 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
     ranks = schedule.problem.world_size
     head = [("  >>" if mark == (-1, rank) else "") + f"rank {rank}" for rank in range(ranks)]
     rows = [["step", *head]]
-    for index, step in enumerate(schedule.steps):
-        if step.copies or step.work:
-            cells = [cell(step, rank) for rank in range(ranks)]
-            rows.append(
-                [str(index), *(">>" + text if mark == (index, rank) else text for rank, text in enumerate(cells))]
-            )
+    for index in busy_steps(schedule):
+        cells = [cell(schedule.steps[index], rank) for rank in range(ranks)]
+        rows.append([str(index), *(">>" + text if mark == (index, rank) else text for rank, text in enumerate(cells))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def busy_steps(schedule: Schedule) -> list[int]:
+    """The numbers of the steps in which any rank computes or sends: those that texts, pictures and errors name.
+
+    A step's number is its place in the schedule, the same on every rank. A rank does not know in which steps all others
+    are idle, so steps without anything keep their numbers and are left out.
+    """
+    return [number for number, step in enumerate(schedule.steps) if step.copies or step.work]
+
+
+def idle_steps(schedule: Schedule) -> str:
+    """Which numbers are left out, as `nothing happens in steps 0–2,4`; empty where none is."""
+    idle = sorted(set(range(len(schedule.steps))) - set(busy_steps(schedule)))
+    return f"nothing happens in step{'s' * (len(idle) > 1)} {spans(idle)}" if idle else ""
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in short: 0–3, 0,2 or 0–2,5."""
+    found = []
+    for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        found.append(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)))
+    return ",".join(found)
 
 
 def cell(step: Step, rank: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import matplotlib.image
@@ -18,10 +20,11 @@ from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.explain import Explanation
 from ringattn.launch.pictures.rows import bin_width, draw_rows
-from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of, spans
+from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.schedule.ops import Merge, Schedule
 from ringattn.schedule.routes import ROUTES
+from ringattn.schedule.text import idle_steps, spans
 from tests.schedules import NEWER
 
 PICTURES = [
@@ -47,12 +50,46 @@ def passes(explanation: Explanation) -> list[Schedule]:
     return [explanation.forward, explanation.backward]
 
 
-def test_steps_are_numbered_without_gaps_and_boxes_are_not_empty(explained: tuple[Explanation, Figure]) -> None:
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of each table of steps of a text, pass by pass: the step's number, then one cell a rank."""
+    lines = table.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith("step  ")]
+    tables = []
+    for head in heads:
+        starts = [0, *(found.end() for found in re.finditer(r"-  (?=-)", lines[head + 1]))]
+        rows = list(takewhile(str.strip, lines[head + 2 :]))
+        ends = [*starts[1:], None]
+        tables.append([[row[start:end].strip() for start, end in zip(starts, ends, strict=True)] for row in rows])
+    return tables
+
+
+def test_text_picture_and_plans_number_steps_alike(explained: tuple[Explanation, Figure]) -> None:
+    """A step that an error or a recording names by its number is found in the table and in the picture."""
+    explanation, figure = explained
+    tables = rows_of(str(explanation))
+    assert len(tables) == 2
+    for ax, schedule, rows, plans in zip(figure.axes, passes(explanation), tables, explanation.plans, strict=True):
+        drawn = [label.get_text() for label in ax.get_yticklabels()]
+        assert drawn == [f"step {row[0]}" for row in rows]
+        planned = {(step.number, plan.rank) for plan in plans for step in plan.steps}
+        # In each row of the picture a box for each rank with a cell, as in the same row of the table.
+        boxes = {(round(text.get_position()[1]), round(text.get_position()[0])) for text in ax.texts}
+        assert boxes == {(y, rank) for y, row in enumerate(rows) for rank, cell in enumerate(row[1:]) if cell != "-"}
+        # A rank that only receives in a step has it in its plan, and no box.
+        told = {(int(rows[y][0]), rank) for y, rank in boxes}
+        assert told <= planned and {number for number, _ in planned} == {number for number, _ in told}
+        # Numbers that are left out are named, in the text and above the picture.
+        left_out = set(range(len(schedule.steps))) - {number for number, _ in planned}
+        words = idle_steps(schedule)
+        assert bool(words) == bool(left_out) and words.endswith(spans(left_out))
+        assert words in ax.get_title() and (not words or f" ({words})\nstep  " in str(explanation))
+
+
+def test_boxes_are_not_empty(explained: tuple[Explanation, Figure]) -> None:
     explanation, figure = explained
     for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
-        shown = [step for step in schedule.steps if step.copies or step.work]
-        assert [label.get_text() for label in ax.get_yticklabels()] == [f"step {n}" for n in range(len(shown))]
-        busy = sum(len({item.rank for item in step.work} | {copy.src for copy in step.copies}) for step in shown)
+        busy = sum(len({item.rank for item in step.work} | {copy.src for copy in step.copies})
+                   for step in schedule.steps)  # fmt: skip
         assert len([patch for patch in ax.patches if isinstance(patch, FancyBboxPatch)]) == busy == len(ax.texts)
         assert all(text.get_text() for text in ax.texts)
 

@@ -348,6 +348,11 @@ def test_plans_that_do_not_match_are_refused() -> None:
     stuck = replace(plans[0], steps=(early[0]._replace(sends=()), early[1]._replace(sends=early[0].sends)))
     with pytest.raises(InputError, match="never ends step 0"):
         simulate((stuck, replace(plans[1], steps=late)), REFERENCE)
+    # The step is named by its number in the schedule, not by its place in the plan.
+    later = (replace(plan, steps=tuple(step._replace(number=step.number + 3) for step in plan.steps))
+             for plan in (stuck, replace(plans[1], steps=late)))  # fmt: skip
+    with pytest.raises(InputError, match="never ends step 3"):
+        simulate(tuple(later), REFERENCE)
 
 
 def test_work_of_every_kind_is_counted() -> None:

@@ -73,7 +73,7 @@ def raised(at: int, error: BaseException) -> list[tuple[BaseException, bool]]:
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize(("at", "words"), [
-    (AT_BEGIN, "ring forward: slots"), (IN_STEP, "live in step 1 of"), (GRAD, "ring backward: slots"),
+    (AT_BEGIN, "ring forward: slots"), (IN_STEP, "live in step 1:"), (GRAD, "ring backward: slots"),
 ])  # fmt: skip
 def test_every_rank_hears_of_it(at: int, words: str, name: str) -> None:
     found = [error for error, _ in raised(at, FAILURES[name])]
@@ -147,6 +147,15 @@ def test_live_bytes_are_a_bound_of_every_placement(case: Case) -> None:
                     starts = [*(one.offset_bytes for one in here), plan.arena_bytes][1:]
                     assert all(end <= start for end, start in zip(ends, starts, strict=True))
                     assert all(0 <= slot_bytes(plan, one) - buffer_bytes(plan.problem, one) < 256 for one in here)
+
+
+def test_the_account_numbers_steps_as_the_schedule_does() -> None:
+    """Plans leave out steps without a part of their rank, and a step's number is its place in the schedule."""
+    plan = plan_of(simple("contiguous", 64, 4).problem, RING, 1, True)
+    numbers = [step.number for step in plan.steps]
+    assert numbers != list(range(len(numbers)))
+    told = [account(plan, place, 0).splitlines()[0].rpartition("; ")[2] for place in range(len(numbers))]
+    assert told == [f"live in step {number}:" for number in numbers]
 
 
 def test_remedies_are_those_that_apply() -> None:
