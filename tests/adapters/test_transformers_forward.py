@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -19,9 +24,12 @@ from ringattn.adapters import hosts
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers_forward import around_forward, stands_around
 from ringattn.testing import run_ranks
+from tests.adapters.environments import environment
+from tests.adapters.hosts import ROOT, record
 from tests.adapters.models import tiny_model
 
 TOKENS = torch.arange(3, 17)[None]
+LIGER = "0.8.5"
 
 
 class Tuner(nn.Module):
@@ -113,7 +121,7 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     install("0.9.0")
     with pytest.raises(UnsupportedError, match=r"checked with liger-kernel 0\.8"):
         prepare(ours())
-    install("0.8.5")
+    install(LIGER)
     with pytest.raises(UnsupportedError, match="Liger's mtp_forward of LlamaForCausalLM was not compared"):
         prepare(ours("mtp_forward"))
     model = prepare(ours())
@@ -132,3 +140,22 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = prepare(tiny_model("llama", "eager"))(input_ids=TOKENS).logits[0, :-1]
     true = nn.functional.cross_entropy(logits, TOKENS[0, 1:]).detach()
     torch.testing.assert_close(run_ranks(2, body)[1], true, rtol=1e-9, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # some 8 s where nothing runs beside it
+def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
+    """Its fused loss, RMS norm, rotary positions and SwiGLU, in Triton's interpreter, in float32."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    path = os.pathsep.join([str(environment(f"liger-kernel=={LIGER}")), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.adapters.liger_ranks"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told.pop("Liger's") == ["lce_forward", "forward", "forward", "liger_rotary_pos_emb"]
+    assert told.keys() == {"plain", "packed"}
+    for mode, error in told.items():
+        assert error <= 1e-5, told
+        words = "loss and gradients of a Llama with all its kernels, interpreted, in float32, against one without Liger"
+        record("Liger", LIGER, mode, "exact", ranks=2, worst=error, words=words)
