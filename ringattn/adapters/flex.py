@@ -2,7 +2,7 @@
 
 Guarantees: what one process's flex_attention computes with the same arguments, or an error that names what is refused:
 a `block_mask` is that of the whole sequence, and it and a `score_mod` are proven to be what a ring computes
-(`flex_masks`), never guessed. Local attention is torch's own function.
+(`flex_masks`, `flex_scores`), never guessed. Local attention is torch's own function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.flex_masks import FoundMask, found_masks, found_softcap
+from ringattn.adapters.flex_masks import FoundMask, found_masks
+from ringattn.adapters.flex_scores import found_score
 from ringattn.adapters.sdpa import check_heads_first
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
@@ -55,7 +56,9 @@ def flex_attention(
         query: This rank's shard of the active sequence.
         key: Like query.
         value: Like query.
-        score_mod: None, or a function that is softcap * tanh(score / softcap) with a number.
+        score_mod: None, or a function that is softcap * tanh(score / softcap) with a number, or score - slope[head] *
+            abs(query - key), ALiBi, or the second of the first. Of keys before the query alone the distance may be
+            spelled without abs. Slopes are alike for all rows of the batch.
         block_mask: A mask of the whole sequence, as one process would pass it: its mask_mod is given positions in the
             whole sequence, wherever a token lies. Full, causal, a window, or causal after a prefix, also in documents,
             alike for all heads; each row of the batch may have its own. It separates what the documents of the sequence
@@ -93,13 +96,14 @@ def flex_attention(
         )  # fmt: skip
     with refused_by_all(seq.ring):
         _refuse(query, key, value, enable_gqa, return_lse, kernel_options, return_aux)
-        softcap = _kept(score_mod, (), lambda: found_softcap(score_mod))
         batch, heads = query.shape[:2]
         found = _kept(block_mask, (seq.length, batch, heads), lambda: found_masks(block_mask, seq.length, batch, heads))
         rows: dict[FoundMask, list[int]] = {}
         for row, one in enumerate(found):
             _check_documents(one, seq)
             rows.setdefault(one, []).append(row)
+        facts = (found, seq.length, heads, query.device)
+        score = _kept(score_mod, facts, lambda: found_score(score_mod, *facts))
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     parts: list[tuple[Tensor, Tensor]] = []
     for one, mine in rows.items() or {FoundMask(False, None, None): list[int]()}.items():
@@ -107,7 +111,7 @@ def flex_attention(
         some_q, some_k, some_v = (x if len(mine) == batch else x[mine] for x in (q, k, v))
         parts.append(seq.ring.attention(
             some_q, some_k, some_v, cut, causal=one.causal, window=one.window, prefix=one.prefix, scale=scale,
-            softcap=softcap, return_lse=True,
+            softcap=score.softcap, alibi_slopes=score.alibi_slopes, return_lse=True,
         ))  # fmt: skip
     out, lse = parts[0]
     if len(parts) > 1:
@@ -145,11 +149,14 @@ def _check_documents(found: FoundMask, seq: Sequence) -> None:
 
 # --- what was found, kept as long as it holds ------------------------------------------------------------------------
 
-_found: WeakKeyDictionary[Any, tuple[Any, list[Any], Any]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[Any, tuple[list[Any], dict[Any, Any]]] = WeakKeyDictionary()
+"""Of a BlockMask or a score_mod what it reads, and what was found under which facts."""
+KEPT = 16
+"""Findings of one, those made last: a score_mod may stand beside the masks of several kinds of layers."""
 
 
-def _kept(of: Any, facts: tuple[int, ...], find: Callable[[], T]) -> T:
-    """`find()`, or what it gave before where nothing that it read has changed since."""
+def _kept(of: Any, facts: tuple[Any, ...], find: Callable[[], T]) -> T:
+    """`find()`, or what it gave before under these facts where nothing that it read has changed since."""
     if of is None:
         return find()
     reads: list[Any] = []
@@ -158,9 +165,15 @@ def _kept(of: Any, facts: tuple[int, ...], find: Callable[[], T]) -> T:
         known = _found.get(of)
     except (_OpaqueError, TypeError, ValueError):  # it may read anything, not be referred to weakly, or not be made yet
         return find()
-    if known is None or known[0] != facts or not _alike(known[1], reads):
-        known = _found[of] = facts, reads, find()
-    found: T = known[2]
+    if known is None or not _alike(known[0], reads):
+        known = _found[of] = reads, {}
+    findings: dict[Any, T] = known[1]
+    try:
+        return findings[facts]
+    except KeyError:
+        found = findings[facts] = find()
+    for facts in list(findings)[:-KEPT]:
+        findings.pop(facts, None)  # gone already where another thread did it
     return found
 
 

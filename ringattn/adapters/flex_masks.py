@@ -1,9 +1,9 @@
-"""What a BlockMask or a score_mod of torch's flex_attention says, in the words of `Ring.attention`.
+"""What a BlockMask of torch's flex_attention says, in the words of `Ring.attention`.
 
 A mask_mod may be any code, so nothing is read off its name. A few rows of it are evaluated, which give the only window
 and documents that it could be; these are then proven: every block of the BlockMask's tables has to be what they say,
 and mask_mod has to agree at all pairs of a short sequence, and of a long one at the ends of every row's keys and at a
-drawn sample. A score_mod is evaluated on a grid, with places that nothing can be made of.
+drawn sample.
 Guarantees: what is not proven is refused, by name.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,57 +88,6 @@ def found_masks(mask: BlockMask | None, length: int, batch: int, heads: int) -> 
         _check_blocks(mask, row, length, one, ranges)
         _check_pairs(pairs, row, heads, one, ranges)
     return found
-
-
-def found_softcap(score_mod: Callable[..., Tensor] | None) -> float | None:
-    """The softcap that a score_mod is, or None. Raises `UnsupportedError` for any other."""
-    if score_mod is None:
-        return None
-    place = torch.zeros((), dtype=torch.int64).as_subclass(_Unread)
-
-    def of(scores: Tensor) -> Tensor:
-        return torch.vmap(lambda score: score_mod(score, place, place, place, place))(scores)
-
-    with torch.inference_mode(False), torch.enable_grad():
-        try:
-            cap = of(torch.tensor([1e30], dtype=torch.float64)).detach().double()
-            steps = torch.linspace(-6, 6, 4097, dtype=torch.float64)
-            grid = torch.cat([steps * cap.clamp(-1e4, 1e4), steps, 1e-6 * steps, 1e6 * steps])
-            out = of(grid)
-        except _ReadError:
-            why = "it reads the place of the score: biases such as ALiBi are not computed"
-            raise _unknown_score(score_mod, why) from None
-        except Exception as error:
-            raise _unknown_score(score_mod, f"it could not be evaluated ({type(error).__name__}: {error})") from error
-    if out.requires_grad:
-        raise _unknown_score(score_mod, "it has a learned parameter, which would get no gradient")
-    if torch.equal(out, grid):
-        return None
-    value = cap.item()
-    capped = value * torch.tanh(grid / value)
-    if not (0 < value < 1e28 and ((out - capped).abs() <= 1e-14 * capped.abs()).all()):
-        raise _unknown_score(score_mod, "it is neither the score itself nor softcap * tanh(score / softcap)")
-    return value
-
-
-class _ReadError(Exception):
-    """A score_mod has made something of the place of a score."""
-
-
-class _Unread(Tensor):
-    """A number that every function of torch refuses."""
-
-    @classmethod
-    def __torch_function__(cls, *_: object) -> Any:
-        """Of whatever gets one among its arguments."""
-        raise _ReadError
-
-
-def _unknown_score(score_mod: object, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"score_mod {getattr(score_mod, '__name__', score_mod)!r} is not what a ring computes, which is no score_mod, "
-        f"or softcap * tanh(score / softcap) with a number: {why}. Masks go into block_mask"
-    )
 
 
 class _Pairs:
@@ -282,10 +230,10 @@ def _listed(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _check_pairs(pairs: _Pairs, row: int, heads: int, found: FoundMask, ranges: tuple[Tensor, Tensor]) -> None:
-    """Raise `UnsupportedError` unless mask_mod says what `found` says, at all pairs or at those of `_compared`."""
+    """Raise `UnsupportedError` unless mask_mod says what `found` says, at all pairs or at those of `compared`."""
     first, last = ranges
     generator = torch.Generator().manual_seed(0)  # the same on every rank
-    for head, q, k in _compared(first, last, heads, generator):
+    for head, q, k in compared(first, last, heads, generator):
         said = pairs(torch.full_like(q, row), head, q, k)
         wrong = said != ((k >= first[q]) & (k < last[q]))
         if wrong.any():
@@ -296,7 +244,7 @@ def _check_pairs(pairs: _Pairs, row: int, heads: int, found: FoundMask, ranges: 
             )
 
 
-def _compared(
+def compared(
     first: Tensor, last: Tensor, heads: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Heads, queries and keys, a part at a time."""

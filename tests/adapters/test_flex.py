@@ -85,7 +85,7 @@ def dense(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if score_mod is not None:
-        scores = score_mod(scores, *[torch.tensor(0)] * 4)
+        scores = score_mod(scores, *torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij"))
     scores = scores.masked_fill(~seen, -torch.inf)
     return [scores.softmax(-1) @ v, scores.logsumexp(-1)]
 
@@ -130,6 +130,10 @@ MASKS: dict[str, tuple[Mod, FoundMask]] = {
     "prefix of a shorter document": (
         lambda b, h, q, k: (q >= k) & ((q < 19) == (k < 19)) | (k < 4) & (q < 19),
         FoundMask(True, None, (0, 19, 37), (4, 1)),
+    ),
+    "prefix in chunks": (
+        lambda b, h, q, k: (q // 10 == k // 10) & ((q >= k) | (k % 10 < 3)),
+        FoundMask(True, None, (0, 10, 20, 30, 37), (3, 3, 3, 3)),
     ),
     "a window ahead": (lambda b, h, q, k: k - q <= 5, FoundMask(False, (None, 5), None)),
     "itself": (lambda b, h, q, k: q == k, FoundMask(False, (0, 0), None)),

@@ -160,6 +160,21 @@ def parallel(seed: int) -> None:
         compare(case, found, expected)
 
 
+ALIBI: dict[str, Callable[..., Tensor]] = {
+    "symmetric": lambda score, slope, q, k: score - slope * (q - k).abs(),
+    "key minus query": lambda score, slope, q, k: score + slope * (k - q),
+    "query minus key": lambda score, slope, q, k: score - (q - k) * slope,
+    "masked": lambda score, slope, q, k: torch.where(q >= k, score - (q - k) * slope, -torch.inf),
+}
+"""A score_mod's ways to say it; all but the first only of keys before the query."""
+
+
+def drawn_slopes(r: Random, heads: int, is_behind: bool) -> tuple[list[float] | None, str]:
+    """Slopes of ALiBi, or none, and how they are spelled. `is_behind`: queries meet no key after them."""
+    slopes = [r.choice([0.0, 1.0, 0.5, 0.1, 2.0**-8, -0.02, 0.3]) for _ in range(heads)] if r.random() < 0.35 else None
+    return slopes, r.choice([*ALIBI]) if is_behind else "symmetric"
+
+
 def flex(seed: int) -> None:
     """flex_attention with a mask of the whole sequence, also against torch's own, which has no gradients on CPU."""
     r = Random(seed)
@@ -171,11 +186,13 @@ def flex(seed: int) -> None:
     prefix = [Random(f"{seed} {n}").choice([0, 1, 3, 9]) for n in range(documents)] if seed % 3 == 0 else None
     prefix = prefix if case["causal"] and left is None else None
     scale, cap = r.choice([None, 0.3]), r.choice([None, None, 2.0])
+    slopes, spelling = drawn_slopes(Random(f"alibi {seed}"), case["heads"], case["causal"] and prefix is None)
     layout = r.choice(["zigzag", "contiguous", "striped", *(["per_document"] if cuts else [])])
     told = cuts if cuts and (layout == "per_document" or r.random() < 0.4) else None
     block, separate = r.choice([1, 7, (4, 16), 128]), r.random() < 0.7
     case |= {"seed": seed, "length": length, "cuts": cuts, "window": (left, right), "scale": scale, "softcap": cap,
-             "prefix": prefix, "layout": layout, "told": told, "block": block, "separate": separate}  # fmt: skip
+             "prefix": prefix, "layout": layout, "told": told, "block": block, "separate": separate,
+             "slopes": slopes, "spelling": spelling}  # fmt: skip
     ids = torch.bucketize(torch.arange(length), torch.tensor((cuts or [0, length])[1:]), right=True)
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -187,15 +204,22 @@ def flex(seed: int) -> None:
     starts = torch.tensor(cuts or [0])[ids]
     counts = torch.tensor(prefix or [0] * documents)[ids]
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        assert cap is not None
-        return cap * torch.tanh(score / cap)
+    of_heads = torch.tensor(slopes or [0.0], dtype=torch.float64)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        score = score if cap is None else cap * torch.tanh(score / cap)
+        return score if slopes is None else ALIBI[spelling](score, of_heads[h], q, k)
 
     mask = create_block_mask(
         mod, None, None, length, length, device="cpu", BLOCK_SIZE=block, separate_full_blocks=separate
     )
     given = tensors(seed, length, case)
-    options: dict[str, Any] = {"score_mod": cap and capped, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    options: dict[str, Any] = {
+        "score_mod": score_mod if cap or slopes else None,
+        "block_mask": mask,
+        "scale": scale,
+        "enable_gqa": True,
+    }
 
     def body(ring: Ring) -> list[Tensor]:
         seq = ring.sequence(length, layout=layout, cu_seqlens=told)
@@ -211,7 +235,9 @@ def flex(seed: int) -> None:
         grads = torch.autograd.grad(out, leaves, dout)
         return [seq.gather(x.detach(), 0) for x in (out, *grads)]
 
-    expected = wanted(given, cuts, case, window=(left, right), prefix=prefix, scale=scale, softcap=cap)
+    places = reference.places(length, cuts)
+    bias = None if slopes is None else reference.alibi(slopes, places, places)
+    expected = wanted(given, cuts, case, window=(left, right), prefix=prefix, scale=scale, softcap=cap, bias=bias)
     with torch.no_grad():
         own = torchs_own(*(x[None].transpose(1, 2) for x in given[:3]), **options)
     for found in [*run_ranks(case["ranks"], body), [own[0].transpose(0, 1)]]:
