@@ -9,6 +9,7 @@ the agreed call, from its forward to its backward pass (docs/internals/decisions
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -48,7 +49,7 @@ class _Kept:
 
 KEPT_CALLS = 1024
 """Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
-TICKET = 1 << 32
+TICKET = HALF = 1 << 32
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
 _kept_of: WeakKeyDictionary[Ring, dict[AttentionCall, _Kept]] = WeakKeyDictionary()
@@ -66,6 +67,11 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    chunk: int | None = None,
+    prefix: int | Many[int] | None = None,
+    global_tokens: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     schedule: ScheduleName | str = "auto",
 ) -> Tensor:
     """Attention of this rank's shards as one operator, compiled or not; differentiable.
@@ -85,6 +91,12 @@ def ring_attention(
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         sinks: Logits that take weight and give no value, one for each query head, or a DTensor with Shard(0).
         alibi_slopes: ALiBi, a tensor of one number for each query head, or a DTensor with Shard(0). None: no bias.
+        chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
+        prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
+        global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
+        dropout_p: Each weight is dropped with this probability.
+        dropout_seed: With dropout_p: what is dropped follows from it and from the places of pairs. Where it is an
+            argument of the compiled function, the second one is compiled once more, and those after it are not.
         schedule: How blocks travel.
 
     Shape:
@@ -113,33 +125,36 @@ def ring_attention(
         if seq is None:
             seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
-            _check_options(causal, window, scale, softcap, sinks, alibi_slopes, schedule)
+            _check_options(scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+                           dropout_seed=dropout_seed, schedule=schedule)  # fmt: skip
+            make_mask(seq.length, seq.length, causal=causal, window=window, chunk=chunk, prefix=prefix,
+                      global_tokens=global_tokens, documents=seq.documents, kv_documents=seq.documents)  # fmt: skip
             sinks = None if sinks is None else local_sinks(sinks, q.shape[2])
             if alibi_slopes is not None:
                 alibi_slopes = local_sinks(alibi_slopes, q.shape[2], "alibi_slopes")
                 AttentionSpec(alibi_slopes=alibi_slopes)  # refuses those that want a gradient
-    left, right = (-1 if bound is None else bound for bound in window or (None, None))
+    left, right = (None, None) if window is None else (-1 if bound is None else bound for bound in window)
+    one, each = (prefix, None) if prefix is None or isinstance(prefix, int) else (None, list(prefix))
+    # A seed has 64 bits and no sign, a schema's number 63 and one.
+    upper, lower = (None, None) if dropout_seed is None else (dropout_seed // HALF, dropout_seed % HALF)
     out, _, _ = attention(
-        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right, scale, softcap,
-        schedule,
+        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right, chunk, one, each,
+        global_tokens, scale, softcap, dropout_p, upper, lower, schedule,
     )  # fmt: skip
     if not torch.compiler.is_compiling():
         attended()  # beneath the operator no mode can be left
     return whole(out)
 
 
-def _check_options(*options: Any) -> None:
-    """Raise `InputError` for what the operator's schema would refuse, on this rank alone."""
-    causal, window, *others = options
-    number = (int, float, NoneType)
-    tensor = (Tensor, NoneType)
-    wanted: dict[str, Any] = {
-        "scale": number, "softcap": number, "sinks": tensor, "alibi_slopes": tensor, "schedule": str
-    }  # fmt: skip
-    for (name, kinds), given in zip(wanted.items(), others, strict=True):
-        if not isinstance(given, kinds):
+def _check_options(**options: Any) -> None:
+    """Raise `InputError` for what the operator's schema would refuse, on this rank alone, or take for a number."""
+    number: Any = (int, float)
+    kinds: dict[str, Any] = {"dropout_p": number, "dropout_seed": (int, NoneType), "schedule": str}
+    kinds |= dict.fromkeys(("scale", "softcap"), (*number, NoneType))
+    kinds |= dict.fromkeys(("sinks", "alibi_slopes"), (Tensor, NoneType))
+    for name, given in options.items():
+        if isinstance(given, bool) or not isinstance(given, kinds[name]):
             raise InputError(f"{name} cannot be a {type(given).__name__}")
-    make_mask(0, 0, causal=causal, window=window)
 
 
 @torch.library.custom_op("ringattn::attention", mutates_args=())
@@ -151,18 +166,27 @@ def attention(
     alibi_slopes: Tensor | None,
     handle: int,
     causal: bool,
-    left: int,
-    right: int,
+    left: int | None,
+    right: int | None,
+    chunk: int | None,
+    prefix: int | None,
+    prefixes: list[int] | None,
+    global_tokens: int | None,
     scale: float | None,
     softcap: float | None,
+    dropout_p: float,
+    upper_seed: int | None,
+    lower_seed: int | None,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
 
-    The ticket is the number under which the call is kept here, times `TICKET`, plus its number on the ring.
+    The ticket is two numbers: that under which the call is kept here, times `TICKET`, plus its number on the ring; and
+    the bits of the seed of its dropout.
 
-    `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded. Raises what
-    `Ring.attention` raises.
+    `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded, None for none.
+    `prefixes`: one for each document. `upper_seed`, `lower_seed`: the seed is the first times `HALF` plus the second.
+    Raises what `Ring.attention` raises.
     """
     if handle == ACTIVE:
         seq = sequence_of(q, 1, COMPILED) or lone_sequence(q.shape[1])
@@ -170,8 +194,12 @@ def attention(
         seq = sequence_with(handle)
     ring = seq.ring
     spec = AttentionSpec.banded(
-        causal, (left, right), sinks=sinks, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, schedule=schedule
-    )
+        causal, None if left is None else (left, right), sinks=sinks, chunk=chunk,
+        prefix=prefix if prefixes is None else prefixes, global_tokens=global_tokens, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=None if upper_seed is None or lower_seed is None else upper_seed * HALF + lower_seed,
+        schedule=schedule,
+    )  # fmt: skip
 
     def described() -> AttentionCall:
         call = calls.checked_call(ring, q, k, v, seq, None, spec)
@@ -180,7 +208,9 @@ def attention(
 
     call = calls.agreed(ring, described, sinks)
     out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)
-    return _row_first(out).detach(), lse.contiguous(), torch.tensor(_ticket(ring, call) * TICKET + call.number)
+    signed = call.dropout_seed - (HALF**2 if call.dropout_seed >= HALF**2 // 2 else 0)
+    ticket = torch.tensor([_ticket(ring, call) * TICKET + call.number, signed])
+    return _row_first(out).detach(), lse.contiguous(), ticket
 
 
 @torch.library.custom_op("ringattn::attention_backward", mutates_args=())
@@ -196,7 +226,8 @@ def attention_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
-    place, number = divmod(int(ticket.item()), TICKET)
+    place_and_number, signed = ticket.tolist()
+    place, number = divmod(place_and_number, TICKET)
     kept = _kept.get(place)
     ring = None if kept is None else kept.ring()
     if kept is None or ring is None:
@@ -204,13 +235,14 @@ def attention_backward(
             "the ring of this forward pass is gone; keep it open until backward is done, with fewer than "
             f"{KEPT_CALLS} calls over other sequences in between"
         )
-    call = replace(kept.call, number=number)  # `_kept` has one for all calls that are alike
+    # `_kept` has one for all calls that are alike but for their seeds.
+    call = replace(kept.call, number=number, dropout_seed=signed % HALF**2)
     dq, dk, dv, dsinks = calls.backward_pass(ring, call, q, k, v, sinks, out, lse, None, dout, dlse)
     return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
 
 
 def _ticket(ring: Ring, call: AttentionCall) -> int:
-    calls = _kept_of.setdefault(ring, {})
+    calls, call = _kept_of.setdefault(ring, {}), replace(call, dropout_seed=0)
     kept = calls.pop(call, None)
     if kept is None:
         kept = _Kept(next(_tickets), ref(ring), call)
@@ -227,14 +259,11 @@ def _row_first(x: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, handle: int, causal: bool,
-    left: int, right: int, scale: float | None, softcap: float | None, schedule: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
     lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty(2, dtype=torch.int64)
 
 
 @attention_backward.register_fake
@@ -257,7 +286,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
-    options = [None] * 8
+    options = [None] * 15
     return dq, dk, dv, None if saved[3] is None else dsinks, *options
 
 

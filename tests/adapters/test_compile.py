@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,9 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
         v = torch.randn(2, 7, 2, 6, dtype=dtype, requires_grad=True)
         sinks = torch.randn(4, dtype=dtype, requires_grad=True)
         options = (sinks, torch.tensor([0.5, 0.25, 0.1, 0.0])) if dtype == torch.float64 else (None, None)
-        arguments = (q, k, v, *options, seq.handle, False, *window, 0.3, 2.0, "auto")
+        masks = (None, None, None, None if window == (-1, -1) else 1)
+        dropout = (0.5, 2**31, 5) if dtype == torch.float64 else (0.0, None, None)
+        arguments = (q, k, v, *options, seq.handle, False, *window, *masks, 0.3, 2.0, *dropout, "auto")
         torch.library.opcheck(attention, arguments)
         with torch.no_grad():
             out, lse, ticket = attention(*arguments)
@@ -238,6 +241,21 @@ def test_what_the_ring_would_keep_for_backward_is_sent_again() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+MASKS_AND_DROPOUT: list[dict[str, Any]] = [
+    {}, {"chunk": 4}, {"prefix": 2, "window": None}, {"prefix": (0, 5, 2)}, {"global_tokens": 2},
+    {"dropout_p": 0.3, "dropout_seed": 2**64 - 1}, {"dropout_p": 0.3, "dropout_seed": 5},
+]  # fmt: skip
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "fastest"}, "schedule"), ({"chunk": 2, "prefix": 1}, "chunk and prefix do not go together"),
+    ({"global_tokens": 1}, "needs a window"), ({"prefix": "2"}, "prefix must be a number of tokens"),
+    ({"prefix": (1, 2)}, "2 numbers for 3 documents"), ({"dropout_p": 0.3}, "needs a dropout_seed"),
+    ({"dropout_p": 0.3, "dropout_seed": -1}, "dropout_seed must be"), ({"dropout_p": True}, "dropout_p cannot be a"),
+    ({"dropout_p": 0.3, "dropout_seed": True}, "dropout_seed cannot be a bool"),
+]  # fmt: skip
+
+
 def test_every_option_and_gradient_is_that_of_the_ring() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(cu_seqlens=DOCUMENTS, layout="striped")
@@ -245,14 +263,48 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
         sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
         options: dict[str, Any] = {"causal": True, "window": (3, None), "scale": 0.4, "softcap": 1.5, "sinks": sinks}
         options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.1, 0.0])
-        found = torch.autograd.grad(ring_attention(q, k, k, seq, **options).sin().sum(), (q, k, sinks))
-        expected = torch.autograd.grad(ring.attention(q, k, k, seq, **options).sin().sum(), (q, k, sinks))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        with pytest.raises(InputError, match="schedule"):
-            ring_attention(q, k, k, seq, schedule="fastest")
+        for more in MASKS_AND_DROPOUT:
+            both = options | more
+            found = torch.autograd.grad(ring_attention(q, k, k, seq, **both).sin().sum(), (q, k, sinks))
+            expected = torch.autograd.grad(ring.attention(q, k, k, seq, **both).sin().sum(), (q, k, sinks))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        for wrong, told in WRONG:
+            with pytest.raises(InputError, match=told):
+                ring_attention(q, k, k, seq, causal=True, **wrong)
 
     run_ranks(2, body)
+
+
+@pytest.mark.slow
+def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again() -> None:
+    """The first seed is a constant of its graph; from the second on they are arguments."""
+    options: dict[str, Any] = {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1]), "dropout_p": 0.3}
+    masks: list[dict[str, Any]] = [{"chunk": 3}, {"prefix": (2, 0)}, {"window": (1, 0), "global_tokens": 1}]
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(cu_seqlens=[0, 5, 11])
+        x = torch.linspace(-1, 1, 11 * 8, dtype=torch.float64).view(1, 11, 2, 4).requires_grad_()
+
+        def same(attend: Callable[..., Tensor], seeds: Many[int], most_graphs: int, **more: Any) -> None:
+            counter = CompileCounterWithBackend("aot_eager")
+            run = torch.compile(lambda x, seed: attend(x, x, x, dropout_seed=seed), backend=counter, fullgraph=True)
+            for seed in seeds:
+                with ring.activate(seq):
+                    found = run(seq.shard(x), seed)
+                local = seq.shard(x)
+                expected = ring.attention(local, local, local, seq, dropout_seed=seed, **options, **more)
+                torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+                grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in (found, expected)]
+                torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+            assert counter.frame_count <= most_graphs
+
+        for more in masks:
+            seeds = (3, 8, 2**40, 2**62) if more is masks[0] else (2**64 - 1,)
+            same(partial(ring_attention, **options, **more), seeds, min(len(seeds), 2), **more)
+        assert len(torch_ops._kept_of[ring]) == len(masks)  # whatever the seed
+
+    run_ranks(1, body)
 
 
 def test_sinks_of_sharded_heads() -> None:
