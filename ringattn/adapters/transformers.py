@@ -32,6 +32,7 @@ from ringattn.adapters.transformers_checks import (
     check_tokens,
     is_cross_attention,
     known_mask,
+    refuse_alibi,
     refuse_inputs,
     refuse_options,
 )
@@ -89,8 +90,8 @@ def prepare(
 
     Raises:
         InputError: One of the numbers is below 1, or another than the model was prepared with.
-        UnsupportedError: The model's attention cannot be set, or it has a text encoder with a configuration of its own,
-            or adapters of PEFT that do not work on one token at a time;
+        UnsupportedError: The model's attention cannot be set, or adds ALiBi by itself, or it has a text encoder with a
+            configuration of its own, or adapters of PEFT that do not work on one token at a time;
             its feed-forwards are experts, or its loss is another than transformers' causal one; the installed
             transformers is none of those that this adapter was checked with.
 
@@ -102,6 +103,7 @@ def prepare(
     register()
     whole, model = model, base_of(model)
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
+    refuse_alibi(model, text)
     if text is model.config:
         model.set_attn_implementation(NAME)
     else:

@@ -38,13 +38,41 @@ def known_mask(module: nn.Module, mask: object) -> MaskSpec:
     return mask
 
 
+def refuse_alibi(model: nn.Module, text: Any) -> None:
+    """Raise `UnsupportedError` for a model of this configuration that adds ALiBi to its scores by itself.
+
+    Such models also take `attn_implementation="ringattn"` as they are made, and attend as ever.
+    """
+    kind = getattr(text, "model_type", "")
+    if kind in ("bloom", "mpt") or (kind == "falcon" and getattr(text, "alibi", False)):
+        rounded = ", and rounds its biases to bfloat16, so that they are no multiples of distances" * (kind == "falcon")
+        raise UnsupportedError(
+            f"{type(model).__name__} adds ALiBi to its scores inside of its own attention modules{rounded}; "
+            "transformers' AttentionInterface does not reach them, nor has it another hook there. Give the model "
+            "attention modules that call ring.attention(q, k, v, seq, causal=True, alibi_slopes=...), see "
+            "docs/embedding-transformers.md, or take a model with rotary positions"
+        )
+
+
 def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
-        raise UnsupportedError(f"attention dropout is {dropout}: set it to 0, a model's call gives no seed for it")
+        raise UnsupportedError(
+            f"attention dropout is {dropout} and a model's call gives no seed for it, without which ranks would drop "
+            f"other weights than one process does: {_without_dropout(module, dropout)}"
+        )
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
+
+
+def _without_dropout(module: nn.Module, dropout: float) -> str:
+    """What to set, by the names that configurations have for it."""
+    config = getattr(module, "config", None)
+    known = {} if config is None else vars(config)
+    same = [name for name, value in known.items() if "drop" in name and value == dropout]
+    names = [name for name in same if "att" in name] or same or ["attention_dropout"]
+    return f"make the model with {' or '.join(f'config.{name}=0.0' for name in names)}, or call model.eval()"
 
 
 def check_nobody_is_empty(seq: Sequence) -> None:

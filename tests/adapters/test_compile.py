@@ -272,6 +272,8 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
         for wrong, told in WRONG:
             with pytest.raises(InputError, match=told):
                 ring_attention(q, k, k, seq, causal=True, **wrong)
+        with pytest.raises(InputError, match="needs a window"):  # by the operator itself, as compiled code calls it
+            attention(q, k, k, None, None, seq.handle, True, *[None] * 5, 1, None, None, 0.0, None, None, "auto")
 
     run_ranks(2, body)
 

@@ -17,6 +17,7 @@ from transformers import masking_utils
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.transformers_checks import refuse_options
 from ringattn.adapters.transformers_mask import mask_spec
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
@@ -240,6 +241,69 @@ def test_options_that_attention_over_ranks_has_not() -> None:
     refused(lambda ring, seq: forward(seq, llama(), output_attentions=True), "output_attentions", UnsupportedError)
     bias = torch.zeros(1, 4, 14, 14)
     refused(lambda ring, seq: forward(seq, llama(), position_bias=bias), "adds a bias", UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("config", "dropout", "told"),
+    [
+        (transformers.LlamaConfig(attention_dropout=0.2), 0.2, r"config\.attention_dropout=0\.0, or call model"),
+        (transformers.GPT2Config(attn_pdrop=0.1), 0.1, r"config\.attn_pdrop=0\.0, or call model\.eval\(\)"),
+        (transformers.BertConfig(attention_probs_dropout_prob=0.3), 0.3, r"config\.attention_probs_dropout_prob=0\.0"),
+        (transformers.XGLMConfig(dropout=0.4, attention_dropout=0.0), 0.4, r"config\.dropout=0\.0"),
+        (None, 0.5, r"config\.attention_dropout=0\.0"),
+    ],
+)
+def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout: float, told: str) -> None:
+    module = torch.nn.Module()
+    module.config = config
+    with pytest.raises(
+        UnsupportedError, match=rf"attention dropout is {dropout} and .* gives no seed.*: make the .*{told}"
+    ):
+        refuse_options(module, dropout, {})
+
+
+def test_attention_dropout_is_no_matter_in_evaluation() -> None:
+    def make(attention: str) -> Any:
+        return tiny_model("llama", attention, attention_dropout=0.1).eval()
+
+    tokens = batches()["plain"].tokens[:1]
+    true = make("eager")(input_ids=tokens).logits
+
+    def body(ring: Ring) -> float:
+        model, seq = adapter.prepare(make("ringattn")), ring.sequence(TOKENS)
+        with pytest.raises(UnsupportedError, match=r"attention dropout is 0\.1"):
+            forward(seq, model.train())
+        return (seq.gather(forward(seq, model.eval()).logits.detach()) - true).abs().max().item()
+
+    assert max(run_ranks(2, body)) < 1e-5  # rounded to float32 in eager attention
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("bloom", "BloomForCausalLM adds ALiBi to its scores inside of its own attention modules; "),
+        ("mpt", "MptForCausalLM adds ALiBi"),
+        ("falcon", "FalconForCausalLM adds ALiBi .* and rounds its biases to bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("attention", ["eager", "ringattn"])
+def test_models_that_add_alibi_by_themselves(kind: str, told: str, attention: str) -> None:
+    """Also those that were made with our name, which they take, and which does not reach their attention."""
+    alibi = {"alibi": True} if kind == "falcon" else {}
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **alibi)
+    if (kind, attention) == ("falcon", "ringattn"):  # transformers has no such class of attention for it
+        with pytest.raises(KeyError, match="ringattn"):
+            transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        return
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with pytest.raises(UnsupportedError, match=told + r".*alibi_slopes=\.\.\."):
+        adapter.prepare(model)
+    assert model.config._attn_implementation == attention  # as it was
+    others = "reads its mask as a table" if attention == "ringattn" else "no attention went over the ring"
+    refused(lambda ring, seq: forward(seq, model), others)
 
 
 def test_layers_that_carry_a_state() -> None:

@@ -1,6 +1,7 @@
-"""Drawn calls of the functions of ring-flash-attention, `context_parallel` and flex_attention, against the reference.
+"""Drawn calls of ring-flash-attention's functions, `context_parallel`, flex_attention and the compiled operator.
 
-Ranks are threads, everything is float64. A seed is a case: RINGATTN_FUZZ_SEED names the first.
+They are compared with the reference. Ranks are threads, everything is float64. A seed is a case: RINGATTN_FUZZ_SEED
+names the first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ringattn import Ring
 from ringattn.adapters import flash_attn
 from ringattn.adapters.context_parallel import context_parallel, recompute_context
 from ringattn.adapters.flex import flex_attention
+from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
+from tests import philox
 from tests.fuzz import reference, session
 
 SECONDS, WITHIN = 6.0, 1e-10
@@ -60,7 +63,7 @@ def wanted(given: Sequence[Tensor], cuts: Sequence[int] | None, case: dict[str, 
     """Out and the three gradients, of whole tensors."""
     *leaves, dout = (x[None].clone().requires_grad_() for x in given)
     length = len(given[0])
-    mask = {name: options.pop(name, None) for name in ("window", "prefix")}
+    mask = {name: options.pop(name, None) for name in ("window", "prefix", "chunk", "global_tokens")}
     counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], **mask)
     out, _ = reference.attention(*leaves, counts, **options)
     return [x[0].detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
@@ -244,11 +247,58 @@ def flex(seed: int) -> None:
         compare(case, found, expected)
 
 
-@pytest.mark.parametrize("kind", [flash, parallel, pytest.param(flex, marks=pytest.mark.slow)])
+def operator(seed: int) -> None:
+    """`ring_attention`, which compiled code calls, with every option of `Ring.attention` that it has."""
+    r = Random(seed)
+    case, length = drawn(r), r.randint(1, 50)
+    cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 3)))}) if r.random() < 0.5 else None
+    sides = [(-1, -1), (r.randint(0, 9), 0 if case["causal"] else r.randint(0, 9))]
+    options: dict[str, Any] = {"window": r.choice([None, *sides]), "scale": r.choice([None, 0.3]),
+                               "softcap": r.choice([None, 2.0])}  # fmt: skip
+    count = r.choice([1, 2, 3, 7])
+    several = tuple(r.choice([0, 1, 5]) for _ in (cuts or (0, 0))[1:])
+    more: list[dict[str, Any]] = [{}, {"chunk": count}]
+    more += [{"prefix": r.choice([0, count, several])}] if case["causal"] else []
+    more += [{"global_tokens": count}] if options["window"] is not None else []
+    options |= r.choice(more)
+    slopes, _ = drawn_slopes(r, case["heads"], False)
+    p, dropout_seed = r.choice([0.0, 0.1, 0.5]), r.choice([0, 7, 2**32 + 5, 2**64 - 1])
+    layout = r.choice(["zigzag", "contiguous", "striped", *(["per_document"] if cuts else [])])
+    case |= {"seed": seed, "length": length, "cuts": cuts, "slopes": slopes, "p": p, "dropout_seed": dropout_seed,
+             "layout": layout, **options}  # fmt: skip
+    given = tensors(seed, length, case)
+    told = {**options, "causal": case["causal"], "dropout_p": p, "dropout_seed": dropout_seed if p else None,
+            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64)}  # fmt: skip
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq = ring.sequence(length, layout=layout, cu_seqlens=cuts)
+        *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in given)
+
+        def call(*qkv: Tensor) -> Tensor:
+            return ring_attention(*(x[None] for x in qkv), **told)[0]
+
+        with ring.activate(seq):
+            out = checkpoint(call, *leaves, use_reentrant=False) if case["again"] else call(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout)
+        return [seq.gather(x.detach(), 0) for x in (out, *grads)]
+
+    places = reference.places(length, cuts)
+    bias = None if slopes is None else reference.alibi(slopes, places, places)
+    kept = philox.kept(1, case["heads"], length, length, dropout_seed, p) if p else None
+    expected = wanted(given, cuts, case, **options, bias=bias, kept=kept)
+    for found in run_ranks(case["ranks"], body):
+        compare(case, found, expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [flash, parallel, pytest.param(operator, marks=pytest.mark.slow), pytest.param(flex, marks=pytest.mark.slow)],
+)
 def test_fresh_seeds(kind: Callable[[int], None]) -> None:
     start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
     print(f"RINGATTN_FUZZ_SEED={start}")
     began, seed = time.monotonic(), start
-    while seed == start or time.monotonic() - began < SECONDS:
+    seconds = SECONDS / 2 if kind in (flex, operator) else SECONDS  # these two share a turn
+    while seed == start or time.monotonic() - began < seconds:
         kind(seed)
         seed += 1

@@ -64,6 +64,7 @@ def test_a_class_that_is_exact(name: str) -> None:
         ("MambaForCausalLM", "carry a state", {"refused"}),
         ("BertForSequenceClassification", "of a whole row", {"refused"}),
         ("T5GemmaModel", "configuration of its own", set()),
+        ("BloomModel", "adds ALiBi", set()),
     ],
 )
 def test_a_class_that_is_refused(name: str, why: str, found: set[str]) -> None:
