@@ -175,9 +175,9 @@ def _pairs(
     most = (counts == counts.max()).nonzero().flatten()
     for query in (most[0], most[-1]):
         keys = torch.arange(int(first[query]), int(last[query]), device=device)
-        for head in range(heads):
+        for one in range(heads):
             for k in keys.split(flex_masks.EVERY_PAIR):
-                yield torch.full_like(k, head), query.expand(len(k)), k
+                yield torch.full_like(k, one), query.expand(len(k)), k
 
     def drawn(bound: int, count: int) -> Tensor:
         return torch.randint(bound, (count,), generator=generator).to(device)
