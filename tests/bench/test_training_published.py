@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from ringattn.bench import training_published
 from ringattn.bench.report import Table
+from ringattn.launch.capacity.hardware import hardware
+from ringattn.launch.capacity.step_time import estimate
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.model import ModelConfig
 from ringattn.layers import offload
@@ -28,6 +31,25 @@ def rows(table: Table) -> list[dict[str, str]]:
 
 def test_steps_are_those_that_plan_says() -> None:
     assert rows(training_published.times_table()) == kept("Published steps")
+
+
+def test_one_rate_is_taken_from_the_row_without_a_ring() -> None:
+    """All else of the machine stays, no other row goes into it, and the column beside it is not of other sources."""
+    rows_of_source = [point for point in training_published.points() if point.source == training_published.TITAN]
+    first, machine = rows_of_source[0], hardware("h100")
+    assert first.run.ranks == 1
+    slower = training_published.at_own_rate(machine, first)
+    assert estimate(first.run, slower).tokens_s == pytest.approx(first.tokens_s, rel=1e-12)
+    ours, theirs = machine.reached, slower.reached
+    share = theirs.attention_forward / ours.attention_forward
+    assert theirs == replace(ours, attention_forward=share * ours.attention_forward,
+                             attention_backward=share * ours.attention_backward)  # fmt: skip
+    shown = [row["at the source's own attention rate"] for row in kept("Published steps")]
+    for point, cell in zip(rows_of_source, shown, strict=False):
+        ranks = point.run.ranks * point.run.tensor_ranks * point.run.pipeline_ranks
+        rate = estimate(point.run, slower).tokens_s / ranks
+        assert cell == f"{rate:,.0f}, {rate / point.tokens_s:.2f}"
+    assert len(rows_of_source) == 8 and not any(shown[8:])
 
 
 @pytest.mark.slow
