@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringattn.errors import InputError
-from ringattn.launch.config import check_key, parse, registered
+from ringattn.launch.config import check_key, keys_of, parse, registered, wrong_value
 from ringattn.launch.options import CONF, check_limits, groups, leaves
 from ringattn.launch.spelling import no_such_key, spelled
+from ringattn.launch.words import no_option
 
 if TYPE_CHECKING:  # see `config`
     from omegaconf import DictConfig
@@ -27,6 +28,7 @@ VALUED = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--
 MODES = ("--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
 OWN_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+NO_FLAG = "no such flag; write options as key=value, --hydra-help lists Hydra's flags"
 SIGNS = "+~"
 PLUGINS = {"submitit": "'ringattn[slurm]'", "joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}
 """What brings the launchers and sweepers whose names begin so."""
@@ -50,11 +52,13 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    flags, overrides = _divided(words)
+    flags, overrides = _divided(words, keys_of(schema))
     overrides = spelled(overrides, schema)
     own = any(flag.partition("=")[0] in OWN_CONFIGS for flag in flags)
     if not own and not any(word.startswith("hydra.searchpath=") for word in overrides):
-        for one in parse(overrides):  # one's own configs may have groups and presets that only Hydra finds
+        for one in parse(
+            overrides, keys_of(schema)
+        ):  # one's own configs may have groups and presets that only Hydra finds
             if not one.is_hydra_override() and not one.is_add() and not one.is_delete():
                 check_key(one, schema, several=True)
     asked, full = sys.argv, os.environ.get(FULL_ERROR)
@@ -97,15 +101,18 @@ def _keys(content: Any, prefix: str = "") -> Iterator[str]:
         yield from _keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """The flags with their values, and the overrides. Raises `InputError` for a flag that Hydra does not have."""
     flags: list[str] = []
     overrides: list[str] = []
     value = False
-    for word in words:
+    for at, word in enumerate(words):
         if word.startswith("-"):
-            if word.partition("=")[0] not in FLAGS:
-                raise InputError(f"{word}: no such flag; write options as key=value, --hydra-help lists Hydra's flags")
+            flag, equals, _ = word.partition("=")
+            if flag not in FLAGS:
+                raise no_option(words, at, known, NO_FLAG)
+            if equals and flag not in VALUED:
+                raise InputError(f"{word}: {flag} takes no value; leave {word[len(flag) :]} out")
             flags.append(word)
         elif value and "=" not in word:
             flags.append(word)
@@ -124,9 +131,9 @@ def _told(error: BaseException) -> str:
 
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {text.splitlines()[0]}"
+        return wrong_value(error)
     if isinstance(error.__cause__, OmegaConfBaseException):
-        text += f"\n{error.__cause__}"
+        return wrong_value(error.__cause__)
     for start, brings in PLUGINS.items():
         if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
             text += f"\nit comes with: pip install {brings}"

@@ -5,19 +5,32 @@ Guarantees: a wrong key, type or value raises `InputError` with a message that b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringattn.errors import InputError
+from ringattn.launch.lengths import counts_tokens, no_length
 from ringattn.launch.options import CONF, check_limits, coded_presets, groups, leaves, presets_of
 from ringattn.launch.spelling import no_such_key, spelled
+from ringattn.launch.words import no_option
 
 if TYPE_CHECKING:  # Hydra takes half a second to import, which `--help` need not wait for
     from hydra.core.override_parser.types import Override
+    from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+
+KINDS = (
+    (r"Value '(.*)' of type .* to Integer$", "should be a whole number"),
+    (r"Value '(.*)' of type .* to Float$", "should be a number"),
+    (r"Value '(.*)' is not a valid bool", "should be true or false"),
+    (r"Invalid value assigned: .* is not a ListConfig", "should be a list, as [1,2]"),
+    (r"field '.*' is not Optional", "has to have a value"),
+)
+"""How OmegaConf 2.3 begins its messages, with the value where it says it, and what the kind of an option is."""
 
 
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
@@ -32,14 +45,16 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     from omegaconf.errors import OmegaConfBaseException
 
     overrides = spelled(overrides, schema)
-    for override in parse(overrides):
+    for override in parse(overrides, keys_of(schema)):
         check_key(override, schema)
     try:
         with registered(schema), initialize_config_module(CONF, version_base="1.3"):
             config = OmegaConf.to_object(compose(name or schema.__name__, list(overrides)))
     except OmegaConfBaseException as error:
-        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
+        raise InputError(wrong_value(error)) from error
     except HydraException as error:
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            raise InputError(wrong_value(error.__cause__)) from error
         culprit = next((f"{word}: " for word in overrides if word in str(error)), "")
         raise InputError(culprit + _first_line(error.__cause__ or error)) from error
     assert isinstance(config, schema)
@@ -67,15 +82,23 @@ def registered(schema: Any) -> Iterator[None]:
         store.repo = before
 
 
-def parse(overrides: Iterable[str]) -> list[Override]:
-    """The words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for a word that is none."""
+def keys_of(*schemas: Any) -> list[str]:
+    """The keys and groups of commands."""
+    return [key for schema in schemas for key in (*groups(schema), *(leaf for leaf, _, _ in leaves(schema())))]
+
+
+def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Override]:
+    """The words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for a word that is none.
+
+    `known`: the keys that such a word may be meant for.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser, parsed = OverridesParser.create(), []
-    for word in overrides:
-        if ("=" not in word and not word.startswith("~")) or word.startswith("-"):
-            raise InputError(f"{word}: write options as key=value; --help lists the keys")
+    for at, word in enumerate(overrides):
+        if ("=" not in word[1:] and not word.startswith("~")) or word.startswith("-"):
+            raise no_option(overrides, at, known)
         try:
             parsed.append(parser.parse_override(word))
         except HydraException as error:
@@ -83,12 +106,12 @@ def parse(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
-def swept(overrides: Iterable[str]) -> list[str]:
-    """The keys that are given several values (`key=1,2`), in order."""
-    return [one.key_or_group for one in parse(overrides) if one.is_sweep_override()]
+def swept(overrides: Sequence[str], known: Collection[str] = ()) -> list[str]:
+    """The keys that are given several values (`key=1,2`), in order. `known`: see `parse`."""
+    return [one.key_or_group for one in parse(overrides, known) if one.is_sweep_override()]
 
 
-def combinations(overrides: Iterable[str]) -> list[list[str]]:
+def combinations(overrides: Sequence[str]) -> list[list[str]]:
     """The words of every combination of the values that are given as `key=1,2`; the last key varies fastest.
 
     Of a key that is given twice the last counts. Raises `InputError` for values that cannot be counted.
@@ -125,6 +148,16 @@ def check_key(override: Override, schema: Any, several: bool = False) -> None:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
         raise no_such_key(key, [*(group for group in groups(schema) if presets_of(schema, group)), *known])
+
+
+def wrong_value(error: OmegaConfBaseException) -> str:
+    """OmegaConf's message on a value of the wrong kind in the commands' words: key, value, and what it should be."""
+    key, text = str(error.full_key), _first_line(error)
+    for pattern, words in KINDS:
+        if match := re.match(pattern, text):
+            value = "".join(f"={one}" for one in match.groups() or ("null",) * ("Optional" in text))
+            return str(no_length(key, match[1])) if counts_tokens(key) and match.groups() else f"{key}{value}: {words}"
+    return f"{key}: {text}"
 
 
 def _first_line(error: BaseException) -> str:

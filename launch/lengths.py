@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ringattn.errors import InputError
 
 WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 """`key=value`, as Hydra has it; its flags are other words."""
+NUMBER = re.compile(r"(?<![\w.])\d[\w.]*(?:(?<=[eE])[+-]\d+)?")
+"""What begins as a number, with all that hangs on it."""
 LENGTH = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKmMgG]i?|[bB])?(?![\w.])")
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 COUNTS = ("segment_lengths", "cu_seqlens", "left", "right")
@@ -28,8 +31,13 @@ def counts_tokens(key: str) -> bool:
 def with_lengths(key: str, value: str) -> str:
     """The value of a key that counts tokens, each count in it a plain number.
 
-    Raises `InputError` for a count with a letter that is no whole number.
+    Raises `InputError` for a count with a letter that is no whole number, and for letters that mean nothing.
     """
+    if re.fullmatch(r"\d{1,3}(,\d{3})*,0\d\d(,\d{3})*", value):
+        raise InputError(f"{key}={value}: write {value.replace(',', '')}, without commas")
+    for number in NUMBER.findall(value):
+        if not LENGTH.fullmatch(number) and any(map(str.isalpha, number)):
+            raise no_length(key, number)
 
     def plain(match: re.Match[str]) -> str:
         size = float(match[1]) * SIZES[(match[2] or "").lower()]
@@ -40,6 +48,11 @@ def with_lengths(key: str, value: str) -> str:
         return str(int(size))
 
     return LENGTH.sub(plain, value)
+
+
+def no_length(key: str, value: Any) -> InputError:
+    """The error for a value of a key that counts tokens which is no length."""
+    return InputError(f"{key}={value}: is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B")
 
 
 def lengths_told(words: Sequence[str]) -> Iterator[str]:

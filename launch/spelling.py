@@ -14,6 +14,7 @@ from ringattn.errors import InputError
 from ringattn.launch.lengths import WORD, counts_tokens, with_lengths
 from ringattn.launch.masks import mask_words
 from ringattn.launch.options import check_limits, groups, is_numbered, leaves, presets_of
+from ringattn.launch.words import no_option
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ SYNONYMS = {"hardware": "cluster", "cluster": "hardware", "precision": "dtype", 
 """Keys that some commands have and others call otherwise."""
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Every command takes either name of a dtype, and keeps the one that is among its choices."""
+KINDS = {int: "a whole number", float: "a number"}
 CASTS = {("precision", "bf16"): "bf16_cast", ("dtype", "bf16_cast"): "bf16"}
 """`ringattn train dtype=bf16`, where weights stay fp32, is what `ringattn plan` calls precision=bf16_cast."""
 
@@ -34,10 +36,11 @@ def load_plain(words: Sequence[str], schema: type[T]) -> T:
     the key.
     """
     kinds, given = get_type_hints(schema), {}
-    for word in spelled(words, schema):
+    words = spelled(words, schema)
+    for at, word in enumerate(words):
         key, equals, text = word.partition("=")
-        if not equals or word.startswith("-"):
-            raise InputError(f"{word}: write options as key=value; --help lists the keys")
+        if not equals or not key or word.startswith("-"):
+            raise no_option(words, at, kinds)
         if key not in kinds:
             raise no_such_key(key, list(kinds))
         given[key] = _read(key, text, kinds[key])
@@ -61,7 +64,7 @@ def _read(key: str, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise InputError(f"{key}={text}: should be {kind.__name__}") from None
+        raise InputError(f"{key}={text}: should be {KINDS.get(kind, kind.__name__)}") from None
 
 
 def spelled(words: Sequence[str], *schemas: Any) -> list[str]:

@@ -52,6 +52,8 @@ AGAIN = {
 }
 """How to go on after Ctrl-C; other commands keep nothing."""
 
+UNREAD = 128 + signal.SIGPIPE
+"""The exit code of a program that a pipe without a reader ended, as shells have it."""
 SHOWS = ("-h", "--help", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
 """With one of these a command prints and starts nothing."""
 REFUSED_S = 10.0
@@ -64,22 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode shows escapes
-    if not words or words[0] in ("--help", "-h", "help"):
+    if not words or words[0] in ("--help", "-h") or words == ["help"]:
         print(_help())
         return 0
+    if words[0] == "help":
+        words = [words[1], "--help"]
     if words[0] in ("--version", "version"):
         print(f"ringattn {ringattn.__version__}")
         return 0
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
+        if words[0].startswith("-") or "=" in words[0]:
+            meant = f"; a command comes first, as ringattn run {words[0]}"
         print(f"ringattn: {words[0]!r} is not a command{meant}\n\n{_help()}", file=sys.stderr)
         return 2
     with _interruptible(words[0]):
         try:
             _say_what_starts(words)
             run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
-            return _one_block(words[0], run(words[1:]))
+            code = run(words[1:])
+            sys.stdout.flush()
+            return _one_block(words[0], code)
         except RingError as error:
             print(f"ringattn {words[0]}: {error}", file=sys.stderr)
             return _one_block(words[0], 2)
@@ -90,6 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         except KeyboardInterrupt:
             return 130
+        except BrokenPipeError:
+            if not _has_no_reader():
+                raise
+            return UNREAD
+
+
+def _has_no_reader() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`; what is left to write is dropped then."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _say_what_starts(words: Sequence[str]) -> None:
@@ -97,9 +119,10 @@ def _say_what_starts(words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in words):
         return
     from ringattn.launch.lengths import lengths_told
+    from ringattn.launch.words import given_twice, that_count
 
     told = [STARTS[words[0]]] if words[0] in STARTS else []
-    for line in (*told, *lengths_told(words[1:])):
+    for line in (*told, *given_twice(words[1:]), *lengths_told(that_count(words[1:]))):
         print(f"ringattn {words[0]}: {line}", file=sys.stderr, flush=True)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringattn.errors import InputError, one_of
-from ringattn.planner.cluster import CLUSTERS, Cluster
+from ringattn.errors import InputError
+from ringattn.planner.cluster import CLUSTERS, Cluster, machine_named
 
 GIB = 2**30
 
@@ -139,5 +139,5 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware(name: str) -> Hardware:
-    """The accelerator called `name`. Raises `InputError` with the nearest name for one that is not known."""
-    return PRESETS[one_of(name, PRESETS, "hardware")]
+    """The accelerator called `name`. Raises `InputError` with those that can be meant for one that is not known."""
+    return PRESETS[machine_named(name, PRESETS, "hardware")]

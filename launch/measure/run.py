@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.application import composed_as, is_for_hydra, run_application
-from ringattn.launch.config import swept
+from ringattn.launch.config import keys_of, swept
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.own_cluster import NONE
 from ringattn.launch.measure.run_config import RunConfig, load_run, refuse_ignored, resolved, spec_of, words_of
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
     """The run that `words` describe; under torchrun with the number of ranks that it started."""
     words = spelled(words, RunConfig)
-    if keys := swept(words):
+    if keys := swept(words, keys_of(RunConfig)):
         how = (
             "run `ringattn sweep` instead, or give -m"
             if place is None

@@ -87,7 +87,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     words = spelled(words, SweepConfig, RunConfig)
     mine: list[str] = []
     theirs: list[str] = []
-    for one in parse(words):
+    for one in parse(words, known):
         if one.key_or_group not in known:
             raise no_such_key(one.key_or_group, known)
         assert one.input_line is not None

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ringattn.errors import InputError
-from ringattn.launch.config import load
+from ringattn.launch.config import keys_of, load
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.report.points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report.report import terminal_table
 from ringattn.launch.report.tables import UNKNOWN, Table, figure
+from ringattn.launch.words import no_option
 
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
 TIMES, BYTES = ("forward_ms", "backward_ms"), ("peak_bytes", "bytes_sent")
@@ -84,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
         about = "Compare the sweep in folder B with the one in folder A. Returns 1 if a point got worse, 0 if none did."
         print(help_text("compare A B", about, CompareConfig))
         return 0
+    if flags := [at for at, word in enumerate(argv) if word.startswith("-")]:
+        raise no_option(argv, flags[0], keys_of(CompareConfig))
     folders = [word for word in argv if "=" not in word]
     if len(folders) != 2:
         raise InputError(f"expected two folders, got {' '.join(folders) or 'none'}; --help says more")
@@ -158,7 +161,7 @@ def table_of(sweep: Sweep, found: Comparison, threshold: float) -> Table:
     pairs = sorted(found.pairs, key=lambda pair: order.index(pair.verdict))
     rows = []
     for pair in pairs:
-        options = [pair.before.options.get(key) or UNKNOWN for key in sweep.varying]
+        options = [sweep.option(pair.before, key) or UNKNOWN for key in sweep.varying]
         sizes = [f"{pair.before.tokens:,}", str(pair.before.world_size)]
         figures = [_cell(pair, key) for key in (*TIMES, *BYTES)]
         rows.append((*options, *sizes, *figures, _verdict(pair)))
@@ -185,7 +188,7 @@ def _verdict(pair: Pair) -> str:
 
 def _words(before: Sweep, after: Sweep, point: Point) -> str:
     keys = dict.fromkeys((*before.varying, *after.varying))
-    words = [f"{key} {point.options[key]}" for key in keys if point.options.get(key)]
+    words = [f"{key} {before.option(point, key)}" for key in keys if point.options.get(key)]
     return ", ".join([*words, f"{point.tokens:,} tokens", f"{point.world_size} ranks", point.record["status"]])
 
 

@@ -6,12 +6,13 @@ Guarantees: a preset says where its figures come from; what was measured on the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ringattn.errors import InputError, one_of
+from ringattn.errors import InputError
 from ringattn.planner.links import LinkClass, Links
 
 CALIBRATED = "calibrated.json"
@@ -239,6 +240,30 @@ CLUSTERS: dict[str, Cluster] = {
 }  # fmt: skip
 
 
+def machine_named(name: str, known: Collection[str], key: str) -> str:
+    """`name`, if it is one of `known` machines. Raises `InputError` with those that can be meant.
+
+    A machine is its model: h100-80 and H100-SXM are an h100, and a v100 is none, however few letters differ.
+    """
+    if name in known:
+        return name
+    given = _bare(name)
+    stems = {one: _bare(one.partition("-")[0]) for one in known}
+    inside = [stem for stem in stems.values() if stem in given]
+    if inside:  # of gb200 and b200, both in gb200-nvl72, the longer is meant; an a100 can be of 40 and of 80 GB
+        near = [one for one, stem in stems.items() if stem == max(inside, key=len)]
+    else:
+        near = [one for one in known if given and given in _bare(one)]
+    if not near and not any(map(str.isdecimal, given)):
+        near = get_close_matches(name.lower(), known, n=1)
+    meant = f"did you mean {' or '.join(near)}? " if near else "no such machine here; "
+    raise InputError(f"{key}={name}: {meant}one of {', '.join(known)}")
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def cluster_named(name_or_file: str) -> Cluster:
     """A preset by its name, or the constants in a JSON file that `ringattn calibrate` wrote.
 
@@ -246,7 +271,7 @@ def cluster_named(name_or_file: str) -> Cluster:
     """
     path = Path(name_or_file)
     if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
-        return CLUSTERS[one_of(name_or_file, CLUSTERS, "cluster")]
+        return CLUSTERS[machine_named(name_or_file, CLUSTERS, "cluster")]
     again = "write it again with `ringattn calibrate`"
     try:
         described: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -141,7 +141,7 @@ def test_the_signs(ranks: StandIn) -> None:
         pytest.param("-m schedule=ring,rign", "Could not find 'schedule/rign'", marks=pytest.mark.slow),
         pytest.param(
             "++tokens=x",
-            "++tokens=x\nValue 'x' of type 'str' could not be converted to Integer",
+            "tokens=x: is no length; write 131072, 128k, 128Ki, 1M",
             marks=pytest.mark.slow,
         ),
         pytest.param("++repeats=0", "repeats=0: must be at least 1", marks=pytest.mark.slow),
@@ -149,6 +149,9 @@ def test_the_signs(ranks: StandIn) -> None:
         pytest.param("++nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port", marks=pytest.mark.slow),
         pytest.param("--cfg job tokens=64,96", "add --multirun", marks=pytest.mark.slow),
         ("--config-dirr=x", "--config-dirr=x: no such flag"),
+        ("--tokens 128k", "--tokens 128k: write tokens=128k"),
+        ("--nproc-per-node=2 tokens=64", "--nproc-per-node=2: write ranks=2"),
+        ("--multirun=true tokens=64", "--multirun=true: --multirun takes no value; leave =true out"),
         pytest.param("--config-dir=nowhere tokens=64", "nowhere' not found", marks=pytest.mark.slow),
         pytest.param("--config-name=nowhere tokens=64", "Cannot find primary config 'nowhere'", marks=pytest.mark.slow),
         pytest.param("-m --cfg job", "--cfg: does not go with -m; give one of them", marks=pytest.mark.slow),

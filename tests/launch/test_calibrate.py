@@ -157,11 +157,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
     ("word", "says"),
     [
         ("rank=2", "rank: no such key; did you mean ranks"),
-        ("ranks=two", "ranks=two: should be int"),
-        ("ranks=2,4", "ranks=2,4: should be int"),
+        ("ranks=two", "ranks=two: should be a whole number"),
+        ("ranks=2,4", "ranks=2,4: should be a whole number"),
         ("ranks", "ranks: write options as key=value"),
         ("+ranks=2", r"\+ranks: no such key"),
-        ("--cfg=job", "--cfg=job: write options"),
+        ("--cfg=job", "--cfg=job: of all commands `ringattn run` takes Hydra's flags"),
         ("rounds=0", "rounds=0: must be at least 1"),
     ],
 )

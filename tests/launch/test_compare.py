@@ -93,6 +93,18 @@ def test_points_of_one_side_are_listed(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"only in {tmp_path / 'b'}: 4,096 tokens, 8 ranks, ok" in printed
 
 
+def test_one_rank_is_named_as_in_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank alone has any schedule, layout and transport, whichever was written down."""
+    shared = [record(1, 4096, "direct", "contiguous"), record(2, 4096, "ring")]
+    old, new = record(1, 8192, "direct"), record(2, 8192, "direct")
+    assert compared(tmp_path, [*shared, old], [*shared, new])[0] == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if "4,096" in line]
+    assert [(row.count("any"), row.count("direct"), row.count("ring")) for row in rows] == [(2, 0, 0), (0, 0, 1)]
+    assert f"only in {tmp_path / 'a'}: schedule any, layout any, 8,192 tokens, 1 ranks" in printed
+    assert f"only in {tmp_path / 'b'}: schedule direct, layout zigzag, 8,192 tokens, 2 ranks" in printed
+
+
 def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [folder(tmp_path / name, [record(2, 4096)]) for name in ("a", "b")]
     (paths[1] / "environments.json").write_text(json.dumps({"e2": {"torch": "2.12.0"}}))

@@ -20,6 +20,7 @@ from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.spelling import spelled
 from ringattn.launch.train.config import TrainConfig
+from ringattn.planner.cluster import cluster_named
 
 CONFIGS = {RunConfig: "run", TrainConfig: "train"}
 COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig)
@@ -52,13 +53,49 @@ def test_counts_within_other_values() -> None:
     assert with_lengths("tokens", "64k,128Ki,4096") == "64000,131072,4096"
     assert with_lengths("segment_lengths", "[2k,8Ki]") == "[2000,8192]"
     assert with_lengths("tokens", "range(1k,4k,1k)") == "range(1000,4000,1000)"
-    assert with_lengths("tokens", "5kg") == "5kg" and with_lengths("tokens", "0.5") == "0.5"
+    assert with_lengths("tokens", "1_000_000") == "1_000_000" and with_lengths("tokens", "0.5") == "0.5"
     assert read(TrainConfig, "curriculum_start_tokens=1Ki", "curriculum_steps=2")["curriculum_start_tokens"] == 1024
     assert [point.config.tokens for point in described(["tokens=1k,1Ki"])[1]] == [1000, 1024]
     with pytest.raises(InputError, match=r"^tokens=1\.0005k: is 1000\.5 tokens; write a whole number"):
         spelled(["tokens=1.0005k"], RunConfig)
-    with pytest.raises(InputError, match=r"^tokens"):
-        load(["tokens=128q"], RunConfig, "run")
+
+
+@pytest.mark.parametrize("wrong", ["128x", "5kg", "128kb", "1e-3", "0x20", "64,128x", "[1k,2q]", "range(1k,4x)"])
+def test_a_count_with_other_letters_is_refused_with_those_that_there_are(wrong: str) -> None:
+    for schema in COMMANDS:
+        with pytest.raises(
+            InputError, match=r"^tokens=\w+.*: is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B$"
+        ):
+            spelled([f"tokens={wrong}"], schema)
+
+
+@pytest.mark.parametrize("text", ["abc", "1.5", "''", "[1,2]"])
+def test_what_is_no_count_is_refused_in_the_same_words(text: str) -> None:
+    with pytest.raises(InputError, match=r"^tokens=.*: is no length; write 131072, 128k, 128Ki"):
+        load([f"tokens={text}"], PlanConfig)
+
+
+def test_thousands_have_no_commas() -> None:
+    for wrong in ("128,000", "1,000,000", "1,024,000"):
+        with pytest.raises(InputError, match=f"^tokens={wrong}: write {wrong.replace(',', '')}, without commas"):
+            spelled([f"tokens={wrong}"], RunConfig)
+    assert spelled(["tokens=64,128", "tokens=128,0"], RunConfig) == ["tokens=64,128", "tokens=128,0"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("zero_stage=two", "zero_stage=two: should be a whole number"),
+        ("framework_gib=lots", "framework_gib=lots: should be a number"),
+        ("tied=maybe", "tied=maybe: should be true or false"),
+        ("segment_lengths=2048", "segment_lengths: should be a list, as [1,2]"),
+        ("batch=null", "batch=null: has to have a value"),
+    ],
+)
+def test_a_value_of_the_wrong_kind(word: str, told: str) -> None:
+    with pytest.raises(InputError) as refused:
+        load([word], PlanConfig)
+    assert str(refused.value) == told
 
 
 def test_other_options_take_no_letters() -> None:
@@ -159,13 +196,27 @@ def test_a_prefix_of_hydra_is_kept() -> None:
     [
         ("preset=8B", "preset=8B: did you mean llama3-8b?"),
         ("preset=lama3-8b", "preset=lama3-8b: did you mean llama3-8b?"),
-        ("hardware=a100", "hardware=a100: did you mean a100-40"),
+        ("hardware=a100", "hardware=a100: did you mean a100-40 or a100-80? one of "),
+        ("hardware=H100-80", "hardware=H100-80: did you mean h100? one of "),
+        ("hardware=nvidia-h200-sxm", "hardware=nvidia-h200-sxm: did you mean h200? one of "),
+        ("hardware=4090", "hardware=4090: did you mean rtx4090? one of "),
+        ("hardware=L40", "hardware=L40: no such machine here; one of "),
+        ("hardware=v100", "hardware=v100: no such machine here; one of "),
     ],
 )
 def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: str) -> None:
     with pytest.raises(InputError) as refused:
         plan.main([words])
     assert str(refused.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("GB200-NVL72", "gb200"), ("h100-80", "h100"), ("cpus", "cpu"), ("b2", "b200 or gb200"),
+                        ("HGX B200", "b200")],
+)  # fmt: skip
+def test_a_machine_is_its_model(name: str, meant: str) -> None:
+    with pytest.raises(InputError, match=f"^cluster={name}: did you mean {meant}[?] one of "):
+        cluster_named(name)
 
 
 # --- names of schedules ----------------------------------------------------------------------------------------------
