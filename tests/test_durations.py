@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
+from tests.contract import forking
 from tests.durations import BUDGET_CORE_S, RUNS, UNKNOWN_S, of_report, quick_core_s, read, renewed
 from tests.running import core_s
 
@@ -43,6 +46,12 @@ def test_seconds_are_those_of_a_core_by_file(tmp_path: Path) -> None:
 def test_what_is_new_counts_until_it_is_measured(files: list[str], total: float) -> None:
     table = {"quick": {"a": 3.0}, "quick-alone": {"b": 4.0}, "slow": {"a": 70.0, "c": 80.0}, "slow-alone": {}}
     assert quick_core_s(table, files) == total
+
+
+def test_processes_that_are_forked_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid(), raising=False)  # type: ignore[attr-defined]
+    used = os.times()
+    assert forking.core_s() == pytest.approx(sum(used[:4]), abs=0.2)
 
 
 def test_processes_that_a_test_starts_count() -> None:

@@ -20,7 +20,7 @@ from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.covering import thinned
 from tests.poison import unset_is_nan
-from tests.schedules import NEWER, a_third_in_turn, schedules_in_turn
+from tests.schedules import NEWER, schedules_in_turn, share_in_turn
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
@@ -62,8 +62,8 @@ def test_float64(mask: str, layout: str, ranks: int) -> None:
     trial = MASKS[mask]._replace(
         heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped", alibi=turn_of_alibi
     )  # fmt: skip
-    # On 8 ranks each mask and each layout meets every schedule, and not both at once.
-    turn = a_third_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout)) if ranks == 8 else ()
+    # On 8 ranks each layout and each mask of documents meets every schedule, and the other masks six of them.
+    turn = share_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout), 5) if ranks == 8 else ()
     check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT, turn)
 
 
@@ -175,7 +175,9 @@ VARIANTS = {
 def test_variants(variant: str, ranks: int) -> None:
     first = list(VARIANTS).index(variant)
     for at, layout in enumerate(("contiguous", "zigzag", "striped") if ranks == 3 else ("zigzag",)):
-        turn = a_third_in_turn(first + at) if ranks in (3, 8) else ()  # on 3 ranks all, over the layouts
+        # On 3 ranks all, over the layouts; on 4 and 8 every third and fifth variant meets the same.
+        parts = {3: 3, 4: 3, 8: 5}.get(ranks)
+        turn = share_in_turn(first + at, parts) if parts else ()
         check_schedules(VARIANTS[variant], layout, ranks, "plain", torch.float64, EXACT, turn)
 
 

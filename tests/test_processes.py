@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +12,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from ringattn.launch.measure import check
+from tests import process_entries
 from tests.contract import ports
 from tests.contract.ports import GIVEN_AWAY, free_port
+from tests.contract.processes import Processes
 from tests.gpu.test_processes import every_schedule_is_exact
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,45 +24,33 @@ ROOT = Path(__file__).resolve().parent.parent
 MASKS = ("full", "causal", "window", "documents", "dilated")
 
 
-def start(entry: str, ranks: int, timeout_s: float = 60.0) -> list[dict | None]:
-    """Run `process_entries.entry` in `ranks` processes; their answers by rank, None for one that left without.
+def start(entry: str, ranks: int, exits: int | None = None) -> list[dict | None]:
+    """Run `process_entries.entry` in `ranks` processes; their answers by rank, None for the one that `exits`.
 
     This process hosts the store, as torchrun's agent does, so that no rank takes it away when it goes.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    meeting |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.process_entries", entry]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **meeting, "RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    answers: list[dict | None] = []
-    deadline = time.monotonic() + timeout_s
-    try:
-        for process in processes:
-            output = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0].decode()
-            lines = [line for line in output.splitlines() if line.startswith("ANSWER ")]
-            answers.append(json.loads(lines[-1].removeprefix("ANSWER ")) if lines else None)
-    finally:
-        for process in processes:
-            process.kill()
-    return answers
+    with Processes(ranks) as started:
+        answers = started.run(process_entries.lives, entry, store.port, exits=exits)
+    return [answers.get(rank) for rank in range(ranks)]
 
 
 # Over 2 and 3 processes it is in tests/transport/test_shm.py, over gloo in tests/gpu/test_rehearsal.py.
 
 
+# Every mask in every layout with every schedule is tried over threads, in tests/test_exact.py.
+
+
 @pytest.mark.slow
 def test_check_is_exact_on_four_processes() -> None:
+    words = "check dtype=fp32 transport=shm tokens=61 combinations=pairs verbose=true".split()
     done = subprocess.run(
-        [sys.executable, "-m", "ringattn", "check", "dtype=fp32", "transport=shm", "tokens=61", "verbose=true"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [sys.executable, "-m", "ringattn", *words], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("4 ranks over shm, 61 tokens, fp32")
-    rows, every = [line for line in done.stdout.splitlines() if line.startswith(MASKS)], len(list(check.cases()))
-    assert len(rows) == every and f"{every} cases, all exact" in done.stdout
+    rows, tried = [line for line in done.stdout.splitlines() if line.startswith(MASKS)], len(list(check.paired_cases()))
+    assert len(rows) == tried and f"{tried} cases, all exact" in done.stdout
 
 
 @pytest.mark.slow
@@ -98,7 +85,7 @@ def test_processes_that_are_to_meet_get_a_port_that_the_system_gives_to_nobody()
 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:
-    answers = start("exits_mid_pass", 3)
+    answers = start("exits_mid_pass", 3, exits=1)
     assert answers[1] is None
     for answer in (answers[0], answers[2]):
         assert answer is not None

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,22 +43,38 @@ DATA = ("*.json", "conftest.py", "golden*/*.json")
 """What is read beside a module without being imported."""
 
 
+class Read(NamedTuple):
+    """What a file says to Python, without comments, docstrings and line breaks, and the names that it imports."""
+
+    meaning: str
+    names: tuple[str, ...]
+
+
+@cache  # groups share most of their files
+def read(text: str) -> Read:
+    """Of the text of a module."""
+    tree = ast.parse(text)
+    names = list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names += (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return Read(ast.dump(tree), tuple(names))
+
+
 def imported(file: Path) -> Iterator[Path]:
     """The files of this repository that a module imports, at its top or in its functions.
 
     Without `ringattn/__init__.py`, which only hands on names.
     """
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            top, *inner = name.split(".")
-            for depth in range(1, len(inner) + 1) if top in ("ringattn", "tests") else ():
-                stem = ROOT.joinpath(top, *inner[:depth])
-                yield from (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists())
+    for name in read(file.read_text(encoding="utf-8")).names:
+        top, *inner = name.split(".")
+        for depth in range(1, len(inner) + 1) if top in ("ringattn", "tests") else ():
+            stem = ROOT.joinpath(top, *inner[:depth])
+            yield from (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists())
 
 
 def sources(starts: Iterable[str]) -> list[Path]:
@@ -76,15 +93,9 @@ def sources(starts: Iterable[str]) -> list[Path]:
 
 
 def meaning(file: Path) -> str:
-    """What a file says to Python, without comments, docstrings and line breaks; of another file, all of it."""
+    """What a module says to Python, see `Read`; of another file, all of it."""
     text = file.read_text(encoding="utf-8")
-    if file.suffix != ".py":
-        return text
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = None
-    return ast.dump(tree)
+    return read(text).meaning if file.suffix == ".py" else text
 
 
 @cache

@@ -1,19 +1,22 @@
 """A few processes that run one function after another, each under a hard deadline.
 
-A torch process costs seconds to start, so one set serves many tests.
+One set serves many tests.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from tests.contract.forking import forked
 from tests.contract.ports import free_port
 
 
@@ -22,17 +25,14 @@ class Processes:
 
     def __init__(self, world_size: int) -> None:
         port = str(free_port())
-        context = multiprocessing.get_context("spawn")
         self.ranks = list(range(world_size))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(rank, world_size, port, theirs), daemon=True)
-            process.start()
+            mine, theirs = Pipe()
+            self._processes.append(forked(_live, rank, world_size, port, theirs))
             theirs.close()
             self._pipes.append(mine)
-            self._processes.append(process)
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, exits: int | None = None, hard_s: float = 60.0
@@ -78,8 +78,6 @@ def _live(rank: int, world_size: int, port: str, pipe: Connection) -> None:
     # For every connection to a store torch asks the name service who the other end is, and a question that is lost
     # costs five seconds by default.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RES_OPTIONS="timeout:1")
-    import torch  # after OMP_NUM_THREADS came with the environment
-
     torch.set_num_threads(1)
     while True:
         try:

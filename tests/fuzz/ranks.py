@@ -5,11 +5,11 @@ Guarantees: what every rank returned or raised, by rank; a wait ends by the dead
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +23,7 @@ from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, Nic
 from ringattn.transport.recognition import DEVICES
+from tests.contract.forking import forked
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S
 from tests.poison import unset_is_nan
@@ -127,16 +128,13 @@ class Processes:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._store = store
         for rank in range(self._most):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store.port, theirs), daemon=True)
-            process.start()
+            mine, theirs = Pipe()
+            self._processes.append(forked(_serve, rank, store.port, theirs))
             theirs.close()
             self._pipes.append(mine)
-            self._processes.append(process)
         for pipe in self._pipes:
             if not pipe.poll(START_S) or pipe.recv() != "ready":
                 self.close()

@@ -199,7 +199,7 @@ def test_bytes_of_every_size() -> None:
 def test_every_schedule_is_exact(ranks: int) -> None:
     world = SimWorld(1, any_memory=True)
     loop = LoopbackWorld(ranks, SimLibrary(world, 0), SimDevice(world, 0))
-    sizes = every_schedule_is_exact(loop, "fp64", nullcontext, "pairs" if ranks == 2 else "all")
+    sizes = every_schedule_is_exact(loop, "fp64", nullcontext, "pairs")
     loop.end()
     assert world.violations == [] and max(sizes) >= 2 * ranks
 

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
-HOST = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+from tests.contract.forking import forked
+
+
+def _host(pipe: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    with suppress(EOFError):
+        pipe.recv()
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T" for file in threads)
 
 
 class StoreHost:
     """A process that hosts a `TCPStore` and does nothing else."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        self._pipe, theirs = Pipe()
+        self._process = forked(_host, theirs)
+        theirs.close()
+        self.port: int = self._pipe.recv()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
 
     def client(self) -> TCPStore:
         """A connection whose own timeout is far longer than any test."""
@@ -37,17 +47,19 @@ class StoreHost:
 
     def stop(self) -> None:
         """It answers no more and its connections stay up. Returns when all its threads stand still."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.kill(self._pid, signal.SIGSTOP)
+        while not _stands_still(self._pid):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """It answers again, also what was asked meanwhile."""
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self._pid, signal.SIGCONT)
 
     def end(self) -> None:
         """All its connections are reset."""
+        self._pipe.close()
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def _of_processes(case: Case, whole: dict[str, Any], folder: Path) -> str:
 def _life(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> str | None:
     """Why a run of processes failed, None for one that did not. None of its processes may be left."""
     job = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
-    command = ranks.forked(job, config, fault)
+    command = ranks.started(job, config, fault)
     command.join(ranks.LIMIT_S)
     if command.is_alive():
         command.kill()

@@ -7,7 +7,6 @@ signal that a rank sends, to itself or to the command, at a drawn call.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ringattn.launch import worker
 from ringattn.launch.parent import AGENT
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import TrainConfig
+from tests.contract.forking import forked
 from tests.launch.fuzz_train.faults import at
 
 LIMIT_S = 60.0
@@ -34,13 +35,9 @@ LIMIT_S = 60.0
 assert ringattn.launch.train.sharding  # loaded before the fork
 
 
-def forked(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> multiprocessing.Process:
+def started(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> BaseProcess:
     """A command that trains `config`, its files in `folder`; `fault` is who gets which signal, where and when."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.launch.fuzz_train.ranks"])
-    command = context.Process(target=run_command, args=(str(folder), asdict(config), fault))
-    command.start()
-    return command  # type: ignore[no-any-return]
+    return forked(run_command, str(folder), asdict(config), fault, daemon=False)
 
 
 def run_command(folder: str, config: dict[str, Any], fault: dict[str, Any] | None) -> None:
