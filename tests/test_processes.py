@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -82,6 +83,17 @@ def test_processes_that_are_to_meet_get_a_port_that_the_system_gives_to_nobody()
         patch.setattr(ports, "SystemRandom", lambda: SimpleNamespace(sample=lambda others, count: [held]))
         with pytest.raises(OSError, match="no port from 10000 on is free"):
             free_port()
+
+
+def reads(rank: int, world_size: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_processes_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("one", None):
+        monkeypatch.setenv("RINGATTN_OF_A_TEST", value) if value else monkeypatch.delenv("RINGATTN_OF_A_TEST")
+        with Processes(1) as started:
+            assert started.run(reads, "RINGATTN_OF_A_TEST") == {0: value}
 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:

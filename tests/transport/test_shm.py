@@ -280,9 +280,9 @@ def opens_and_closes(rank: int, world_size: int, times: int) -> tuple[list[int],
 
 
 @pytest.mark.slow
-def test_50_openings_leave_nothing() -> None:
+def test_200_openings_leave_nothing() -> None:
     with Processes(2) as couple:
-        for open_files, maps in couple.run(opens_and_closes, 50, hard_s=60.0).values():
+        for open_files, maps in couple.run(opens_and_closes, 200, hard_s=110.0).values():
             assert set(maps) == {0}
             assert max(open_files[1:]) <= open_files[0], open_files
 
