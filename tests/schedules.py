@@ -16,9 +16,17 @@ from ringattn.schedule.routes import ROUTES
 NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 
+OTHERS = tuple(name for name in ROUTES if name not in NEWER)
+
+
 def schedules_in_turn(number: int) -> list[str]:
     """The others, and one of the `NEWER`."""
-    return [*(name for name in ROUTES if name not in NEWER), NEWER[number % len(NEWER)]]
+    return [*OTHERS, NEWER[number % len(NEWER)]]
+
+
+def half_in_turn(number: int, half: int) -> list[str]:
+    """Half of the others, and one of the `NEWER`."""
+    return [*OTHERS[half::2], NEWER[(number + half) % len(NEWER)]]
 
 
 def share_in_turn(number: int, parts: int) -> list[str]:

@@ -20,7 +20,7 @@ from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.covering import thinned
 from tests.poison import unset_is_nan
-from tests.schedules import NEWER, schedules_in_turn, share_in_turn
+from tests.schedules import NEWER, half_in_turn, schedules_in_turn, share_in_turn
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
@@ -61,14 +61,14 @@ HALVES = 1.25
     ),
 )
 def test_float64(mask: str, layout: str, ranks: int, half: int) -> None:
-    """`half`: of the schedules."""
+    """`half`: of the schedules that are not newer."""
     turn_of_alibi = (list(MASKS).index(mask) + LAYOUTS.index(layout) + ranks) % 3 == 0
     trial = MASKS[mask]._replace(
         heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped", alibi=turn_of_alibi
     )  # fmt: skip
     # On 8 ranks each layout and each mask of documents meets every schedule, and the other masks six of them.
     turn = share_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout), 5)
-    schedules = turn if ranks == 8 else tried(trial, layout, ranks)[half::2]
+    schedules = turn if ranks == 8 else half_in_turn(number_of(trial, layout, ranks), half)
     check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT, schedules)
 
 
@@ -85,9 +85,9 @@ def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
     check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE, [list(ROUTES)[turn]])
 
 
-def tried(trial: Trial, layout: str, ranks: int) -> list[str]:
-    """The schedules, but for the newer ones, of which there is one in turn."""
-    return schedules_in_turn(ranks + len(layout) + trial.causal + trial.tokens)
+def number_of(trial: Trial, layout: str, ranks: int) -> int:
+    """Whose turn it is."""
+    return ranks + len(layout) + trial.causal + trial.tokens
 
 
 def check_schedules(
@@ -100,7 +100,7 @@ def check_schedules(
     schedules: Sequence[str] = (),
 ) -> None:
     """Each schedule on one ring, one after another in the same memory."""
-    schedules = schedules or tried(trial, layout, ranks)
+    schedules = schedules or schedules_in_turn(number_of(trial, layout, ranks))
     with unset_is_nan():
         results = run_ranks(
             ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in schedules],
