@@ -16,9 +16,12 @@ from ringattn.transport.local import LocalWorld
 
 __all__ = ["attend"]
 
+UNTRACED = "attention over a ring is not traced; ringattn.adapters.torch_ops.ring_attention stands in one graph"
+"""What `torch.compile(fullgraph=True)` is told. Without fullgraph the graph ends here and another begins behind it."""
 _own = threading.local()
 
 
+@torch.compiler.disable(reason=UNTRACED)
 def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """Attention of this rank's shards over the ring of `seq`, or locally. All cast as `as_autocast` does.
 

@@ -86,6 +86,7 @@ COMPILED = _Anyone()
 _notes: WeakKeyDictionary[Any, list[_Note]] = WeakKeyDictionary()
 
 
+@torch.compiler.disable
 def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | None:
     """The sequence whose shard `query` is; None: attend locally.
 

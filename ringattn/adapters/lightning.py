@@ -8,6 +8,7 @@ a ring that were given different batches raise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ringattn.adapters.alike import check_alike
+from ringattn.adapters.alike import check_alike, refused_by_all
 from ringattn.adapters.hosts import require_checked
 from ringattn.core.layout import LayoutName
-from ringattn.errors import InputError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
-from ringattn.sequence import Sequence
+from ringattn.sequence import Sequence, check_documents
 
 __all__ = ["RingMixin"]
 
@@ -37,6 +38,17 @@ class _OnException(Callback):
         ring = getattr(pl_module, "ring", None)
         if isinstance(ring, Ring):
             ring.__exit__(type(exception), exception, exception.__traceback__)
+
+
+def _refuse_tensor_parallel(strategy: Any) -> None:
+    """Raise `UnsupportedError` where neighbors share a token's work, and gradients are not averaged over them."""
+    mesh = getattr(strategy, "device_mesh", None)
+    size = mesh["tensor_parallel"].size() if mesh and "tensor_parallel" in (mesh.mesh_dim_names or ()) else 1
+    if size > 1:
+        raise UnsupportedError(
+            f"tensor_parallel_size={size}: the ranks of a ring hold other tokens each, and all of the weights; take "
+            f"ModelParallelStrategy(data_parallel_size={mesh.size()}, tensor_parallel_size=1)"
+        )
 
 
 class RingMixin:
@@ -63,9 +75,11 @@ class RingMixin:
 
         Raises:
             InputError: The trainer's ranks do not divide into rings of `ring_size`.
+            UnsupportedError: The strategy shards weights by tensor parallelism.
             RingError: What `Ring` raises when it is opened.
         """
         super().setup(stage)  # type: ignore[misc]  # of the LightningModule that this stands before
+        _refuse_tensor_parallel(self.trainer.strategy)
         world, rank = self.trainer.world_size, self.trainer.global_rank
         size = self.ring_size or world
         if world % size:
@@ -111,14 +125,21 @@ class RingMixin:
         return DistributedSampler(dataset, replicas, rank, **options)
 
     def ring_shard(
-        self, tokens: Tensor, labels: Tensor | None = None, layout: LayoutName | str = "auto"
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        layout: LayoutName | str = "auto",
+        *,
+        cu_seqlens: Many[int] | Tensor | None = None,
     ) -> tuple[Sequence, Tensor, Tensor]:
         """The sequence of a batch, and this rank's tokens and labels. A collective call, on the host.
 
         Args:
             tokens: The whole batch, the same on every rank of the ring.
-            labels: Aligned with tokens already. None: the next tokens, shifted over the whole sequence.
+            labels: Aligned with tokens already. None: the next tokens, shifted over the whole sequence, or over each
+                document.
             layout: As in `Ring.sequence`.
+            cu_seqlens: As in `Ring.sequence`: packed documents, which do not see each other.
 
         Shape:
             tokens: (batch, tokens)
@@ -128,20 +149,23 @@ class RingMixin:
             The sequence, and this rank's tokens and labels, (batch, local tokens) each.
 
         Raises:
-            DisagreementError: The ring's ranks hold different batches, as under Lightning's own sampler; every rank
-                raises.
-            InputError: The layout is not known, or labels have another length than tokens.
+            DisagreementError: The ring's ranks hold different batches, as under Lightning's own sampler, or other
+                documents; every rank raises.
+            InputError: The layout is not known, labels have another length than tokens, or the documents do not ascend
+                from 0 to the length.
             RingError: What else `Ring.all_gather_text` raises.
 
         Example:
             seq, tokens, labels = self.ring_shard(batch[0])
         """
-        batch = {"tokens": tokens} if labels is None else {"tokens": tokens, "labels": labels}
+        with refused_by_all(self.ring):
+            documents = None if cu_seqlens is None else check_documents(cu_seqlens, tokens.shape[1])
+        whole = {"tokens": tokens, "labels": labels, "cu_seqlens": documents}
         check_alike(
-            self.ring, batch,
+            self.ring, {name: one for name, one in whole.items() if one is not None},
             "give the Trainer use_distributed_sampler=False and the DataLoader sampler=self.ring_sampler(dataset)",
         )  # fmt: skip
-        seq = self.ring.sequence(tokens.shape[1], layout=layout)
+        seq = self.ring.sequence(tokens.shape[1], cu_seqlens=documents, layout=layout)
         return seq, seq.shard(tokens), seq.shard_labels(tokens) if labels is None else seq.shard(labels)
 
     def ring_mean(self, total: Tensor, count: Tensor | int) -> Tensor:

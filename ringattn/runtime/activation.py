@@ -7,10 +7,12 @@ refused: an operator that attends where it is called, and at the end a model of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -109,10 +111,13 @@ class _Watch(TorchDispatchMode):
         self.__enter__()
 
     def leave(self, at_last: bool = False) -> None:
-        """See no more operators, where no other mode was entered since."""
-        if self.is_on and (at_last or (not self.throughout and _get_current_dispatch_mode() is self)):
+        """See no more operators, where no other mode was entered since; from compiled code only `at_last`."""
+        if self.is_on and (at_last or (not self.throughout and self._is_innermost())):
             self.is_on = False
             self.__exit__(None, None, None)
+
+    def _is_innermost(self) -> bool:
+        return _get_current_dispatch_mode() is self and not _is_in_compiled_code()
 
     def _is_meant(self) -> bool:
         """Whether this sequence is the active one; not in backward, which computes again what was looked at before."""
@@ -141,6 +146,22 @@ def _attends(func: Any) -> bool:
     name = func.__name__
     ours = getattr(func, "namespace", "") == "ringattn"
     return not ours and "backward" not in name and any(part in name for part in _ATTENDING)
+
+
+def _is_in_compiled_code() -> bool:
+    """Whether `torch.compile` has called what runs now.
+
+    At the end of its call it sets the dispatch keys to what they were before. That of a mode which was left inside would
+    be back, without the mode, and every operator after it would fail.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    wrappers = {id(one) for one in dynamo._TorchDynamoContext.__call__.__code__.co_consts if isinstance(one, CodeType)}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and id(frame.f_code) not in wrappers:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -20,6 +20,28 @@ CELLS = Path(__file__).with_suffix(".json")
 LEFT = ROOT / "build" / "hosts"
 PAGE = ROOT / "docs" / "embedding.md"
 MODES = ("plain", "packed", "PEFT", "Trainer", "SFTTrainer", "DPOTrainer", "FSDP2", "compile", "checkpointing")
+_TRL = {mode: "a trainer of TRL's, for models of transformers" for mode in ("SFTTrainer", "DPOTrainer")}
+_OF_TRANSFORMERS = "that of the models of transformers, in whose rows it is"
+NONE: dict[str, dict[str, str]] = {
+    "accelerate": _TRL,
+    "diffusers": {
+        "packed": "images are no documents in a row",
+        "Trainer": "it has scripts, each with a loop of its own",
+        **_TRL,
+    },
+    "Lightning": {"PEFT": "it has no adapters of its own", **_TRL},
+    "Megatron Core": {
+        "PEFT": "its adapters are those of Megatron Bridge",
+        "Trainer": "a loop is written around its schedules",
+        **_TRL,
+    },
+    "NeMo Automodel": {"Trainer": "it has recipes, whose step is what the other cells run", **_TRL},
+    "PEFT": _TRL,
+    "PyTorch": {"PEFT": "it has no adapters", "Trainer": "it has none", **_TRL},
+    "torchtitan": _TRL,
+    "TRL": {"plain": _OF_TRANSFORMERS, "Trainer": "it has one for each kind of training"},
+}
+"""By host and mode, why there is no such thing: in the table a dash."""
 _TABLE = re.compile(r"(^## Hosts\n.*?\n)(^\| host .*?\n)(?=\n)", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +64,8 @@ class Cell:
     def __post_init__(self) -> None:
         if self.mode not in MODES or self.outcome not in ("exact", "refused"):
             raise ValueError(f"{self} has another mode than {MODES}, or another outcome than exact and refused")
+        if self.mode in NONE.get(self.host, ()):
+            raise ValueError(f"{self}: {self.host} has no {self.mode} ({NONE[self.host][self.mode]}); take it out of NONE")
         if (self.outcome == "exact") != (self.ranks > 0) or not self.words:
             raise ValueError(f"{self}: exact has ranks, a refusal has none, both have words")
 
@@ -84,17 +108,27 @@ def merged(before: Iterable[Cell], found: Iterable[Cell]) -> list[Cell]:
     return sorted(cells.values(), key=_place)
 
 
+def shown(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[str, str]]:
+    """By host and version, and by mode, what the table shows; an empty string where nothing was tried."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    found: dict[tuple[str, str, str], set[str]] = {}
+    for cell in cells:
+        rows[cell.host, cell.version] = {}
+        found.setdefault((cell.host, cell.version, cell.mode), set()).add(cell.outcome)
+    for (host, version), row in rows.items():
+        for mode in MODES:
+            said = " and ".join(sorted(found.get((host, version, mode), ())))
+            row[mode] = "–" if mode in NONE.get(host, ()) else said
+    return rows
+
+
 def table(cells: Iterable[Cell]) -> str:
     """The table as Markdown: a row for each host and version."""
-    rows: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        rows.setdefault((cell.host, cell.version), []).append(cell)
+    cells = list(cells)
     lines = [f"| host | version | {' | '.join(MODES)} | worst |", "|" + "---|" * (len(MODES) + 3)]
-    for (host, version), row in rows.items():
-        kinds = {mode: {cell.outcome for cell in row if cell.mode == mode} for mode in MODES}
-        shown = [" and ".join(sorted(kind)) for kind in kinds.values()]
-        exact = [cell.worst for cell in row if cell.outcome == "exact"]
-        lines.append(f"| {host} | {version} | {' | '.join(shown)} | {f'{max(exact):.0e}' if exact else ''} |")
+    for (host, version), row in shown(cells).items():
+        exact = [cell.worst for cell in cells if (cell.host, cell.version) == (host, version) and cell.ranks]
+        lines.append(f"| {host} | {version} | {' | '.join(row.values())} | {f'{max(exact):.0e}' if exact else ''} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters import hosts
-from tests.adapters.hosts import PAGE, ROOT, Cell, merged, read, record, renewed, table
+from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, Cell, merged, read, record, renewed, shown, table
 
 EXACT = Cell("host", "1.10", "plain", "exact", 2, 1e-9, "loss", "tests/test_a.py::test_one")
 
@@ -24,6 +24,21 @@ def test_each_cell_is_of_a_test_and_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert renewed(page, read()) == page, "run python -m tests.adapters.hosts"
     assert table(read()) in page
+
+
+@pytest.mark.parametrize("host", sorted({cell.host for cell in read()}))
+def test_no_cell_is_empty(host: str) -> None:
+    """Each is exact or refused, or a dash with its reason."""
+    rows = {version: row for (of, version), row in shown(read()).items() if of == host}
+    empty = [(version, mode) for version, row in rows.items() for mode, said in row.items() if not said]
+    assert not empty, f"{host}: compare or refuse these and record it, or give the reason in hosts.NONE: {empty}"
+
+
+def test_a_dash_is_of_a_host_that_there_is_and_has_a_reason() -> None:
+    assert set(NONE) <= {cell.host for cell in read()}
+    assert all(mode in MODES and reason for modes in NONE.values() for mode, reason in modes.items())
+    with pytest.raises(ValueError, match="diffusers has no packed"):
+        replace(EXACT, host="diffusers", mode="packed")
 
 
 def test_a_cell_is_what_its_test_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,16 @@ import logging
 import re
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringattn import InputError, Ring
@@ -29,13 +33,20 @@ from ringattn.adapters.lightning import RingMixin
 from tests.adapters.hosts import record
 
 DIM, VOCABULARY, TOKENS = 16, 30, 13
+DOCUMENTS, OTHERS = [0, 4, 13], {0: [0, 4, 13], 1: [0, 5, 13]}
+REFUSALS = (
+    "the ranks of a ring hold different batches, .*use_distributed_sampler=False",
+    "the ranks of a ring hold different batches, cu_seqlens differ",
+    r"tensor_parallel_size=2: .* ModelParallelStrategy\(data_parallel_size=2, tensor_parallel_size=1\)",
+)
 
 
 class Net(nn.Module):
-    """Tokens and their positions to logits, by one attention."""
+    """Tokens and their positions to logits, by one attention; `again`: which is computed again in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.embed, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(TOKENS, DIM)
         self.qkv, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, VOCABULARY)
         generator = torch.Generator().manual_seed(6)
@@ -46,14 +57,24 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens) + self.places(positions)
+        return self.head(checkpoint(self.mix, x, use_reentrant=False) if self.again else self.mix(x))
+
+    def mix(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, DIM // 2)).unbind(2)
-        return self.head(x + attend(sequence_of(q, 1, self), q, k, v, causal=True).flatten(2))
+        return x + attend(sequence_of(q, 1, self), q, k, v, causal=True).flatten(2)
 
 
 class Model(RingMixin, LightningModule):
-    def __init__(self, ring_size: int | None, sampler: str) -> None:
+    def __init__(
+        self,
+        ring_size: int | None = None,
+        sampler: str = "ring",
+        again: bool = False,
+        documents: dict[int, list[int]] | list[int] | None = None,
+    ) -> None:
+        """`documents`: of every rank alike, or by rank."""
         super().__init__()
-        self.net, self.ring_size, self.sampler = Net(), ring_size, sampler
+        self.net, self.ring_size, self.sampler, self.documents = Net(again), ring_size, sampler, documents
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -65,13 +86,21 @@ class Model(RingMixin, LightningModule):
         return DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        seq, tokens, labels = self.ring_shard(batch[0])
+        cuts = self.documents[self.ring.rank] if isinstance(self.documents, dict) else self.documents
+        seq, tokens, labels = self.ring_shard(batch[0], cu_seqlens=cuts)
         with self.ring.activate(seq):
-            logits = self.net(tokens, seq.positions())
+            logits = self.net(tokens, seq.positions(per_document=True))
         total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = self.ring_mean(total, (labels != -100).sum())
         self.log("loss", loss.detach(), sync_dist=True)
         return loss
+
+
+class Sharded(Model):
+    """Whose weights lie over the ranks."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
 def dataset() -> TensorDataset:
@@ -86,38 +115,54 @@ def trainer(**options: Any) -> Trainer:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """One of two ranks: for each size of the rings, weights after an epoch and the last logged loss; and a refusal."""
-    from lightning.pytorch.strategies import DDPStrategy
+    """One of two ranks: of each case, weights after an epoch and the last logged loss; and refusals."""
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def fit(ring_size: int | None, sampler: str) -> dict[str, Any]:
-        model, run = Model(ring_size, sampler), trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+    def fit(model: Model, strategy: Strategy | None = None) -> dict[str, Any]:
+        run = trainer(devices=2, strategy=strategy or DDPStrategy(process_group_backend="gloo"))
         run.fit(model)
-        weights = [weight.tolist() for weight in model.parameters()]
-        return {"weights": weights, "loss": float(run.callback_metrics["loss"]), "open": model.ring.is_open}
+        weights = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+        found = {"weights": [weight.tolist() for weight in weights], "open": model.ring.is_open}
+        return {**found, "loss": float(run.callback_metrics["loss"])}
 
-    answers: dict[str, Any] = {"one ring": fit(None, "ring"), "two rings": fit(1, "ring")}
+    def sharded(data_parallel: int) -> Strategy:
+        return ModelParallelStrategy(data_parallel, 2 // data_parallel, process_group_backend="gloo")
+
+    compiled = Model()
+    compiled.net.compile(backend="eager")
+    answers: dict[str, Any] = {
+        "one ring": fit(Model()),
+        "two rings": fit(Model(1)),
+        "packed": fit(Model(documents=DOCUMENTS)),
+        "checkpointing": fit(Model(again=True)),
+        "compile": fit(compiled),
+        "FSDP2": fit(Sharded(), sharded(2)),
+    }
 
     class Bad(Model):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             raise RuntimeError("planted")
 
     answers["after a fault"] = []
-    for bad in (Bad(None, "ring"), Bad(None, "ring")):  # and after a second one, with nothing of the first in its way
+    for bad in (Bad(), Bad()):  # and after a second one, with nothing of the first in its way
         with suppress(RuntimeError):
             trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo")).fit(bad)
         answers["after a fault"].append(bad.ring.is_open)
-    answers["again"] = fit(None, "ring")
+    answers["again"] = fit(Model())
     Net()(torch.zeros(1, 4, dtype=torch.long), torch.arange(4))  # alone: no ring is open that would forbid it
-    try:
-        fit(None, "other")
-    except InputError as error:
-        answers["refusal"] = str(error)
+    answers["refusals"] = []
+    cases = (Model(sampler="other"), None), (Model(documents=OTHERS), None), (Sharded(), sharded(1))
+    for model, strategy in cases:
+        try:
+            fit(model, strategy)
+        except InputError as error:
+            answers["refusals"].append(str(error))
     return answers
 
 
-def alone(replicas: int) -> tuple[list[Tensor], float]:
+def alone(replicas: int, documents: list[int] | None = None) -> tuple[list[Tensor], float]:
     """Plain training on one process, of the batches that `replicas` see, averaged over them."""
     net, (tokens,) = Net(), dataset().tensors
     loss = torch.zeros(())
@@ -125,8 +170,11 @@ def alone(replicas: int) -> tuple[list[Tensor], float]:
         batches = [tokens[r::replicas][2 * step : 2 * step + 2] for r in range(replicas)]
         losses = []
         for batch in batches:
-            logits = net(batch, torch.arange(TOKENS))[:, :-1]
-            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
+            logits, labels = [], []
+            for start, stop in pairwise(documents or [0, TOKENS]):
+                logits.append(net(batch[:, start:stop], torch.arange(stop - start))[:, :-1].flatten(0, 1))
+                labels.append(batch[:, start + 1 : stop].flatten())
+            losses.append(nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels)))
         loss = torch.stack(losses).mean()
         net.zero_grad()
         loss.backward()
@@ -138,22 +186,32 @@ def alone(replicas: int) -> tuple[list[Tensor], float]:
 
 @pytest.mark.slow
 def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
-    expected, worst = {"one ring": alone(1), "two rings": alone(2), "again": alone(1)}, 0.0
+    one, cases = alone(1), ("one ring", "again", "checkpointing", "compile", "FSDP2")
+    expected = {**dict.fromkeys(cases, one), "two rings": alone(2), "packed": alone(1, DOCUMENTS)}
+    worst = dict.fromkeys(expected, 0.0)
     for answers in run_ranks_in_processes("tests.adapters.test_lightning:of_processes", {}, 2, 120, 1):
         for case, (weights, loss) in expected.items():
             answer = answers[case]
             for found, wanted in zip(answer["weights"], weights, strict=True):
                 weight = torch.tensor(found, dtype=torch.float64)
                 torch.testing.assert_close(weight, wanted, rtol=1e-10, atol=1e-10)
-                worst = max(worst, float((weight - wanted.detach()).abs().max() / wanted.detach().abs().max()))
+                error = float((weight - wanted.detach()).abs().max() / wanted.detach().abs().max())
+                worst[case] = max(worst[case], error)
             assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
             assert not answer["open"]
         assert answers["after a fault"] == [False, False]
-        assert "the ranks of a ring hold different batches" in answers["refusal"]
-        assert "use_distributed_sampler=False" in answers["refusal"]
+        for words, refusal in zip(REFUSALS, answers["refusals"], strict=True):
+            assert re.search(words, refusal), refusal
     words = "weights after an epoch of Trainer.fit under DDP, float64"
     for mode in ("plain", "Trainer"):
-        record("Lightning", version("lightning"), mode, "exact", ranks=2, worst=worst, words=words)
+        record("Lightning", version("lightning"), mode, "exact", ranks=2, worst=worst["one ring"], words=words)
+    of_modes = {
+        "packed": "ring_shard(cu_seqlens=...)", "checkpointing": "torch's checkpoint in the module",
+        "compile": "the module inside compiled", "FSDP2": "fully_shard under ModelParallelStrategy",
+    }  # fmt: skip
+    for mode, how in of_modes.items():
+        words = f"weights after an epoch of Trainer.fit, {how}, float64"
+        record("Lightning", version("lightning"), mode, "exact", ranks=2, worst=worst[mode], words=words)
 
 
 def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:
@@ -184,7 +242,7 @@ def test_an_exception_ends_the_ring() -> None:
             assert self.ring.is_open
             raise RuntimeError("planted")
 
-    model, run = Bad(None, "ring"), trainer(devices=1)
+    model, run = Bad(), trainer(devices=1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="planted"):
             run.fit(model)
@@ -196,7 +254,7 @@ def test_an_exception_ends_the_ring() -> None:
 
 def test_rings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="ring_size=2 does not divide the trainer's 1 ranks"):
-        trainer(devices=1).fit(Model(2, "ring"))
+        trainer(devices=1).fit(Model(2))
 
 
 def test_the_page_runs() -> None:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import InputError, Ring, RingMultiheadAttention, UnsupportedError
-from ringattn.adapters.context import attends_locally
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import attends_locally, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.testing import run_ranks
 
@@ -126,6 +127,29 @@ def test_operators_are_watched_until_the_model_is_known(attend: Callable[..., Te
     known = attend is ring_sdpa
     for watched in run_ranks(2, body):
         assert watched == [True, True, True, not known, True, True, True, not known]
+
+
+def test_steps_of_compiled_code_follow_each_other() -> None:
+    """Whose attention is called between two graphs, by the watch's second activation too: of three steps, gradients."""
+
+    def model(x: Tensor) -> Tensor:
+        x = (x + 1).sin()
+        return attend(sequence_of(x, 1), x, x, x, causal=True).cos()
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq, found = ring.sequence(12), []
+        for run in (model, *[torch.compile(model, backend="eager")] * 3):
+            x = seq.shard(heads(12).transpose(1, 2)).requires_grad_()
+            with ring.activate(seq):
+                out = run(x) * 2
+            out.sum().backward()
+            found.append(x.grad)
+            assert _get_current_dispatch_mode() is None
+        return found
+
+    for expected, *others in run_ranks(2, body):
+        for one in others:
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_attends_alone_beside_the_ring_is_refused_in_the_first_activation() -> None:
