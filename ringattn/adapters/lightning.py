@@ -43,7 +43,9 @@ class _OnException(Callback):
 def _refuse_tensor_parallel(strategy: Any) -> None:
     """Raise `UnsupportedError` where neighbors share a token's work, and gradients are not averaged over them."""
     mesh = getattr(strategy, "device_mesh", None)
-    size = mesh["tensor_parallel"].size() if mesh and "tensor_parallel" in (mesh.mesh_dim_names or ()) else 1
+    if mesh is None or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
+        return
+    size = mesh["tensor_parallel"].size()
     if size > 1:
         raise UnsupportedError(
             f"tensor_parallel_size={size}: the ranks of a ring hold other tokens each, and all of the weights; take "

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.attend import as_autocast, lone_sequence
+from ringattn.adapters.attend import UNTRACED, as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.core.layout import Layout
@@ -118,6 +118,7 @@ class RingCoreAttention(MegatronModule):
 
     sharded_state_dict = DotProductAttention.sharded_state_dict  # of the same parameter
 
+    @torch.compiler.disable(reason=UNTRACED)
     def forward(
         self,
         query: Tensor,

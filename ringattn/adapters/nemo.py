@@ -125,14 +125,14 @@ class _Shards:
 def _take_away_hooks(model: nn.Module) -> None:
     """Remove the hooks by which NeMo takes masks away from attention over ranks: a ring's masks tell of documents.
 
-    Raises `UnsupportedError` for those that it needs where it compiles layers.
+    Raises `UnsupportedError` for layers that it compiled, and for the hooks that it needs then.
     """
     for module in model.modules():
         hooks = module._forward_pre_hooks
-        for handle, hook in list(hooks.items()):
-            made_by = getattr(hook, "__qualname__", "").split(".")[0]
-            if made_by == _COMPILED:
-                raise UnsupportedError("enable_compile: NeMo's compiled layers are not known here; set it to false")
+        made_by_all = [getattr(hook, "__qualname__", "").split(".")[0] for hook in hooks.values()]
+        if _COMPILED in made_by_all or module._compiled_call_impl is not None:
+            raise UnsupportedError("enable_compile: NeMo's compiled layers are not known here; set it to false")
+        for handle, made_by in zip(list(hooks), made_by_all, strict=True):
             if made_by == _MASKS:
                 del hooks[handle]
                 module._forward_pre_hooks_with_kwargs.pop(handle, None)

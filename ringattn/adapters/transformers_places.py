@@ -9,6 +9,7 @@ Guarantees: no weight is read, and nothing is computed beyond the places.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from ringattn.adapters.transformers_checks import may_count_by_itself
@@ -88,16 +90,25 @@ class _Layers(dict[str, Any]):
 
 @contextmanager
 def _without_layers(model: nn.Module) -> Iterator[None]:
-    """FSDP's hooks, for one, would gather weights and wait for the end of the layer."""
+    """Neither layers nor FSDP's hooks, which would gather weights and wait for the end of what they stand around.
+
+    FSDP may stand around an embedding too, which would be taken for the whole model if it were called first.
+    """
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
     held = [one._modules for one in lists]
+    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in shards]
     try:
         for one, layers in zip(lists, held, strict=True):
             one._modules = _Layers(layers)
+        for shard in shards:
+            shard._forward_pre_hooks, shard._forward_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
         for one, layers in zip(lists, held, strict=True):
             one._modules = layers
+        for shard, (before, after) in zip(shards, hooks, strict=True):
+            shard._forward_pre_hooks, shard._forward_hooks = before, after
 
 
 def counts_by_itself(model: Any) -> bool:

@@ -151,8 +151,8 @@ def _attends(func: Any) -> bool:
 def _is_in_compiled_code() -> bool:
     """Whether `torch.compile` has called what runs now.
 
-    At the end of its call it sets the dispatch keys to what they were before. That of a mode which was left inside would
-    be back, without the mode, and every operator after it would fail.
+    At the end of its call it sets the dispatch keys to what they were before. That of a mode which was left inside
+    would be back, without the mode, and every operator after it would fail.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:

@@ -20,7 +20,7 @@ CELLS = Path(__file__).with_suffix(".json")
 LEFT = ROOT / "build" / "hosts"
 PAGE = ROOT / "docs" / "embedding.md"
 MODES = ("plain", "packed", "PEFT", "Trainer", "SFTTrainer", "DPOTrainer", "FSDP2", "compile", "checkpointing")
-_TRL = {mode: "a trainer of TRL's, for models of transformers" for mode in ("SFTTrainer", "DPOTrainer")}
+_TRL = dict.fromkeys(("SFTTrainer", "DPOTrainer"), "a trainer of TRL's, for models of transformers")
 _OF_TRANSFORMERS = "that of the models of transformers, in whose rows it is"
 NONE: dict[str, dict[str, str]] = {
     "accelerate": _TRL,
@@ -29,6 +29,10 @@ NONE: dict[str, dict[str, str]] = {
         "Trainer": "it has scripts, each with a loop of its own",
         **_TRL,
     },
+    "Liger": dict.fromkeys(
+        ("PEFT", "Trainer", "SFTTrainer", "DPOTrainer", "FSDP2", "compile", "checkpointing"),
+        "kernels inside of a model of transformers, in whose rows this mode is",
+    ),
     "Lightning": {"PEFT": "it has no adapters of its own", **_TRL},
     "Megatron Core": {
         "PEFT": "its adapters are those of Megatron Bridge",
@@ -65,7 +69,9 @@ class Cell:
         if self.mode not in MODES or self.outcome not in ("exact", "refused"):
             raise ValueError(f"{self} has another mode than {MODES}, or another outcome than exact and refused")
         if self.mode in NONE.get(self.host, ()):
-            raise ValueError(f"{self}: {self.host} has no {self.mode} ({NONE[self.host][self.mode]}); take it out of NONE")
+            raise ValueError(
+                f"{self}: {self.host} has no {self.mode} ({NONE[self.host][self.mode]}); take it out of NONE"
+            )
         if (self.outcome == "exact") != (self.ranks > 0) or not self.words:
             raise ValueError(f"{self}: exact has ranks, a refusal has none, both have words")
 

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring
+from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import run_ranks
 
 pytest.importorskip("diffusers", reason="needs diffusers")
@@ -23,6 +27,7 @@ from diffusers.models.attention import BasicTransformerBlock
 
 from ringattn.adapters.diffusers import JointSequence, RingAttnProcessor, RingFluxAttnProcessor
 from tests.adapters.hosts import record
+from tests.adapters.versions import packages
 
 DIM = 16
 
@@ -88,23 +93,103 @@ def flux_inputs(of_text: Callable[..., Tensor], of_image: Callable[..., Tensor])
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_flux_transformer_equals_one_process(ranks: int) -> None:
+def plain(model: Any) -> Any:
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    model.enable_gradient_checkpointing()
+    return model
+
+
+def compiled(model: Any) -> Any:
+    model.compile_repeated_blocks(backend="eager")
+    return model
+
+
+OF_MODES = {"plain": plain, "checkpointing": checkpointed, "compile": compiled}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [(2, "plain"), (3, "plain"), (2, "checkpointing"), pytest.param(2, "compile", marks=pytest.mark.slow)],
+)
+def test_a_flux_transformer_equals_one_process(ranks: int, mode: str) -> None:
+    """Over two steps, of which compiled code and checkpointing see the second in another way than the first."""
+    torch._dynamo.reset()
     alone = flux()
     (reference,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
     expected = gradients(alone, reference)
 
-    def body(ring: Ring) -> float:
-        model = flux()
+    def body(ring: Ring) -> tuple[float, int]:
+        model = OF_MODES[mode](flux())
         model.set_attn_processor(RingFluxAttnProcessor())
-        joint = JointSequence(ring, TEXT, IMAGE)
-        with ring.activate(joint):
-            (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
-        torch.testing.assert_close(joint.gather_image(out), reference, rtol=1e-10, atol=1e-10)
-        return check(ring, model, out, expected)
+        joint, errors = JointSequence(ring, TEXT, IMAGE), []
+        for _ in range(2):
+            with ring.activate(joint):
+                (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
+            torch.testing.assert_close(joint.gather_image(out), reference, rtol=1e-10, atol=1e-10)
+            errors.append(check(ring, model, out, expected))
+        return max(errors), ring.counters()["passes"]
 
-    worst, words = max(run_ranks(ranks, body)), "gradients of a Flux transformer, float64"
-    record("diffusers", version("diffusers"), "plain", "exact", ranks=ranks, worst=worst, words=words)
+    found = run_ranks(ranks, body)
+    assert {passes for _, passes in found} == {2 * (6 if mode == "checkpointing" else 4)}  # of two blocks
+    words = "gradients of a Flux transformer, float64"
+    record("diffusers", version("diffusers"), mode, "exact", ranks=ranks, worst=max(found)[0], words=words)
+
+
+def of_processes(spec: dict[str, Any]) -> dict[str, float]:
+    """One of two ranks: the greatest relative error of each mode's gradients."""
+    from peft import LoraConfig
+
+    def sharded(model: Any) -> Any:
+        for part in (*model.transformer_blocks, *model.single_transformer_blocks, model):
+            fully_shard(part)
+        return model
+
+    def adapted(model: Any) -> Any:
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "add_v_proj", "to_out.0"]))
+        return filled(model)
+
+    def whole(gradient: Tensor) -> Tensor:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    dist.init_process_group("gloo")
+    expected = {}
+    for mode, changed in (("FSDP2", plain), ("PEFT", adapted)):
+        alone = changed(flux())
+        expected[mode] = gradients(alone, alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))[0])
+    assert 0 < len(expected["PEFT"]) < len(expected["FSDP2"]) and all(one.any() for one in expected["PEFT"])
+    errors = {}
+    with Ring(dist.group.WORLD) as ring:
+        joint = JointSequence(ring, TEXT, IMAGE)
+        for mode, changed in (("FSDP2", sharded), ("PEFT", adapted)):
+            model = changed(flux())
+            model.set_attn_processor(RingFluxAttnProcessor())
+            with ring.activate(joint):
+                (out,) = model(**flux_inputs(joint.shard_text, joint.shard_image))
+            if mode == "PEFT":
+                errors[mode] = check(ring, model, out, expected[mode])
+                continue
+            (out.square().sum() * ring.world_size).backward()  # FSDP2 takes the mean over ranks
+            grads = [whole(weight.grad) for weight in model.parameters()]
+            pairs = list(zip(grads, expected[mode], strict=True))
+            greatest = max(float(wanted.abs().max()) for _, wanted in pairs)
+            errors[mode] = max(float((found - wanted).abs().max()) for found, wanted in pairs) / greatest
+    dist.destroy_process_group()
+    return errors
+
+
+@pytest.mark.slow
+def test_sharded_weights_and_adapters_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(packages("5.23.0")))  # for PEFT, which diffusers looks for as it is imported
+    answers = run_ranks_in_processes("tests.adapters.test_diffusers:of_processes", {}, 2, 200, 1)
+    how = {"FSDP2": "its blocks under fully_shard", "PEFT": "add_adapter(LoraConfig)"}
+    for mode, words in how.items():
+        worst = max(errors[mode] for errors in answers)
+        assert worst < 1e-10, answers
+        words = f"gradients of a Flux transformer, {words}, float64"
+        record("diffusers", version("diffusers"), mode, "exact", ranks=2, worst=worst, words=words)
 
 
 def test_a_joint_sequence_deals_out_both_streams() -> None:

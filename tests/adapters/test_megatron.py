@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -22,17 +27,23 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed beside it
 
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    torch_fully_sharded_data_parallel,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ringattn.adapters.groups import close_rings
+from ringattn.adapters.groups import close_rings, ring_of
 from ringattn.adapters.megatron import RingCoreAttention
 from tests.adapters.hosts import record
 
@@ -51,6 +62,27 @@ class DenseCore(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
         out, _ = dense_attention(*(x.transpose(0, 1) for x in (query, key, value)), causal=True, scale=self.scale)
         return out.transpose(0, 1).flatten(2).to(query.dtype)
+
+
+OF_MODES: dict[str, dict[str, Any]] = {
+    "checkpointing, full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "checkpointing, selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "compile": {},
+    "FSDP2": {"transformer_impl": "local"},
+}  # fmt: skip
+"""Modes by the options of the config."""
+
+
+@contextmanager
+def on_a_cpu() -> Iterator[None]:
+    """Megatron keeps a GPU's random numbers beside a checkpoint, and shards over a mesh of GPUs; here there is none."""
+    mesh = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
+    with (
+        mock.patch.object(torch.cuda.random, "get_rng_state", return_value=torch.zeros(1)),
+        mock.patch.object(random, "_set_cuda_rng_state"),
+        mock.patch.object(torch_fully_sharded_data_parallel, "DeviceMesh", mesh),
+    ):
+        yield
 
 
 def config(**options: Any) -> TransformerConfig:
@@ -76,8 +108,11 @@ def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
 
 
 def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
-    """Every gradient, and the loss."""
-    return [*torch.autograd.grad(loss, list(model.parameters())), loss.detach()]
+    """Every gradient, whole, and the loss."""
+    model.zero_grad()
+    loss.backward()
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return [*(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads), loss.detach()]
 
 
 def error(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -107,6 +142,24 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
         loss = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum()
         errors[f"batch, {kind}"] = error(results(model, loss), wanted)
 
+    def step(run: Any, model: GPTModel) -> list[Tensor]:
+        mine = get_batch_on_this_cp_rank(dict(whole))
+        return results(model, run(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum())
+
+    for name, options in OF_MODES.items():
+        model = gpt(RingCoreAttention, groups, context_parallel_size=2, **options)
+        with on_a_cpu():
+            if name == "FSDP2":  # the mean over two ranks, of which each has the whole
+                sharded = TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
+                errors[name] = error(step(sharded, model), wanted)
+            elif name == "compile":
+                model.decoder.layers[0].compile(backend="eager")
+                errors[name] = max(error(step(model, model), wanted) for _ in range(2))
+            else:
+                passes = ring_of(groups.cp).counters()["passes"]
+                errors[name] = error(step(model, model), wanted)
+                assert ring_of(groups.cp).counters()["passes"] - passes == 2 * 3, name  # forward, again, and backward
+
     rank, packed = torch.distributed.get_rank(), {name: x[:1] for name, x in whole.items()}
     keep = torch.zeros(1, TOKENS)
     expected = torch.zeros((), dtype=torch.float64)
@@ -130,10 +183,17 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.slow
 def test_a_model_over_two_processes_equals_one() -> None:
     for errors in run_ranks_in_processes("tests.adapters.test_megatron:of_processes", {}, 2, 120, 1):
-        assert len(errors) == 6 and max(errors.values()) < 1e-10, errors
-    words = "loss and gradients of a GPTModel, float64"
-    packed = errors.pop("packed")
-    for mode, worst in (("plain", max(errors.values())), ("packed", packed)):
+        assert len(errors) == 10 and max(errors.values()) < 1e-10, errors
+    cases = {
+        "plain": ("batch", "a GPTModel"),
+        "packed": ("packed", "a GPTModel"),
+        "checkpointing": ("checkpointing", "a GPTModel, recompute_granularity full and selective"),
+        "compile": ("compile", "a GPTModel with a compiled layer"),
+        "FSDP2": ("FSDP2", "a GPTModel under TorchFullyShardedDataParallel"),
+    }
+    for mode, (start, what) in cases.items():
+        worst = max(one for name, one in errors.items() if name.startswith(start))
+        words = f"loss and gradients of {what}, float64"
         record("Megatron Core", version("megatron-core"), mode, "exact", ranks=2, worst=worst, words=words)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import hosts, nemo
@@ -25,8 +29,11 @@ from tests.adapters.environments import environment
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
 from tests.adapters.nemo_record import record_of, recorded
+from tests.adapters.versions import packages
 
 TOKENS, DOCUMENTS = 22, [0, 7, 13, 22]
+PINNED = "5.18.0"
+"""The version of transformers that NeMo Automodel 0.7.0 requires."""
 
 
 def batch(packed: bool) -> dict[str, Tensor]:
@@ -46,15 +53,16 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (TOKENS - 3)
 
 
-def reference(packed: bool) -> list[Tensor]:
-    """Loss and gradients of one process that sees every document alone."""
-    model, whole = tiny_model("mistral", "sdpa"), batch(packed)  # eager has its softmax in float32
+def reference(packed: bool, change: Callable[[Any], Any] = lambda model: model) -> list[Tensor]:
+    """Loss and gradients of one process that sees every document alone. `change`: of the model, before."""
+    model, whole = change(tiny_model("mistral", "sdpa")), batch(packed)  # eager has its softmax in float32
     total = torch.zeros((), dtype=torch.float64)
     for start, stop in pairwise(DOCUMENTS) if packed else [(0, TOKENS)]:
         part = {name: x[:, start:stop] for name, x in whole.items()}
         labels = part.pop("labels")
         total = total + loss_of(model(**part).logits, labels)
-    return [*torch.autograd.grad(total, list(model.parameters())), total.detach()]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return [*torch.autograd.grad(total, weights), total.detach()]
 
 
 def attach_context_parallel_hooks(model: nn.Module) -> None:
@@ -169,10 +177,12 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             sharder.indices(None, 20)
         with pytest.raises(UnsupportedError, match=r"num_chunks=2"):
             model.prepare_model_inputs_for_cp(whole, num_chunks=2)
-        compiled = tiny_model("mistral", "sdpa")
-        attach_cp_sdpa_hooks(compiled)
-        with pytest.raises(UnsupportedError, match=r"enable_compile: .* set it to false"):
-            nemo.prepare(compiled, ring)
+        for compile_ in (attach_cp_sdpa_hooks, lambda model: model.model.layers[0].compile()):
+            compiled = tiny_model("mistral", "sdpa")
+            compile_(compiled)
+            with pytest.raises(UnsupportedError, match=r"enable_compile: .* set it to false") as refused:
+                nemo.prepare(compiled, ring)
+        record("NeMo Automodel", recorded()["version"], "compile", "refused", words=str(refused.value))
         own = tiny_model("mistral", "sdpa")
         own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
         with pytest.raises(UnsupportedError, match=r"one of NeMo's own models .*force_hf=True"):
@@ -209,44 +219,84 @@ def test_the_record_is_that_of_the_package(package: Path) -> None:
     assert record_of(package) == recorded()
 
 
+def with_lora(model: Any) -> Any:
+    """NeMo's own adapters, its fused MLP among them, with random weights, since theirs begin as zeros."""
+    from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+
+    names = ["*.q_proj", "*.v_proj", "*.gate_proj", "*.up_proj", "*.down_proj"]
+    assert apply_lora_to_linear_modules(model, PeftConfig(target_modules=names, dim=2)) == 10
+    generator = torch.Generator().manual_seed(4)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """One of two ranks with NeMo's own sharder, hooks and loss: the greatest relative error of each case."""
+    """One of two ranks with NeMo's own mesh, sharder, hooks and loss: the greatest relative error of each case."""
+    import transformers
+    from nemo_automodel.components.distributed.config import FSDP2Config
     from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder, utils
+    from nemo_automodel.components.distributed.fsdp2 import FSDP2Manager
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from nemo_automodel.components.distributed.mesh_utils import _create_fsdp2_device_mesh
     from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 
     torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
-    criterion, answers = MaskedCrossEntropy(fp32_upcast=False), {}
-    for packed in (False, True):
-        model, whole = tiny_model("mistral", "sdpa"), batch(packed)
+    mesh, _ = _create_fsdp2_device_mesh(ParallelismSizes(cp_size=2), world_size=2)
+    criterion = MaskedCrossEntropy(fp32_upcast=False)
+    answers: dict[str, Any] = {"transformers": transformers.__version__}
+
+    def sharded(model: Any, checkpointing: bool | str = False) -> Any:
+        whole_precision = MixedPrecisionPolicy()  # NeMo's default computes in bfloat16
+        config = FSDP2Config(mp_policy=whole_precision, activation_checkpointing=checkpointing)
+        return FSDP2Manager(config, mesh).parallelize(model)
+
+    def checked(packed: bool, change: Callable[[Any], Any] = lambda model: model, peft: bool = False) -> float:
+        base = with_lora if peft else lambda model: model
+        model, whole = change(base(tiny_model("mistral", "sdpa"))), batch(packed)
         utils.attach_context_parallel_hooks(model)
         nemo.prepare(model, mesh)
-        wanted, kept = reference(packed), whole["input_ids"].clone()
+        wanted, kept = reference(packed, base), whole["input_ids"].clone()
         sharder = ContextParallelSharder(model, mesh, whole)
         context, mine = sharder.shard(whole)
         with context():
             labels = mine.pop("labels")
             loss = criterion(logits=model(**mine).logits, labels=labels, num_label_tokens=TOKENS - 3)
-            found = [*torch.autograd.grad(loss, list(model.parameters())), loss.detach()]
+            loss.backward()
+        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        # FSDP2 takes the mean over ranks, of which the sum over ranks is the sum.
+        found = [*(grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads), loss.detach()]
         for one in found:
             torch.distributed.all_reduce(one)
-        answers["packed" if packed else "plain"] = worst(found, wanted)
         shard = sharder.shard_token_tensor(kept)
-        answers["tokens"] = torch.equal(shard, mine["input_ids"]) and torch.equal(
-            sharder.gather_token_tensor(shard, trim=True), kept
-        )
+        assert torch.equal(shard, mine["input_ids"])
+        assert torch.equal(sharder.gather_token_tensor(shard, trim=True), kept)
+        return worst(found, wanted)
+
+    answers["errors"] = {
+        "plain": checked(False),
+        "packed": checked(True),
+        "PEFT": checked(True, peft=True),
+        "FSDP2": checked(True, sharded),
+        "checkpointing, full": checked(True, partial(sharded, checkpointing="full")),
+        "checkpointing, selective": checked(True, partial(sharded, checkpointing="selective")),
+    }
     torch.distributed.destroy_process_group()
     return answers
 
 
 @pytest.mark.slow
 def test_the_package_over_two_processes_equals_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(packages(PINNED)))
     monkeypatch.syspath_prepend(str(package))
     answers = run_ranks_in_processes("tests.adapters.test_nemo:of_processes", {}, 2, 200, 1)
-    for errors in answers:
-        assert errors.pop("tokens") is True and set(errors) == {"plain", "packed"}
-        assert max(errors.values()) < 1e-10, errors
-    words = "loss and gradients of a Mistral through NeMo's sharder and MaskedCrossEntropy, float64"
-    for mode in ("plain", "packed"):
-        error = max(errors[mode] for errors in answers)
+    assert {answer["transformers"] for answer in answers} == {PINNED}
+    found = {case: max(answer["errors"][case] for answer in answers) for case in answers[0]["errors"]}
+    assert len(found) == 6 and max(found.values()) < 1e-10, found
+    how = {"PEFT": "NeMo's LoRA", "FSDP2": "FSDP2Config", "checkpointing": "activation_checkpointing full, selective"}
+    for mode in ("plain", "packed", *how):
+        by = how.get(mode, "MaskedCrossEntropy")
+        words = f"loss and gradients of a Mistral through NeMo's sharder and {by}, float64"
+        error = max(one for case, one in found.items() if case.startswith(mode))
         record("NeMo Automodel", recorded()["version"], mode, "exact", ranks=2, worst=error, words=words)

@@ -28,6 +28,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
 
 from torch.utils.checkpoint import checkpoint
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
@@ -44,8 +45,11 @@ STARTS = ((0, 7, 13), (0, 18))
 """Where the documents of each row begin."""
 
 
-def model(inner: Any) -> nn.Module:
-    """A Llama 3 of two layers with torchtitan's own builders, float64, random weights that are alike on every rank."""
+def model(inner: Any, adapters: bool = False) -> nn.Module:
+    """A Llama 3 of two layers with torchtitan's own builders, float64, random weights that are alike on every rank.
+
+    `adapters`: with its LoRA, of which alone gradients are taken.
+    """
     rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64, theta=10000, scaling="none")
     layers = _build_llama3_layers(
         n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, hidden_dim=48, rope=rope, fuse_qkv=False, attn_backend="flex"
@@ -60,7 +64,8 @@ def model(inner: Any) -> nn.Module:
         lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY),
         layers=layers,
     )
-    built = config.build().double()
+    converted = LoRAConverter(LoRAConverter.Config(rank=2)).convert(config) if adapters else config
+    built = converted.build().double()
     for _, module in built.named_modules():
         if isinstance(module, ComplexRoPE):  # double() made its complex table real
             module._init_self_buffers()
@@ -86,15 +91,19 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS)
 
 
-def reference() -> tuple[Tensor, list[Tensor]]:
+def learned(of: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in of.parameters() if weight.requires_grad]
+
+
+def reference(adapters: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of one process that sees every document alone, through torchtitan's own attention."""
-    alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config()), batch()
+    alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config(), adapters), batch()
     total = torch.zeros((), dtype=torch.float64)
     for row, starts in enumerate(STARTS):
         for start, stop in zip(starts, (*starts[1:], TOKENS), strict=True):
             part = slice(start, stop)
             total = total + loss_of(alone(tokens[row : row + 1, part]), labels[row : row + 1, part])
-    return total.detach(), list(torch.autograd.grad(total, list(alone.parameters())))
+    return total.detach(), list(torch.autograd.grad(total, learned(alone)))
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
@@ -115,29 +124,32 @@ def answers() -> list[dict[str, Any]]:
 
 
 def of_a_model(mesh: DeviceMesh) -> dict[str, float]:
-    """The greatest relative error of loss and gradients for each load balancer."""
+    """The greatest relative error of loss and gradients for each load balancer, and with LoRA."""
     set_spmd_backend("partial_dtensor")
-    sharded, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
-    context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
-    device = torch.device("cpu")
-    errors: dict[str, float] = {}
-    expected_loss, expected = reference()
-    for balancer in ("headtail", None):
+    tokens, labels, positions = batch()
+    device, errors = torch.device("cpu"), dict[str, float]()
+    for case, balancer, adapters in (("headtail", "headtail", False), ("None", None, False), ("LoRA", None, True)):
+        sharded = model(adapter.RingAttention.Config(), adapters)
+        context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
+        expected_loss, expected = reference(adapters)
         extra = {"positions": positions}
         mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
         loss = loss_of(sharded(mine, **extra), targets)
-        grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
+        grads = [*torch.autograd.grad(loss, learned(sharded)), loss.detach()]
         for grad in grads:
             torch.distributed.all_reduce(grad)
         pairs = zip(grads, [*expected, expected_loss], strict=True)
-        errors[str(balancer)] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        errors[case] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return errors
 
 
 @pytest.mark.slow
 def test_a_model_over_two_processes_equals_one(answers: list[dict[str, Any]]) -> None:
-    for errors in (answer["of_a_model"] for answer in answers):
-        assert set(errors) == {"headtail", "None"} and max(errors.values()) < 1e-10, errors
+    found = [answer["of_a_model"] for answer in answers]
+    for errors in found:
+        assert set(errors) == {"headtail", "None", "LoRA"} and max(errors.values()) < 1e-10, errors
+    worst, words = max(errors["LoRA"] for errors in found), "loss and gradients of torchtitan's LoRA, packed, float64"
+    record("torchtitan", version("torchtitan"), "PEFT", "exact", ranks=2, worst=worst, words=words)
 
 
 def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:

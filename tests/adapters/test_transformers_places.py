@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -275,6 +279,22 @@ def test_neither_layers_nor_dropout_run_when_a_model_is_asked() -> None:
         assert not ran and torch.equal(torch.get_rng_state(), state)
         model(input_ids=ids(9))
         assert ran
+
+
+def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
+    """FSDP2 would take an embedding that is called first for the whole model, and refuse the model's own call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model("llama", "eager")
+        expected = model(input_ids=ids(9)).logits
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.model.embed_tokens, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert not counts_by_itself(model)
+        assert torch.equal(model(input_ids=ids(9)).logits, expected)
+        assert isinstance(model.model.embed_tokens.weight, DTensor)  # its hooks are there again
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_that_threads_share_is_asked_by_one_while_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:

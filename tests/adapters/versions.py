@@ -35,10 +35,14 @@ Verdict = float | str
 """The worst error, or the words of a refusal."""
 
 
+def packages(version: str) -> Path:
+    """The folder of this version of transformers and of PEFT; skips the test where no package index is reached."""
+    return environment(f"transformers=={version}", *VERSIONS[version], PEFT)
+
+
 def cells(version: str, folder: Path) -> dict[str, Verdict]:
     """What this version does, by cell; `folder` is for files. Raises where the script fails."""
-    packages = environment(f"transformers=={version}", *VERSIONS[version], PEFT)
-    path = os.pathsep.join([str(packages), str(ROOT)])
+    path = os.pathsep.join([str(packages(version)), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.version_cells", str(folder)], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=280,

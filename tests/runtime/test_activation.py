@@ -130,26 +130,26 @@ def test_operators_are_watched_until_the_model_is_known(attend: Callable[..., Te
 
 
 def test_steps_of_compiled_code_follow_each_other() -> None:
-    """Whose attention is called between two graphs, by the watch's second activation too: of three steps, gradients."""
+    """Whose attention is called between two graphs, over another sequence each: gradients as without a compiler."""
 
     def model(x: Tensor) -> Tensor:
         x = (x + 1).sin()
         return attend(sequence_of(x, 1), x, x, x, causal=True).cos()
 
-    def body(ring: Ring) -> list[Tensor]:
-        seq, found = ring.sequence(12), []
-        for run in (model, *[torch.compile(model, backend="eager")] * 3):
-            x = seq.shard(heads(12).transpose(1, 2)).requires_grad_()
-            with ring.activate(seq):
-                out = run(x) * 2
-            out.sum().backward()
-            found.append(x.grad)
-            assert _get_current_dispatch_mode() is None
-        return found
+    def body(ring: Ring) -> None:
+        run = torch.compile(model, backend="eager")
+        for documents in (None, [0, 5, 12], None):
+            seq, found = ring.sequence(12, cu_seqlens=documents), []
+            for called in (run, model):
+                x = seq.shard(heads(12).transpose(1, 2)).requires_grad_()
+                with ring.activate(seq):
+                    out = called(x) * 2
+                out.sum().backward()
+                found.append(x.grad)
+                assert _get_current_dispatch_mode() is None
+            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
-    for expected, *others in run_ranks(2, body):
-        for one in others:
-            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+    run_ranks(2, body)
 
 
 def test_what_attends_alone_beside_the_ring_is_refused_in_the_first_activation() -> None:
