@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,3 +107,31 @@ def far_from_one(
         return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
 
     return max(run_ranks(2, body))
+
+
+def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[int]) -> float:
+    """The greatest relative error of logits and gradients of a compiled model over two ranks.
+
+    One process is not compiled and sees each document alone. `make`: the model of an attention; `row`: (1, tokens).
+    """
+
+    def found(model: Any, logits: Tensor) -> dict[str, Tensor]:
+        return {"logits": logits.detach(), **gradients(model, logits.sin().sum())}
+
+    alone = make("sdpa")
+    true = found(alone, torch.cat([alone(input_ids=row[:, a:b]).logits for a, b in pairwise(documents)], 1))
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        model, seq = prepare(make("eager")), ring.sequence(cu_seqlens=documents)
+        with ring.activate(seq):
+            compiled = torch.compile(model, backend="aot_eager")
+            logits = compiled(input_ids=seq.shard(row), position_ids=seq.positions(per_document=True)[None]).logits
+        mine = found(model, logits)
+        ring.all_reduce([x for name, x in mine.items() if name != "logits"])
+        return {**mine, "logits": seq.gather(mine["logits"])}
+
+    floor = 1e-3 * max(x.abs().max().item() for x in true.values())
+    return max(
+        (mine[of] - true[of]).abs().max().item() / max(true[of].abs().max().item(), floor)
+        for mine in run_ranks(2, body) for of in true
+    )  # fmt: skip

@@ -86,6 +86,18 @@ def filled(model: Any) -> Any:
     return model
 
 
+def with_lora(model: Any) -> Any:
+    """Adapters beside two projections, with random weights, since theirs begin as zeros."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return wrapped
+
+
 class Encoder(torch.nn.Module):
     """An encoder with a loss, in the form of a language model."""
 

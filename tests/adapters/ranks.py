@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,19 @@ class InDouble(TorchFunctionMode):
         args = tuple(wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
         kwargs = {k: wide.get(a, a) if isinstance(a, torch.dtype) else a for k, a in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """The same where layers are computed again in backward, which knows no modes."""
+    found = torch.float32, Tensor.float
+    torch.float32 = torch.float = torch.float64  # type: ignore[misc, assignment]
+    Tensor.float = Tensor.double  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:  # torch.load and torch.save compare dtypes with those of storages
+        torch.float32 = torch.float = found[0]  # type: ignore[misc]
+        Tensor.float = found[1]  # type: ignore[method-assign]
 
 
 class Batch(NamedTuple):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed import TCPStore
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -29,11 +28,18 @@ from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers_batches import shard_batch
 from ringattn.adapters.trl import RingSFTTrainer
 from ringattn.testing import run_ranks
-from tests.adapters.models import tiny_model
-from tests.adapters.ranks import forked, gradients
+from tests.adapters import trainer as plain_trainer
+from tests.adapters.compare import far_from_one, far_off_compiled
+from tests.adapters.models import tiny_model, with_lora
+from tests.adapters.ranks import DOCUMENTS, batches, forked, gradients, in_double
+from tests.adapters.sharded import far_off_sharded
+from tests.adapters.trainer import as_on_accelerators, whole
+from tests.adapters.version_cells import checkpointed, eager, packed, plain
 
 RANKS = 2
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+SHARDED = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("text", {}),
     "packed": ("text", {"packing": True}),
@@ -48,26 +54,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointed": ("text", {"gradient_checkpointing": True, "packing": True}),
     "LoRA": ("text", {"packing": True}),
     "LoRA, checkpointed": ("text", {"packing": True, "gradient_checkpointing": True}),
+    "compiled": ("text", {"packing": True, "packing_strategy": "wrapped", **COMPILED}),
+    "sharded": ("text", {"packing": True, "fsdp": True, "fsdp_config": SHARDED}),
 }
 """By name: the data, and what differs of SFTConfig."""
+OVER_RANKS = "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend"
+"""Options that one process does without."""
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}w1 {% generation %}{{ m.content }} w2{% endgeneration %}"
     "{% else %}w3 {{ m.content }} w2{% endif %} {% endfor %}"
 )
-
-
-@contextmanager
-def in_double() -> Iterator[None]:
-    """Inside nothing becomes float32, in backward passes either: whoever asks for it gets float64."""
-    found = torch.float32, Tensor.float
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc, assignment]
-    Tensor.float = Tensor.double  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:  # torch.load and torch.save compare dtypes with those of storages
-        torch.float32 = torch.float = found[0]  # type: ignore[misc]
-        Tensor.float = found[1]  # type: ignore[method-assign]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -99,6 +96,8 @@ def data(kind: str) -> Dataset:
 def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Weights after three steps, and what was logged: of each step, and of an evaluation."""
     kind, differs = CASES[case]
+    if ring is None:
+        differs = {name: x for name, x in differs.items() if name not in OVER_RANKS}
     settings = {
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
         "max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
@@ -113,39 +112,59 @@ def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tenso
     if "LoRA" in case:
         torch.manual_seed(7)
         given["peft_config"] = LoraConfig(**LORA)
+    if given["args"].fsdp:
+        as_on_accelerators()
     trainer = SFTTrainer(**given) if ring is None else RingSFTTrainer(ring=ring, **given)
     trainer.train()
+    if given["args"].fsdp:
+        assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.evaluate()
     logged = [[one[name] for name in METRICS if name in one] for one in trainer.state.log_history if "loss" in one]
     found = [one for one in trainer.state.log_history if "eval_loss" in one]
     logged += [[one[f"eval_{name}"] for name in METRICS if f"eval_{name}" in one] for one in found]
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     if case == "LoRA" and (ring is None or ring.rank == 0):
         trainer.save_model(str(folder / f"adapter-{0 if ring is None else RANKS}"))
     return weights, logged
 
 
-def alone(folder: Path) -> None:
+def alone(folder: Path, *cases: str) -> None:
     """Save what one process does."""
     with in_double():
-        found = {case: trained(folder, case, None) for case in CASES}
-    torch.save(found, folder / "alone.pt")
+        found = {case: trained(folder, case, None) for case in cases}
+    torch.save(found, folder / "sft-alone.pt")
 
 
-def rank(folder: Path, number: int) -> None:
-    """One of two processes; the first saves how far it is from one process."""
+def rank(folder: Path, number: int, *cases: str) -> None:
+    """One of two processes; the first saves how far it is from one process, or what is said where that is refused."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    true = torch.load(folder / "alone.pt")
-    found = {}
+    true = torch.load(folder / "sft-alone.pt")
+    found: dict[str, Any] = {}
     with Ring(timeout_s=60.0) as ring, in_double():
-        for case in CASES:
-            weights, logged = trained(folder, case, ring)
+        for case in cases:
+            try:
+                weights, logged = trained(folder, case, ring)
+            except UnsupportedError as error:
+                found[case] = str(error)
+                continue
             theirs, truly = true[case]
             errors = [((weights[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs]
             found[case] = {"weights": max(errors), "logged": [logged, truly]}
     if number == 0:
         (folder / "sft.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def over_processes(folder: Path, *cases: str) -> dict[str, Any]:
+    """How far two processes are from one, or what they are refused with, by case; all are forked from this one."""
+    tiny_model("llama", "eager")  # imported here, so that no process that is forked has to
+    forked(partial(alone, folder, *cases))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    forked(*(partial(rank, folder, number, *cases) for number in range(RANKS)))
+    found: dict[str, Any] = json.loads((folder / "sft.json").read_text(encoding="utf-8"))
+    return found
 
 
 @in_double()
@@ -241,13 +260,27 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
     return found
 
 
+def modes(folder: Path) -> None:
+    """How far a model with LoRA is from one process, by mode of the table of hosts."""
+    trainers = ("packed, LoRA", "packed, LoRA by configuration")
+    forked(partial(plain_trainer.alone, folder, *trainers))
+    trained = plain_trainer.over_processes(folder, RANKS, *trainers)
+    found = {name: max(trained[name]["weights"].values()) for name in trainers}
+    make = eager("llama")
+    found["FSDP2"] = far_off_sharded(folder, lambda: with_lora(make()), packed())
+    found["plain"] = far_from_one(make, plain(), train=with_lora)
+    found["packed"] = far_from_one(make, packed(), train=with_lora)
+    found["checkpointing"] = far_from_one(make, packed(), train=lambda model: checkpointed(with_lora(model)))
+    found["compile"] = far_off_compiled(
+        lambda attention: with_lora(tiny_model("llama", attention, num_hidden_layers=1)),
+        batches()["packed"].tokens[:, :24], [*DOCUMENTS[:-1], 24],
+    )  # fmt: skip
+    (folder / "modes.json").write_text(json.dumps(found), encoding="utf-8")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    tiny_model("llama", "eager")
-    forked(partial(alone, folder))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(rank, folder, number) for number in range(RANKS)))
+    over_processes(folder, *CASES)
     forked(partial(adapters, folder))
+    modes(folder)

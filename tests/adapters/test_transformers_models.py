@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from ringattn import InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
+from tests.adapters.compare import far_off_compiled
 from tests.adapters.hosts import record
 from tests.adapters.models import Encoder, filled, tiny_model
 from tests.adapters.ranks import TOKENS, batches, forward, llama, restarting
@@ -266,33 +267,7 @@ def test_a_compiled_model_takes_other_documents() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_over_two_ranks_equals_one_process() -> None:
-    """Packed documents; the reference sees each alone and is not compiled."""
-    documents = [0, 10, 27]
-
-    def gradients(model: Any) -> list[Tensor]:
-        return [weight.grad for weight in model.parameters() if weight.grad is not None]
-
-    alone, parts = tiny_model("llama", "sdpa", num_hidden_layers=1), []
-    for start, stop in pairwise(documents):
-        parts.append(alone(input_ids=ROW[:, start:stop]).logits)
-    expected = torch.cat(parts, 1)
-    expected.sin().sum().backward()
-
-    def body(ring: Ring) -> list[Tensor]:
-        model = adapter.prepare(tiny_model("llama", "eager", num_hidden_layers=1))
-        seq = ring.sequence(cu_seqlens=documents)
-        with ring.activate(seq):
-            places = seq.shard(restarting(documents))
-            logits = torch.compile(model, backend="aot_eager")(input_ids=seq.shard(ROW), position_ids=places).logits
-        logits.sin().sum().backward()
-        grads = gradients(model)
-        ring.all_reduce(grads)
-        return [seq.gather(logits.detach()), *grads]
-
-    worst = 0.0
-    for found in run_ranks(2, body):
-        for mine, true in zip(found, [expected.detach(), *gradients(alone)], strict=True):
-            torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
-            worst = max(worst, float((mine - true).abs().max() / true.abs().max()))
+    worst = far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), ROW, [0, 10, 27])
+    assert worst <= 1e-10
     words = "logits and gradients of packed documents, compiled, float64"
     record("transformers", transformers.__version__, "compile", "exact", ranks=2, worst=worst, words=words)

@@ -31,6 +31,15 @@ from tests.adapters.trainer import CASES, RingTrainer, Stream, padded, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
+BY_CONFIGURATION = {
+    "plain": "plain by configuration",
+    "packed": "packed by configuration",
+    "Trainer": "by configuration",
+    "FSDP2": "packed, sharded by configuration",
+    "compile": "plain, compiled by configuration",
+    "checkpointing": "packed, checkpointed by configuration",
+}
+"""By mode of the table of hosts, the case of accelerate."""
 
 
 @pytest.mark.slow
@@ -54,11 +63,10 @@ def test_trainer_over_processes(tmp_path: Path) -> None:
             assert counted == pytest.approx(truly_counted, rel=TOLERANCE), case
             assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
         if world_size == 2:
-            errors = found["by configuration"]["weights"].values()
-            words = (
-                "RingParallelismConfig(cp_size=2), a plain Trainer: weights, in float64; losses and token counts equal"
-            )
-            record("accelerate", accelerate.__version__, "Trainer", "exact", ranks=2, worst=max(errors), words=words)
+            words = "RingParallelismConfig(cp_size=2), a plain Trainer: weights, float64; losses and token counts equal"
+            for mode, case in BY_CONFIGURATION.items():
+                worst = max(found[case]["weights"].values())
+                record("accelerate", accelerate.__version__, mode, "exact", ranks=2, worst=worst, words=words)
             errors = found["measured"]["weights"].values()
             words = "weights, in float64; accuracy, predictions, smoothed labels and token counts equal"
             record(
@@ -113,6 +121,13 @@ def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
         made(tmp_path, ring, compute_loss_func=lambda out, labels, num_items_in_batch: out.loss)
     with pytest.raises(UnsupportedError, match="neftune_noise_alpha: the noise is scaled by the tokens of a row"):
         made(tmp_path, ring, args={"neftune_noise_alpha": 5.0})
+
+
+def test_compilation_over_several_ranks(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, ring, args={"torch_compile": True})
+    monkeypatch.setattr(Ring, "world_size", 2)
+    with pytest.raises(UnsupportedError, match=r"torch_compile: over several ranks .*RingParallelismConfig"):
+        made(tmp_path, ring, args={"torch_compile": True})
 
 
 def test_metrics_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

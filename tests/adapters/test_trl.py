@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
+from tests.adapters.versions import PEFT, TRL, WITH_TRL
 from tests.doc_code import code_of, run_under_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
-TRL, PEFT = "1.16.0", "0.21.2"
-PACKAGES = (
-    f"trl=={TRL}", f"peft=={PEFT}", "datasets==5.2.0", "pyarrow==24.0.0", "pandas==3.1.1", "dill==0.4.1",
-    "multiprocess==0.70.19", "xxhash==4.1.0", "python-dateutil==4.0.0", "six==1.17.0", "pytz==2026.6", "tzdata==2026.6",
-)  # fmt: skip
 TOLERANCE = 1e-9
+OF_THE_TABLE = {"padded": "plain", "packed": "packed", "sharded": "FSDP2", "checkpointed": "checkpointing"}
+"""By case, the mode of the table of hosts; SFTTrainer's are the others."""
 REFUSED = {
     "ADALORA": "PEFT's ADALORA adds its regularization to every rank's loss",
     "ADALORA, later": "PEFT's ADALORA adds its regularization to every rank's loss",
@@ -39,7 +38,7 @@ OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 
 def with_trl() -> dict[str, str]:
     """The variables of a program for which TRL and PEFT are installed."""
-    path = os.pathsep.join([str(environment(*PACKAGES)), str(ROOT)])
+    path = os.pathsep.join([str(environment(*WITH_TRL)), str(ROOT)])
     return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
@@ -59,8 +58,9 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
     run_with_trl("-m", "tests.adapters.sft", str(tmp_path))
     found = json.loads((tmp_path / "sft.json").read_text())
-    worst = {"SFTTrainer": 0.0, "PEFT": 0.0, "checkpointing": 0.0}
-    assert len(found) >= 12
+    worst = dict.fromkeys(("plain", "packed", "SFTTrainer", "PEFT", "FSDP2", "checkpointing"), 0.0)
+    refused = found.pop("compiled")
+    assert refused.startswith("torch_compile: over several ranks the backward pass") and len(found) >= 13
     for case, errors in found.items():
         assert errors["weights"] <= TOLERANCE, case
         logged, truly = errors["logged"]
@@ -68,18 +68,29 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
         for mine, true in zip(logged, truly, strict=True):
             assert mine[0] == pytest.approx(true[0], rel=OF_LOGGED_LOSSES), case
             assert mine[1:] == pytest.approx(true[1:], rel=TOLERANCE), case
-        mode = "PEFT" if "LoRA" in case else "checkpointing" if "checkpointed" in case else "SFTTrainer"
+        mode = "PEFT" if "LoRA" in case else OF_THE_TABLE.get(case, "SFTTrainer")
         worst[mode] = max(worst[mode], errors["weights"])
     adapters = json.loads((tmp_path / "adapters.json").read_text())
     assert len(adapters["off by"]) == 18 and max(adapters["off by"].values()) <= TOLERANCE, adapters
     assert adapters["saved"] <= TOLERANCE < 1e-3 < adapters["changed"]
     for kind, says in REFUSED.items():
         assert says in adapters["refused"][kind], adapters["refused"]
+    with_lora = json.loads((tmp_path / "modes.json").read_text())
+    assert len(with_lora) == 7 and max(with_lora.values()) <= TOLERANCE, with_lora
+    words = "weights after three steps, in float64; entropy, accuracy and token counts equal"
     for mode, error in worst.items():
-        words = "weights after three steps, in float64; entropy, accuracy and token counts equal"
         record("TRL", TRL, mode, "exact", ranks=2, worst=error, words=words)
+    record("TRL", TRL, "compile", "refused", words=refused)
+    record("PEFT", PEFT, "SFTTrainer", "exact", ranks=2, worst=worst["PEFT"], words=words)
     words = "gradients of LoRA, DoRA, IA3, LoHa, LoKr, OFT, VeRA and norms, prepared before and after"
     record("PEFT", PEFT, "PEFT", "exact", ranks=2, worst=max(adapters["off by"].values()), words=words)
+    by_configuration = with_lora.pop("packed, LoRA by configuration")
+    words = "RingParallelismConfig(cp_size=2), a plain Trainer of a model with LoRA: weights, in float64"
+    record("accelerate", version("accelerate"), "PEFT", "exact", ranks=2, worst=by_configuration, words=words)
+    words = "LoRA: logits, loss and gradients, of Trainer and FSDP2 the weights after some steps, in float64"
+    for mode, error in with_lora.items():
+        mode = "Trainer" if mode == "packed, LoRA" else mode
+        record("PEFT", PEFT, mode, "exact", ranks=2, worst=error, words=words)
 
 
 @pytest.mark.slow
@@ -97,4 +108,5 @@ def test_every_other_trainer_of_trl_is_refused() -> None:
     assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(said)
     for name, words in said.items():
         assert words.startswith(f"TRL's {name} "), (name, words)
-    record("TRL", TRL, "DPOTrainer", "refused", words=said["DPOTrainer"].split(":")[0])
+    for host, number in (("TRL", TRL), ("PEFT", PEFT)):  # whose peft_config changes nothing about it
+        record(host, number, "DPOTrainer", "refused", words=said["DPOTrainer"].split(":")[0])

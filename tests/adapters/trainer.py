@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType, PartialState
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainingArguments
@@ -24,14 +26,25 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.transformers_trainer import RingTrainerMixin
-from tests.adapters.models import tiny_model
-from tests.adapters.ranks import InDouble, forked
+from tests.adapters.models import tiny_model, with_lora
+from tests.adapters.ranks import InDouble, forked, in_double
 
 CASES = {
-    2: ("packed", "made by model_init", "streamed", "measured", "by configuration"),
+    2: (
+        "packed",
+        "made by model_init",
+        "streamed",
+        "measured",
+        "by configuration",
+        "plain by configuration",
+        "packed by configuration",
+        "packed, checkpointed by configuration",
+        "plain, compiled by configuration",
+        "packed, sharded by configuration",
+    ),
     4: ("two rings", "two rings, full batches", "two rings by configuration"),
 }
-"""By the number of processes."""
+"""By the number of processes. Sharded weights come last: accelerate remembers them in variables of the process."""
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
@@ -64,6 +77,12 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     tokens = [torch.tensor(row["input_ids"]) for row in rows]
     batch = {"input_ids": pad_sequence(tokens, True, 0), "labels": pad_sequence(tokens, True, -100)}
     return {**batch, "attention_mask": (batch["labels"] != -100).long()}
+
+
+def unpadded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of texts of one length, without a mask."""
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
@@ -112,21 +131,36 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
         args |= {"include_num_input_tokens_seen": "non_padding"}
     if case.endswith("by configuration") and rings:
         args |= {"parallelism_config": RingParallelismConfig(cp_size=2)}
+    if case.startswith("plain"):
+        trainer |= {"train_dataset": equal_texts(), "eval_dataset": equal_texts(), "data_collator": unpadded}
+    if "checkpointed" in case:
+        args |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if "compiled" in case:
+        args |= {"max_steps": 2, "gradient_accumulation_steps": 1, "torch_compile_backend": "aot_eager"}
+        args |= {"torch_compile": rings > 0}
+    if "sharded" in case and rings:
+        args |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "Qwen2DecoderLayer"}}
     if case == "two rings, full batches":
         args |= {"dataloader_drop_last": True, "num_train_epochs": 1}
         trainer |= {"eval_dataset": texts()[:11]}
     if case == "made by model_init":
         trainer |= {"model_init": lambda: tiny_model("qwen2", "eager")}
+    elif "compiled" in case:  # for seconds
+        trainer |= {"model": tiny_model("llama", "eager", num_hidden_layers=1)}
     else:
         trainer |= {"model": tiny_model("qwen2", "eager")}
+    if "LoRA" in case:
+        trainer |= {"model": with_lora(trainer["model"])}
     return args, trainer
 
 
 def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """Weights after a few steps, all losses, of the steps and of evaluations, and whatever else was counted."""
-    with InDouble():
+    with in_double() if "checkpointed" in case or "compiled" in case else InDouble():
         options, given = settings(case, rings)
         args = TrainingArguments(output_dir=str(folder), **options)
+        if args.fsdp:
+            as_on_accelerators()
         if rings and not case.endswith("by configuration"):
             mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
             with Ring(mesh, timeout_s=60.0) as ring:
@@ -137,6 +171,8 @@ def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor],
 def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """`trained`, of a trainer."""
     trainer.train()
+    if trainer.args.fsdp:
+        assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()
     losses += [found[name] for name in sorted(found) if name.endswith("loss")]
@@ -149,7 +185,17 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
         counted["loss"] = said.metrics["test_loss"]
         counted["right"] = said.predictions[said.label_ids != -100].tolist()
         counted["unlabeled"] = unlabeled(trainer)
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses, counted
+    return {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}, losses, counted
+
+
+def as_on_accelerators() -> None:
+    """From now on accelerate takes this process's CPU for an accelerator: it shards weights on no other devices."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def whole(x: Tensor) -> Tensor:
+    """A copy, of all ranks' parts."""
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def unlabeled(trainer: Trainer) -> float:

@@ -1,7 +1,8 @@
-"""What one version of transformers does over two ranks: `python -m tests.adapters.version_cells FOLDER` prints JSON.
+"""What one version of transformers does over two ranks: `python -m tests.adapters.version_cells FOLDER [CELL ...]`.
 
-Run with that version first on the path, by tests.adapters.versions. Each cell is the worst error against one process,
-in float64 throughout, or the words of the refusal.
+Leaves cells.json in the folder, of these cells, or of all. Run with that version first on the path, by
+tests.adapters.versions. Each cell is the worst error against one process, in float64 throughout, or the words of the
+refusal.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from transformers import DataCollatorWithFlattening, LlamaConfig
 from ringattn import InputError, Ring
 from ringattn.adapters.context import recompute_context
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_trainer import check_trainer
+from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_from_one, far_off
-from tests.adapters.models import tiny_model
+from tests.adapters.compare import far_from_one, far_off, far_off_compiled
+from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.ranks import DOCUMENTS, TOKENS, InDouble, batches, forked, forward, restarting
+from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import RingTrainer, alone, over_processes
 
 Cell = Callable[[], float]
@@ -102,18 +104,6 @@ def checkpointed(model: Any) -> Any:
     return model
 
 
-def with_lora(model: Any) -> Any:
-    """Adapters beside two projections, with random weights, since theirs begin as zeros."""
-    from peft import LoraConfig, get_peft_model
-
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-    generator = torch.Generator().manual_seed(4)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return wrapped
-
-
 def trained(folder: Path) -> float:
     """Trainer's weights, and the loss of its evaluation; losses of steps are rounded to float32 by it."""
     check_trainer(RingTrainer)  # what a process raises is lost
@@ -126,6 +116,36 @@ def trained(folder: Path) -> float:
         rounded = [abs(a / b - 1) for a, b in zip(steps, true_steps, strict=True)]
         errors += [*found["weights"].values(), abs(evaluated / truly - 1), *(x for x in rounded if x > 1e-6)]
     return max(errors)
+
+
+def fine_tuned(folder: Path) -> float:
+    """SFTTrainer's weights, and what it logs besides losses, which are rounded to float32."""
+    from ringattn.adapters.trl import RingSFTTrainer
+
+    check_trainer(RingSFTTrainer)
+    from tests.adapters import sft
+
+    (found,) = sft.over_processes(folder, "packed").values()
+    errors = [found["weights"]]
+    for (loss, *others), (true_loss, *truly) in zip(*found["logged"], strict=True):
+        assert len(others) == 3
+        errors += [abs(a - b) / max(1.0, abs(b)) for a, b in zip(others, truly, strict=True)]
+        errors += [x for x in [abs(loss / true_loss - 1)] if x > 1e-6]
+    return max(errors)
+
+
+def preferred(folder: Path) -> float:
+    """Nothing: DPOTrainer is refused before it is made."""
+    from trl import DPOTrainer
+
+    check_trainer(type("RingDPOTrainer", (RingTrainerMixin, DPOTrainer), {}))
+    return 1.0
+
+
+def compiled() -> float:
+    """Of a model of one layer; the ranks have as many tokens, so that nothing is compiled for two lengths."""
+    return far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), packed()["input_ids"][:, :24],
+                            [*DOCUMENTS[:-1], 24])  # fmt: skip
 
 
 def generated() -> float:
@@ -143,6 +163,14 @@ def generated() -> float:
     return max(run_ranks(2, body))
 
 
+FORKED: dict[str, Callable[[Path], float]] = {
+    "Trainer, 3 steps, packed": trained,
+    "TRL's SFTTrainer, 3 steps, packed": fine_tuned,
+    "TRL's DPOTrainer": preferred,
+    "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(folder, eager("llama"), packed()),
+}
+"""Those whose processes are forked from this one, which has no threads until they are done."""
+
 EXACT: dict[str, Cell] = {
     "Llama": lambda: far_from_one(eager("llama"), plain()),
     "Llama, padded rows": lambda: far_from_one(eager("llama"), padded()),
@@ -155,6 +183,7 @@ EXACT: dict[str, Cell] = {
     "Llama 4: chunks, packed": lambda: far_from_one(eager("llama4_text", attn_temperature_tuning=False), packed()),
     "gradient checkpointing": lambda: far_from_one(eager("mistral"), packed(), train=checkpointed),
     "LoRA of PEFT": lambda: far_from_one(eager("llama"), packed(), train=with_lora),
+    "`torch.compile`, packed": compiled,
     "RoPE `dynamic`": lambda: far_off(partial(rotary, "dynamic"), {"input_ids": plain()["input_ids"]}),
     "`generate` inside `activate(None)`": generated,
     "RoPE `longrope`": lambda: far_off(partial(rotary, "longrope"), {"input_ids": plain()["input_ids"]}),
@@ -211,13 +240,13 @@ def verdict(cell: Cell) -> float | str:
         return str(error)
 
 
-def main(folder: Path) -> None:
-    """All cells, Trainer's first, since its processes are forked before any thread is there."""
+def main(folder: Path, *names: str) -> None:
+    """These cells, or all."""
     torch.set_num_threads(1)
-    found: dict[str, float | str] = {"Trainer, 3 steps, packed": verdict(lambda: trained(folder))}
-    found |= {name: verdict(cell) for name, cell in (EXACT | REFUSED).items()}
+    made: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
+    found = {name: verdict(cell) for name, cell in made.items() if not names or name in names}
     (folder / "cells.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

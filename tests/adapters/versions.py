@@ -20,7 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "embedding-transformers.md"
 TABLE = re.compile(r"(^<!-- versions -->\n).*?(^<!-- end of versions -->$)", re.MULTILINE | re.DOTALL)
 TOLERANCE = 1e-9
-PEFT = "peft==0.21.2"
+EVERY_CELL = "TESTS_EVERY_CELL"
+"""A variable: whether the tests run every cell of every version."""
+TRL, PEFT = "1.16.0", "0.21.2"
+WITH_TRL = (
+    f"trl=={TRL}", f"peft=={PEFT}", "datasets==5.2.0", "pyarrow==24.0.0", "pandas==3.1.1", "dill==0.4.1",
+    "multiprocess==0.70.19", "xxhash==4.1.0", "python-dateutil==4.0.0", "six==1.17.0", "pytz==2026.6", "tzdata==2026.6",
+)  # fmt: skip
+"""TRL, and what of its requirements the tests' own environment lacks."""
+BEFORE_TRL = {"4.57.6": ("datasets==4.7.0", "httpx==0.28.1", "httpcore==1.0.9")}
+"""What TRL needs otherwise with a version: datasets that run with its huggingface_hub."""
 VERSIONS: dict[str, tuple[str, ...]] = {
     "4.57.6": ("huggingface_hub==0.36.2", "tokenizers==0.22.2"),
     "5.18.0": (),
@@ -37,15 +46,18 @@ Verdict = float | str
 
 def packages(version: str) -> Path:
     """The folder of this version of transformers and of PEFT; skips the test where no package index is reached."""
-    return environment(f"transformers=={version}", *VERSIONS[version], PEFT)
+    return environment(f"transformers=={version}", *VERSIONS[version], f"peft=={PEFT}")
 
 
-def cells(version: str, folder: Path) -> dict[str, Verdict]:
-    """What this version does, by cell; `folder` is for files. Raises where the script fails."""
-    path = os.pathsep.join([str(packages(version)), str(ROOT)])
+def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
+    """What this version does, by cell, of these or of all; `folder` is for files. Raises where the script fails."""
+    besides = [str(environment(*some)) for some in (BEFORE_TRL.get(version, ()), WITH_TRL) if some]
+    path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
+    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    variables["PYTHONDONTWRITEBYTECODE"] = ""  # pip has not compiled these packages
     done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.version_cells", str(folder)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=280,
+        [sys.executable, "-m", "tests.adapters.version_cells", str(folder), *names], cwd=ROOT, capture_output=True,
+        text=True, env={**os.environ, **variables}, timeout=280,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"transformers {version}: {done.stderr[-4000:]}")
