@@ -21,7 +21,6 @@ LEFT = ROOT / "build" / "hosts"
 PAGE = ROOT / "docs" / "embedding.md"
 MODES = ("plain", "packed", "PEFT", "Trainer", "SFTTrainer", "DPOTrainer", "FSDP2", "compile", "checkpointing")
 _TRL = dict.fromkeys(("SFTTrainer", "DPOTrainer"), "a trainer of TRL's, for models of transformers")
-_OF_TRANSFORMERS = "that of the models of transformers, in whose rows it is"
 NONE: dict[str, dict[str, str]] = {
     "accelerate": _TRL,
     "diffusers": {
@@ -40,10 +39,9 @@ NONE: dict[str, dict[str, str]] = {
         **_TRL,
     },
     "NeMo Automodel": {"Trainer": "it has recipes, whose step is what the other cells run", **_TRL},
-    "PEFT": _TRL,
     "PyTorch": {"PEFT": "it has no adapters", "Trainer": "it has none", **_TRL},
     "torchtitan": _TRL,
-    "TRL": {"plain": _OF_TRANSFORMERS, "Trainer": "it has one for each kind of training"},
+    "TRL": {"Trainer": "it has one for each kind of training"},
 }
 """By host and mode, why there is no such thing: in the table a dash."""
 _TABLE = re.compile(r"(^## Hosts\n.*?\n)(^\| host .*?\n)(?=\n)", re.MULTILINE | re.DOTALL)

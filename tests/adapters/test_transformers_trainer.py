@@ -43,11 +43,12 @@ BY_CONFIGURATION = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_trainer_over_processes(tmp_path: Path) -> None:
     """One ring of two ranks, then two: weights, losses of steps and of evaluations are those of one process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.trainer", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=560,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     for world_size, cases in CASES.items():
