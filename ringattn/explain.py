@@ -27,7 +27,7 @@ from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.exchange import Exchange, exchanges
 from ringattn.planner.extent import check_extent
-from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, pairs_of
+from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_of
 from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
@@ -51,7 +51,8 @@ class Explanation:
     the chosen one first, or why each was left out; `exchanges`: what their times hold for, that of the choice first;
     `layouts`: predicted seconds in the plain layouts, the caller's first.
     `automatic`: how "auto" chose; empty where the caller did. `cluster_from`: who says which machines these are, or why
-    nobody does. `predicts`: whether the text has times; without, nobody named the machines of `cluster`.
+    nobody does. `misplaced`: why documents lie better for other schedules, or None. `predicts`: whether the text has
+    times; without, nobody named the machines of `cluster`.
     """
 
     problem: Problem
@@ -77,6 +78,7 @@ class Explanation:
     automatic: str = ""
     exchanges: tuple[Exchange, ...] = ()
     cluster_from: str = ""
+    misplaced: str | None = None
 
     @property
     def balance(self) -> float:
@@ -123,6 +125,8 @@ class Explanation:
             lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
         if others := _beside(self):
             lines.append(others)
+        if self.misplaced:
+            lines.append(self.misplaced)
         if self.better_layout:
             lines.append(f"layout={self.better_layout!r} would balance this mask better")
         return "\n".join(lines)
@@ -285,6 +289,7 @@ def explain(
         automatic=automatic,
         exchanges=over if weighed else (),
         cluster_from=cluster_from,
+        misplaced=misplaced(problem, route),
     )
 
 

@@ -22,8 +22,10 @@ from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import InputError
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
 from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.layouts import suits_at_once
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
+from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
@@ -116,6 +118,7 @@ class Ring(Runtime):
         cu_seqlens: Many[int] | Tensor | None = None,
         layout: LayoutName | str = "auto",
         for_: Purpose | str = "causal",
+        schedule: ScheduleName | str = "auto",
     ) -> Sequence:
         """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
@@ -128,13 +131,18 @@ class Ring(Runtime):
             layout: contiguous, zigzag, striped, per_document (zigzag in each document) or documents (short ones whole
                 on a rank, long ones cut, causal pairs balanced). auto: the one that suits `for_`.
             for_: The mask that the layout is to balance: causal, full, window or dilated. Read with layout="auto" only.
+            schedule: The schedule that calls will name, read with layout="documents" alone. all_gather: documents are
+                placed for the fewest rows sent. Others: so that ranks do not wait for each other in any step. auto: for
+                the fewest rows where the machines are known and no rank receives more than 1.5 shards of them, else for
+                steps. Calls with another schedule are exact, and slower; `explain` says so.
 
         Returns:
             The sequence, to shard tensors by and to pass to attention.
 
         Raises:
             InputError: No length is given, it is not a number of tokens or exceeds 2^50; the cuts do not ascend from 0
-                to the length; a name is not known; a layout of documents has none.
+                to the length; a name is not known; a layout of documents has none; a schedule is named for another
+                layout than documents.
 
         Example:
             seq = ring.sequence(cu_seqlens=[0, 700, 1000])
@@ -146,7 +154,17 @@ class Ring(Runtime):
             length = documents[-1]
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InputError(f"length must be a number of tokens, got {length!r}")
-        return Sequence(self, make_layout(layout, length, self.world_size, documents, for_), documents)
+        if schedule != "auto" and layout != "documents":
+            raise InputError(
+                f"schedule={schedule!r} places documents, with layout='documents'; layout={layout!r} is the same for "
+                "every schedule: name it in the call alone"
+            )
+        at_once = (
+            layout == "documents"
+            and bool(documents)
+            and suits_at_once(documents, self.world_size, schedule, self.machines)
+        )
+        return Sequence(self, make_layout(layout, length, self.world_size, documents, for_, at_once), documents)
 
     attention = attention_module.attention
     dilated_attention = dilated.dilated_attention

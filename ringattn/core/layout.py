@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from ringattn.core.documents import placed
+from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.geometry import MOST_TOKENS, StridedRange
 from ringattn.errors import InputError
 
@@ -31,19 +32,21 @@ class Layout:
     """How `length` tokens lie over `world_size` ranks.
 
     `cuts` are the document boundaries (0, ..., length) that `OF_DOCUMENTS` follow, and (0, length) otherwise.
-    Equal fields mean equal shards, so hashing and comparing stay cheap however many ranges there are.
+    `at_once`: of "documents" alone: placed for schedules that bring all rows at once, not for steps in which ranks
+    wait. Equal fields mean equal shards, so hashing and comparing stay cheap however many ranges there are.
     """
 
     name: str
     length: int
     world_size: int
     cuts: tuple[int, ...]
+    at_once: bool = False
 
     @cached_property
     def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
         """The ranges of positions of each rank, in row order; empty ranges are left out."""
         if self.name == "documents":
-            pieces = placed(self.cuts, self.world_size)
+            pieces = (placed_at_once if self.at_once else placed)(self.cuts, self.world_size)
             return tuple(tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in pieces)
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
@@ -86,10 +89,12 @@ def make_layout(
     world_size: int,
     cu_seqlens: tuple[int, ...] | None = None,
     purpose: str = "causal",
+    at_once: bool = False,
 ) -> Layout:
     """The layout called `name`, or for "auto" the one that suits `purpose` (one of causal, full, window, dilated).
 
-    `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise.
+    `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise. `at_once` is read for
+    "documents" only.
     Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, and for more than
     `MOST_TOKENS`.
     """
@@ -110,4 +115,4 @@ def make_layout(
     if name in OF_DOCUMENTS and cu_seqlens is None:
         raise InputError(f"layout={name!r} needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
     cuts = cu_seqlens if name in OF_DOCUMENTS and cu_seqlens else (0, length)
-    return Layout(name, length, world_size, cuts)
+    return Layout(name, length, world_size, cuts, at_once and name == "documents")

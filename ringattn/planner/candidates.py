@@ -193,6 +193,8 @@ def how_chosen(found: tuple[Candidate, ...], problem: Problem, cluster: Cluster)
     """How "auto" came to its schedule, in a few words."""
     if any(branch.dilation > 1 for branch in problem.mask.branches):
         return "the fastest by a closed form for rows that few ranks need"
+    if problem.q_layout.at_once and not found:
+        return "all rows at once, as its documents are placed for, or by mask and bytes where a rank cannot hold them"
     if not known(cluster):
         return (
             "by mask and bytes alone, for no constants of these machines are known; Ring(cluster=...) names a preset "

@@ -8,11 +8,13 @@ from functools import lru_cache
 
 from ringattn.core.problem import Problem
 from ringattn.planner.candidates import (
+    STAGE_AT_MOST,
     Candidate,
     by_closed_form,
     candidates,
     followed,
     must_gain,
+    own_bytes,
     playable,
     ring_is_near,
 )
@@ -53,8 +55,9 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     """The route called `schedule`; for "auto" the fastest that fits on a cluster that is known, by `candidates`.
 
     For more ranks or pieces than are played there, double ring where a closed form says that it saves enough. Where
-    nobody said which machines these are, the ring, unless sending each reader its own rows saves enough. Dilated rows
-    go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that), the head
+    nobody said which machines these are, the ring, unless sending each reader its own rows saves enough; documents that
+    are placed for all rows at once have them so where a rank can hold them, there and beyond what is played. Dilated
+    rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that), the head
     all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once anyway, it
     is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a group, in each
     node of `cluster`; on one node see `Route.grid_for`. `opening_cost` says how a backward begins. Raises `InputError`
@@ -83,6 +86,8 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
         if cluster.recognised and ring_is_near(problem, cluster, ring, _planned):
             return ring
         return compared(problem, cluster)[0].route
+    elif problem.q_layout.at_once and _fits_at_once(problem):
+        route = ALL_GATHER
     else:
         relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
@@ -121,6 +126,13 @@ def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
         near = sum(count for owner, count in rows.items() if nodes[owner] == nodes[reader])
         found.append((near, sum(rows.values()) - near))
     return found
+
+
+def _fits_at_once(problem: Problem) -> bool:
+    """Whether a rank may stage all K and V that it reads, and their gradients, at once; read without plans."""
+    record = record_bytes(problem, problem.kv_dtype)
+    record += record_bytes(problem, problem.wire_dtype or problem.accumulator_dtype, Kind.DKV)
+    return max(map(sum, _fetched(problem, REFERENCE))) * record <= STAGE_AT_MOST * own_bytes(problem)
 
 
 def _little_comes(problem: Problem, route: Route) -> bool:

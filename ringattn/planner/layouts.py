@@ -1,23 +1,57 @@
-"""What other layouts would give a call: balance and predicted time, as advice. The layout is the caller's."""
+"""What other layouts would give a call: balance and predicted time, as advice. The layout is the caller's.
+
+Of packed documents there are two placements (`ringattn.core.documents`, `.documents_at_once`); `suits_at_once` says
+which of them goes with a schedule.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple
 
+from ringattn.core.documents import load_of
+from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.planner.candidates import playable, played
+from ringattn.planner.candidates import known, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.extent import excess
-from ringattn.schedule.routes import RING, Route
+from ringattn.schedule.routes import RING, Route, route_named
 
 Documents = tuple[int, ...] | None
 
 CLEARLY = 0.95
 """A greatest share of pairs below this part of the caller's is worth a word."""
+
+
+RECEIVED_AT_MOST = 1.5
+"""Shards of rows that the busiest rank may receive where documents are placed for all rows at once and nobody named a
+schedule: beyond, schedules of steps that hide their messages are predicted faster, and many heads do not fit (0025)."""
+
+
+def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cluster) -> bool:
+    """Whether to place documents for schedules that bring all rows at once.
+
+    For those by name; for "auto" where machines are known and that is little. Raises `InputError` for an unknown name.
+    """
+    if schedule != "auto":
+        return route_named(schedule).at_once
+    if not known(machines):
+        return False
+    received = load_of(cuts, placed_at_once(cuts, ranks)).received
+    return max(received) * ranks <= RECEIVED_AT_MOST * cuts[-1]
+
+
+def misplaced(problem: Problem, route: Route) -> str | None:
+    """Why these documents suit another schedule better than this one, or None."""
+    if not problem.q_layout.at_once or route.at_once or problem.world_size == 1:
+        return None
+    return (
+        f"documents are placed for schedules that bring all rows at once: {route.name} is exact, and its steps are "
+        f"uneven; ring.sequence(..., schedule={route.name!r}) places them for it"
+    )
 
 
 class InLayout(NamedTuple):

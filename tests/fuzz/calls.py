@@ -39,13 +39,24 @@ def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequen
         whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
         return whole.with_documents(seq["documents"])
     length = None if seq["documents"] is not None and seq["length"] % 2 else seq["length"]
-    return ring.sequence(length, cu_seqlens=seq["documents"], layout=seq["layout"], for_=seq["for_"])
+    named = placed_for(seq) if seq["layout"] == "documents" else "auto"
+    return ring.sequence(
+        length, cu_seqlens=seq["documents"], layout=seq["layout"], for_=seq["for_"], schedule=named
+    )  # fmt: skip
+
+
+def placed_for(seq: Case) -> str:
+    """The schedule that documents are placed for; older cases named none."""
+    name = seq.get("schedule", "auto")
+    assert isinstance(name, str)
+    return name
 
 
 def owned(seq: Case, ranks: int) -> list[Tensor]:
     """The positions of each rank by the reference's definition of the layouts; `documents` is its own definition."""
     if seq["layout"] == "documents" and seq["documents"] is not None:
-        layout = make_layout("documents", seq["length"], ranks, tuple(seq["documents"]))
+        cuts = tuple(seq["documents"])
+        layout = make_layout("documents", cuts[-1], ranks, cuts, at_once=placed_for(seq) == "all_gather")
         return [torch.from_numpy(layout.positions(rank)) for rank in range(ranks)]
     name = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
     return reference.shards(name, seq["length"], ranks, seq["documents"])

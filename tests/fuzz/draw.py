@@ -64,6 +64,11 @@ def draw(seed: int) -> Case:
                 seq["layout"] = Random(f"documents {seed}").choice(OF_DOCUMENTS)
     if case["kind"] in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
         case["nodes"] = draw_nodes(r)
+    for seq in (one for holder in (*case.get("calls", ()), case) for one in (holder.get("seq"), holder.get("kv_seq"))):
+        if seq and seq["layout"] == "documents":
+            # On known machines what "auto" places for is the planner's own affair; without, it is for steps.
+            names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
+            seq["schedule"] = Random(f"placed {seed}").choice(names)
     if case["kind"] in ("attention", "processes", "nan"):
         for call in case["calls"]:
             draw_mask(Random(f"masks {seed}"), call)

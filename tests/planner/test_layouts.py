@@ -1,0 +1,92 @@
+"""Two placements of documents: which one a sequence gets, and what "auto" and `explain` make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import ringattn
+from ringattn.core.documents import load_of
+from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError
+from ringattn.planner.candidates import how_chosen
+from ringattn.planner.choose import choose_route
+from ringattn.planner.cluster import CLUSTERS, REFERENCE
+from ringattn.planner.layouts import RECEIVED_AT_MOST, suits_at_once
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import run_ranks
+
+H100 = CLUSTERS["h100"]
+SHORT = (0, 90, 170, 240, 300, 350, 390, 420, 440, 450)
+LONG = (0, 440, 445, 450)
+
+
+def problem_of(cuts: tuple[int, ...], ranks: int, at_once: bool, heads: int = 1, kv_heads: int = 1) -> Problem:
+    laid = make_layout("documents", cuts[-1], ranks, cuts, at_once=at_once)
+    mask = make_mask(cuts[-1], cuts[-1], causal=True, documents=cuts, kv_documents=cuts)
+    return Problem(laid, laid, mask, 1, heads, kv_heads, 64, 64, "bfloat16")
+
+
+def received(cuts: tuple[int, ...], ranks: int) -> float:
+    """Shards that come to the busiest rank."""
+    return max(load_of(cuts, placed_at_once(cuts, ranks)).received) * ranks / cuts[-1]
+
+
+def test_a_schedule_by_name_decides_and_auto_goes_by_rows_on_known_machines() -> None:
+    assert 0 < received(SHORT, 4) <= RECEIVED_AT_MOST < received(LONG, 4)
+    for cuts in (SHORT, LONG):
+        assert {name for name in ROUTES if suits_at_once(cuts, 4, name, H100)} == {"all_gather"}
+        assert not suits_at_once(cuts, 4, "auto", REFERENCE)
+    assert suits_at_once(SHORT, 4, "auto", H100) and not suits_at_once(LONG, 4, "auto", H100)
+    with pytest.raises(InputError, match="'rings' is not known"):
+        suits_at_once(SHORT, 4, "rings", H100)
+
+
+def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
+    steps, at_once = (make_layout("documents", 450, 4, LONG, at_once=both) for both in (False, True))
+    assert steps != at_once and steps.shards != at_once.shards and steps.counts == at_once.counts
+    assert make_layout("per_document", 450, 4, LONG, at_once=True) == make_layout("per_document", 450, 4, LONG)
+
+
+def test_where_no_machines_are_known_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
+    """All but the last shard comes to a rank, three times as large with its gradients: K/V are half of q, k, v and out."""
+    for cuts, heads in ((SHORT, 1), (LONG, 8)):
+        at_once = problem_of(cuts, 4, True, heads)
+        assert choose_route(at_once, "auto").name == "all_gather"
+        assert "placed for" in how_chosen((), at_once, REFERENCE)
+        assert choose_route(problem_of(cuts, 4, False, heads), "auto").name in ("ring", "direct")
+    assert received(LONG, 4) > 2 and choose_route(problem_of(LONG, 4, True), "auto").name in ("ring", "direct")
+
+
+def test_a_ring_places_documents_for_the_schedule_that_is_named_and_explains_calls_with_another() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 450, 2, 8, dtype=torch.float64)
+    expected = torch.cat([
+        torch.nn.functional.scaled_dot_product_attention(*[x[:, a:b].transpose(1, 2)] * 3, is_causal=True)
+        for a, b in pairwise(LONG)
+    ], 2).transpose(1, 2)  # fmt: skip
+
+    def of_rank(ring: ringattn.Ring) -> list[str]:
+        said = []
+        for placed, called in (("all_gather", "ring"), ("all_gather", "auto"), ("ring", "ring"), ("auto", "auto")):
+            seq = ring.sequence(cu_seqlens=LONG, layout="documents", schedule=placed)
+            assert seq.layout.at_once == (placed == "all_gather")
+            out = ring.attention(*[seq.shard(x)] * 3, seq, causal=True, schedule=called)
+            torch.testing.assert_close(seq.gather(out), expected)
+            said.append(str(ring.explain(seq, q_heads=2, head_dim=8, causal=True, schedule=called)))
+        with pytest.raises(InputError, match="layout='zigzag' is the same for every schedule"):
+            ring.sequence(450, layout="zigzag", schedule="all_gather")
+        return said
+
+    for said in run_ranks(2, of_rank, cluster=None):
+        marks = ["documents are placed for schedules that bring" in one for one in said]
+        assert marks == [True, False, False, False]
+    machines = replace(H100, ranks_per_node=None)
+    found = run_ranks(4, lambda ring: ring.sequence(cu_seqlens=SHORT, layout="documents").layout, cluster=machines)
+    assert all(layout == found[0] and layout.at_once for layout in found)
