@@ -21,6 +21,7 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
 from ringattn.core.documents import causal_pairs, load_of, placed
+from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -40,6 +41,9 @@ LENGTHS = (
 """Documents of a training corpus by their tokens (from, to), as SandAI-org/MagiAttention counts them for its benchmark:
 exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv, commit 2c64135."""
 
+
+AT_ONCE = "documents, at once"
+"""The layout "documents" where it is placed for schedules that bring all rows at once, the others for steps."""
 
 MOST_UNEVEN = 1.05
 """The bound is that of placements about as even as ours: rows of layouts less even than this are not compared."""
@@ -195,7 +199,7 @@ def _most(limit: int, holds: Callable[[int], bool]) -> int:
 
 def problem_of(cuts: tuple[int, ...], layout: str, ranks: int, options: PlacementOptions) -> Problem:
     """A causal bfloat16 call on these documents."""
-    laid = make_layout(layout, cuts[-1], ranks, cuts)
+    laid = make_layout(layout.split(",")[0], cuts[-1], ranks, cuts, at_once=layout == AT_ONCE)
     mask = make_mask(cuts[-1], cuts[-1], causal=True, documents=cuts, kv_documents=cuts)
     dim = options.head_dim
     return Problem(laid, laid, mask, 1, options.heads, options.kv_heads, dim, dim, "bfloat16")
@@ -229,9 +233,10 @@ def placed_by(cuts: tuple[int, ...], layout: str, ranks: int, options: Placement
 
 def open_gate(cuts: tuple[int, ...], ranks: int, options: PlacementOptions) -> None:
     """Raise `GateError` unless pairs and rows are those of the planner, and the bound is none of too many rows."""
-    load, problem = load_of(cuts, placed(cuts, ranks)), problem_of(cuts, "documents", ranks, options)
-    if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):
-        raise GateError(f"{ranks} ranks: pairs or rows differ from the planner's")
+    for layout, shards in (("documents", placed(cuts, ranks)), (AT_ONCE, placed_at_once(cuts, ranks))):
+        load, problem = load_of(cuts, shards), problem_of(cuts, layout, ranks, options)
+        if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):
+            raise GateError(f"{ranks} ranks, {layout}: pairs or rows differ from the planner's")
     if fewest_rows(cuts, ranks, max(load.pairs)) > sum(load.sent):
         raise GateError(f"{ranks} ranks: fewer rows than the lower bound")
 
@@ -255,7 +260,7 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
         ("ranks", "layout", "pairs", "rows read", "rows sent", "over the bound", "forward ms", "backward ms"),
     )
     for ranks in options.ranks:
-        found: dict[str, list[Placed]] = {name: [] for name in LAYOUTS}
+        found: dict[str, list[Placed]] = {name: [] for name in (*LAYOUTS, AT_ONCE)}
         bounds: list[int] = []
         for seed in range(options.seeds):
             say(f"{ranks} ranks, {told}: sequence {seed + 1} of {options.seeds}")
@@ -263,7 +268,7 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
             open_gate(cuts, ranks, options)
             for name, all_placed in found.items():
                 all_placed.append(placed_by(cuts, name, ranks, options))
-            bounds.append(fewest_rows(cuts, ranks, max(load_of(cuts, placed(cuts, ranks)).pairs)))
+            bounds.append(fewest_rows(cuts, ranks, max(load_of(cuts, placed_at_once(cuts, ranks)).pairs)))
         for name, lines in found.items():
             balance, read = max(line.balance for line in lines), mean(line.read for line in lines)
             comparable = any(bounds) and balance <= MOST_UNEVEN

@@ -21,7 +21,7 @@ from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.errors import InputError
-from ringattn.planner.candidates import Candidate, followed, how_chosen, known, playable, table_of
+from ringattn.planner.candidates import Candidate, followed, how_chosen, known, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
@@ -254,7 +254,7 @@ def explain(
     chooser, *others = (one.on(machines) for one in over) if known(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
     weighed: tuple[Candidate, ...] = ()
-    if schedule == "auto" and followed(problem, chooser) and not dilated and playable(problem) and ring.world_size > 1:
+    if schedule == "auto" and not dilated and ring.world_size > 1 and followed(problem, chooser):
         weighed = compared(problem, chooser, *others)
     automatic = "" if schedule != "auto" else how_chosen(weighed, problem, chooser)
     passes = (False, True) if backward else (False,)

@@ -6,6 +6,7 @@ cut a document that does not fit are tried, and the faster one is taken:
     zigzag            |-1-|-2-|-3-|-4-|-4-|-3-|-2-|-1-|     each rank has equal work with the keys of each other
     from its end      |1|2|--------- 3 --------|-- 2 --|-1-|     fewer rows: fewer ranks read as far as its end
 
+This placement is for schedules whose ranks wait for each other in every step; `documents_at_once` is for others.
 A rank that takes the last tokens fills up with whole short documents, or with first tokens of the same document, which
 cost no rows: it reads these anyway.
 Guarantees: the same cuts and ranks, the same placement; counts are those of the contiguous layout.
@@ -75,7 +76,7 @@ class Load(NamedTuple):
         return max(self.in_steps, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """What is left of a document that starts at `start`: its tokens lo .. hi - 1. Ordered by pairs."""
 
     pairs: int
@@ -114,8 +115,7 @@ def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
 
 def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
     """Where documents (0, ..., length) go by one choice."""
-    spans = [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
-    items = sorted(_Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
+    items = items_of(cuts)
     left = sum(item.pairs for item in items)
     share, extra = divmod(cuts[-1], ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -131,11 +131,17 @@ def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
     for rank in range(ranks):
         # The share is that of the ranks that are left, so what one lacks all later ones take.
         pairs = max(1, left // (ranks - rank) - even_pairs[rank])
-        filling = _Filling(items, share + (rank < extra) - own[rank], pairs, choice)
+        filling = Filling(items, share + (rank < extra) - own[rank], pairs, choice)
         filling.fill()
         left -= filling.taken + even_pairs[rank]
         pieces[rank] += filling.pieces
-    return tuple(map(_joined, pieces))
+    return tuple(map(joined, pieces))
+
+
+def items_of(cuts: tuple[int, ...]) -> list[Item]:
+    """The documents that have tokens, whole, by their pairs."""
+    spans = [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
+    return sorted(Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
 
 
 def _zigzag(tokens: int, ranks: int, dealt: int) -> list[tuple[int, int, int, int]]:
@@ -193,13 +199,14 @@ def _pairs_with(lo: int, hi: int, key: int) -> int:
     return causal_pairs(max(lo, key) - key, max(hi, key) - key)
 
 
-class _Filling:
+class Filling:
     """One rank, while it takes items or parts of them; `tokens` and `pairs` are what it still has to take."""
 
-    def __init__(self, items: list[_Item], tokens: int, pairs: int, choice: Choice) -> None:
+    def __init__(self, items: list[Item], tokens: int, pairs: int, choice: Choice) -> None:
         self.items, self.tokens, self.pairs, self.choice = items, tokens, pairs, choice
         self.share = pairs
         self.pieces: list[Piece] = []
+        self.reach: dict[int, int] = {}  # by the start of a document: how far in it this rank has tokens
         self.taken = 0
         # Of the n smallest items: to fill up with these costs the fewest pairs.
         self._tokens, self._pairs = _sums(items)
@@ -234,7 +241,7 @@ class _Filling:
         over, count = self._tokens[at] - tokens, self._tokens[at] - self._tokens[at - 1]
         return self._pairs[at] - (self._pairs[at] - self._pairs[at - 1]) * over // count
 
-    def _fits(self, item: _Item, over: int) -> bool:
+    def _fits(self, item: Item, over: int) -> bool:
         """Whether this item leaves pairs enough for the tokens that lack then."""
         rest = self.tokens - item.tokens
         return rest >= 0 and item.pairs + self._least_pairs(rest) <= self.pairs + over
@@ -246,19 +253,20 @@ class _Filling:
             return last  # often, and found without a search
         return _last_true(last, lambda at: self._fits(self.items[at], over), -1)
 
-    def _keep(self, item: _Item, lo: int, hi: int) -> None:
+    def _keep(self, item: Item, lo: int, hi: int) -> None:
         if hi > lo:
             pairs = causal_pairs(lo, hi)
             self.pieces.append((item.start + lo, item.start + hi))
+            self.reach[item.start] = max(self.reach.get(item.start, 0), hi)
             self.tokens, self.pairs, self.taken = self.tokens - hi + lo, self.pairs - pairs, self.taken + pairs
 
-    def _keep_ends(self, item: _Item, first: int, last: int) -> None:
+    def _keep_ends(self, item: Item, first: int, last: int) -> None:
         """Keep these tokens of an item, and put the rest of it back."""
         lo, hi = item.lo + first, item.hi - last
         self._keep(item, item.lo, lo)
         self._keep(item, hi, item.hi)
         if hi > lo:
-            insort(self.items, _Item(causal_pairs(lo, hi), hi - lo, item.start, lo, hi))
+            insort(self.items, Item(causal_pairs(lo, hi), hi - lo, item.start, lo, hi))
 
     def _take_smallest(self, count: int) -> None:
         for item in self.items[:count]:
@@ -269,7 +277,7 @@ class _Filling:
         """Take the last tokens of an item, and fill up."""
         item = self.items.pop(at)
         first = self._first_of(item)
-        light = bisect_left(self.items, _Item(int(self.choice.light * self.pairs), 0, 0, 0, 0))
+        light = bisect_left(self.items, Item(int(self.choice.light * self.pairs), 0, 0, 0, 0))
         # First tokens of another document cost rows, so they come last.
         ways = [(light, False), (len(self.items), False), (len(self.items), True)]
         best = self._parts(item, first, *ways[0])
@@ -282,7 +290,7 @@ class _Filling:
         self._keep_ends(item, best.first, best.last)
         self._finish()
 
-    def _first_of(self, item: _Item) -> int:
+    def _first_of(self, item: Item) -> int:
         """First tokens to take, so that what is left of the item in the end has enough pairs for its tokens."""
         ranks = item.pairs // max(1, self.pairs)
         if not ranks or not self.choice.density:
@@ -291,7 +299,7 @@ class _Filling:
         last = item.hi - math.isqrt(max(0, item.hi**2 - 2 * ranks * self.pairs))
         return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
 
-    def _parts(self, item: _Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
+    def _parts(self, item: Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
         """As many last tokens of the item as the pairs allow beside what fills up."""
         tokens, pairs = _sums(self.items[:most_whole])
 
@@ -319,7 +327,7 @@ class _Filling:
             self.items.remove(item)
             count = min(self.tokens, item.tokens)
 
-            def lack(last: int, item: _Item = item, count: int = count) -> int:
+            def lack(last: int, item: Item = item, count: int = count) -> int:
                 first = causal_pairs(item.lo, item.lo + count - last)
                 return self.pairs - first - causal_pairs(item.hi - last, item.hi)
 
@@ -331,7 +339,7 @@ class _Filling:
             self._keep_ends(item, count - last, last)
 
 
-def _sums(items: list[_Item]) -> tuple[list[int], list[int]]:
+def _sums(items: list[Item]) -> tuple[list[int], list[int]]:
     """Tokens and pairs of the first n items, n = 0, 1, ..."""
     tokens = list(accumulate((item.tokens for item in items), initial=0))
     return tokens, list(accumulate((item.pairs for item in items), initial=0))
@@ -346,7 +354,7 @@ def _last_true(most: int, holds: Callable[[int], bool], none: int) -> int:
     return low
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for start, stop in sorted(pieces):
         if found and found[-1][1] == start:

@@ -8,11 +8,12 @@ and the cluster alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from textwrap import wrap
 from typing import NamedTuple
 
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import spanned, tiles_of
+from ringattn.core.tiling import TileTable, spanned, tiles_of
 from ringattn.errors import InputError, PlanError
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import counts
@@ -20,7 +21,7 @@ from ringattn.planner.extent import excess
 from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
-from ringattn.planner.work import attention_s
+from ringattn.planner.work import attention_s, call_work, work_s
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, Route
 
@@ -43,10 +44,17 @@ PLACED_RANKS = 8
 """The same for schedules that move queries, whose plans take a second on as many ranks."""
 
 SLOW_MUST_GAIN = 0.1
-"""Share of the best time that these must be able to save at all, to be planned for more than four ranks."""
+"""Share of the best time that these must be able to save at all, to be planned on more than four ranks or with more
+tiles."""
+
+PLACED_TILES = 1 << 13
+"""Tiles of single heads up to which they are planned where nobody asked for predictions: 0.2 s each on four ranks."""
 
 PLAYED_PIECES = 1024
 """Pieces of layouts and documents up to which all ranks are planned: a call waits for it."""
+
+FOLLOWED_TILES = 1 << 12
+"""Tiles of all ranks up to which they are, where nobody named the machines: a second and a half on eight ranks."""
 
 PlanOf = Callable[[Problem, Route, int, bool], Plan]
 
@@ -76,10 +84,10 @@ def must_gain(cluster: Cluster) -> float:
 
 
 def followed(problem: Problem, cluster: Cluster) -> bool:
-    """Whether "auto" goes by predictions; where nobody named the machines, not for packed documents (decision 0023)."""
-    return known(cluster) and not (
-        cluster.recognised and any(len(branch.bounds) > 2 for branch in problem.mask.branches)
-    )
+    """Whether "auto" goes by predictions of all schedules: of machines that nobody named, where they are soon made."""
+    if not known(cluster) or not playable(problem):
+        return False
+    return not cluster.recognised or sum(len(table) for table in _tables(problem)) <= FOLLOWED_TILES
 
 
 def playable(problem: Problem) -> bool:
@@ -155,10 +163,13 @@ def _weighed(
     if route.by_node and not route.by_head and len(set(map(cluster.node_of, range(problem.world_size)))) == 1:
         return out("one node: its hops cross the same links as the ring's")
     if _moves_queries(route):
-        least = least_s(problem, cluster)
-        gain = must_gain(cluster) if problem.world_size <= 4 else max(must_gain(cluster), SLOW_MUST_GAIN)
+        least, tiles = least_s(problem, cluster), _single_tiles(problem)
+        quick = problem.world_size <= 4 and tiles <= PLACED_TILES
+        gain = must_gain(cluster) if quick else max(must_gain(cluster), SLOW_MUST_GAIN)
         if least >= (1 - gain) * best_s:
             return out(f"takes {least * 1e3:.3g} ms at least")
+        if cluster.recognised and tiles > PLACED_TILES:
+            return out(f"{tiles} tiles of single heads take long to plan; name it, or the machines")
         if problem.world_size > PLACED_RANKS:
             return out(f"not planned for a choice on more than {PLACED_RANKS} ranks; name it")
     try:
@@ -200,10 +211,11 @@ def how_chosen(found: tuple[Candidate, ...], problem: Problem, cluster: Cluster)
             "by mask and bytes alone, for no constants of these machines are known; Ring(cluster=...) names a preset "
             "or a file of `ringattn calibrate`"
         )
-    if not followed(problem, cluster):
-        return "by mask and bytes alone, for documents take seconds to predict; Ring(cluster=...) asks for it"
     if not found:
-        return f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces all are predicted"
+        tiles = f", and {FOLLOWED_TILES} tiles where nobody names the machines," if cluster.recognised else ""
+        return (
+            f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces{tiles} all are predicted"
+        )
     return f"predicted for {cluster.name}, forward and backward"
 
 
@@ -239,10 +251,23 @@ def own_bytes(problem: Problem) -> int:
 
 
 def least_s(problem: Problem, cluster: Cluster) -> float:
-    """Less than any schedule takes, forward and backward: all pairs, evenly over the ranks and nothing else."""
-    ranks = range(problem.world_size)
-    pairs = sum(table.area() for rank in ranks for table in tiles_of(problem, rank).values()) / problem.world_size
-    return sum(attention_s(problem, pairs, cluster, backward) for backward in (False, True))
+    """Less than any schedule takes, forward and backward: work on all tiles, evenly over the ranks and nothing else."""
+    seconds = 0.0
+    for table, backward in product(_tables(problem), (False, True)):
+        work = call_work(problem, table, backward, cluster.block_keys)
+        # How many calls there are is the schedule's affair.
+        seconds += work_s(problem, work._replace(calls=0), cluster, backward)
+    return seconds / problem.world_size
+
+
+def _tables(problem: Problem) -> list[TileTable]:
+    """The tiles of all ranks."""
+    return [table for rank in range(problem.world_size) for table in tiles_of(problem, rank).values()]
+
+
+def _single_tiles(problem: Problem) -> int:
+    """Tiles of all ranks, one for each query head."""
+    return sum(int(table.columns[:, 13].sum()) for table in _tables(problem))
 
 
 def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:

@@ -13,9 +13,9 @@ from ringattn.planner.candidates import (
     by_closed_form,
     candidates,
     followed,
+    known,
     must_gain,
     own_bytes,
-    playable,
     ring_is_near,
 )
 from ringattn.planner.cluster import REFERENCE, Cluster
@@ -80,7 +80,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
             route = replace(route, grid=grid_of(nodes, route.name))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
-    elif followed(problem, cluster) and playable(problem) and problem.world_size > 1:
+    elif problem.world_size > 1 and followed(problem, cluster):
         ring = _chosen(problem, RING.name, cluster)
         # Where nobody named the machines, no call waits for a choice that can gain nothing.
         if cluster.recognised and ring_is_near(problem, cluster, ring, _planned):
@@ -91,7 +91,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     else:
         relayed, direct = read_sets_of(problem).totals
         route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
-        if followed(problem, cluster) and route is RING:
+        if known(cluster) and route is RING:
             seconds = by_closed_form(problem, cluster)
             if seconds.get("double_ring", seconds["ring"]) < (1 - must_gain(cluster)) * seconds["ring"]:
                 return _chosen(problem, "double_ring", cluster)

@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-from ringattn.core.geometry import Tile, TokenRange
+import numpy as np
+
+from ringattn.core.geometry import Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import TileTable
 from ringattn.errors import PlanError
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
@@ -72,35 +74,57 @@ class ReceivedHeads:
             for buffer in (self.fused[Kind.Q], self.fused[Kind.KV])
             for block in buffer.contents
         }
-        known: Cuts = {}
-        return TileTable.of(
-            [
-                cut
-                for item in self.items
-                for _, table in item.tiles
-                for tile in table
-                # A query head reads K/V head h // group.
-                for cut in _cut(tile, parts[item.q][tile.heads.start], parts[item.kv][tile.heads.start // group], known)
-            ]
+        return TileTable.together(
+            _cut(table, parts[item.q], parts[item.kv], group) for item in self.items for _, table in item.tiles
         )
 
 
-Cuts = dict[tuple[object, ...], list[tuple[TokenRange, TokenRange]]]
-"""Of a tile and the rows that are held: the ranges of packed rows that it becomes. Most heads have the same."""
+Parts = Mapping[int, tuple[HeadRows, int]]
+"""By head: its part of a packed block, and the part's first row in the fused buffer."""
 
 
-def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int], known: Cuts) -> Iterator[Tile]:
-    """A tile on packed rows: one for each run of queries and each run of keys that hold some of it."""
-    (q_part, q_start), (k_part, k_start) = q, k
-    spot = tile.q, tile.k, tile.band, q_part.rows, k_part.rows
-    if spot not in known:
-        # Packed rows are contiguous only within a held range, so a tile may become several:
-        #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
-        ranges = product(_packed_ranges(tile.q, q_part), list(_packed_ranges(tile.k, k_part)))
-        # Some combinations lie wholly outside the band.
-        known[spot] = [pair for pair in ranges if Tile(*pair, tile.band, ONE).area()]
-    for q_range, k_range in known[spot]:
-        yield Tile(_moved(q_range, q_start), _moved(k_range, k_start), tile.band, ONE, tile.heads.start)
+def _cut(table: TileTable, q: Parts, k: Parts, group: int) -> TileTable:
+    """Tiles of single heads on packed rows: one for each run of queries and each run of keys that hold some of one."""
+    columns = table.columns
+    heads, head_of = np.unique(columns[:, 12], return_inverse=True)
+    # A query head reads K/V head h // group. Of heads that are held alike, tiles that lie alike are cut once.
+    of_head = [(q[head], k[head // group]) for head in heads.tolist()]
+    held = [(q_part.rows, k_part.rows) for (q_part, _), (k_part, _) in of_head]
+    first_of = {rows: at for at, rows in reversed(list(enumerate(held)))}
+    alike = np.array([first_of[rows] for rows in held], np.int64)[head_of]
+    ways, way_of = np.unique(np.column_stack([alike, columns[:, :12]]), axis=0, return_inverse=True)
+    way_of = way_of.reshape(-1)
+    pieces: list[list[int]] = []
+    borders = [0]
+    for at, *tile in ways.tolist():
+        pieces += _pieces(tile, of_head[at][0][0], of_head[at][1][0])
+        borders.append(len(pieces))
+    counts = np.diff(borders)[way_of]
+    tile_of = np.repeat(np.arange(len(columns)), counts)
+    # The n-th piece of tile t is piece borders[way of t] + n; n counts from the first piece of the tile.
+    nth = np.arange(len(tile_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    found = np.empty((len(tile_of), columns.shape[1]), np.int64)
+    found[:, :10] = np.array(pieces, np.int64).reshape(-1, 10)[np.array(borders)[way_of[tile_of]] + nth]
+    found[:, 10:12] = columns[tile_of, 10:12]
+    found[:, 12], found[:, 13], found[:, 14] = ONE.start, ONE.count, columns[tile_of, 12]
+    for column, starts in ((3, [row for (_, row), _ in of_head]), (8, [row for _, (_, row) in of_head])):
+        found[:, column] += np.array(starts, np.int64)[head_of[tile_of]]
+    return TileTable(found)
+
+
+def _pieces(tile: list[int], q_part: HeadRows, k_part: HeadRows) -> list[list[int]]:
+    """Of a tile's columns up to its band: those of queries and of keys of its pieces, on the rows of the parts."""
+    qs, qss, qn, qr, qrs, ks, kss, kn, kr, krs, lo, hi = tile
+    q_ranges = _packed_ranges(TokenRange(StridedRange(qs, qn, qss), StridedRange(qr, qn, qrs)), q_part)
+    k_ranges = _packed_ranges(TokenRange(StridedRange(ks, kn, kss), StridedRange(kr, kn, krs)), k_part)
+    # Packed rows are contiguous only within a held range, so a tile may become several:
+    #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
+    # Some combinations lie wholly outside the band.
+    return [
+        [number for one in pair for number in (one.positions.start, one.positions.stride, one.positions.count,
+                                               one.rows.start, one.rows.stride)]
+        for pair in product(q_ranges, list(k_ranges)) if Tile(*pair, Band(lo, hi), ONE).area()
+    ]  # fmt: skip
 
 
 def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:
@@ -108,10 +132,6 @@ def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:
     for overlap in overlaps:
         # Positions stay those of the tile, for the band; rows become rows of the packed part.
         yield TokenRange(tokens.positions.pick(overlap.indices), overlap.packed)
-
-
-def _moved(tokens: TokenRange, rows: int) -> TokenRange:
-    return TokenRange(tokens.positions, tokens.rows._replace(start=tokens.rows.start + rows))
 
 
 def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad]]]) -> dict[int, ReceivedHeads]:

@@ -11,6 +11,7 @@ import pytest
 
 from ringattn.bench import placement
 from ringattn.core.documents import CHOICES, Piece, causal_pairs, load_of, place, placed
+from ringattn.core.documents_at_once import EVEN, placed_at_once
 
 TOKENS = 131072
 
@@ -22,6 +23,18 @@ def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int
         cuts = placement.drawn(TOKENS, seed, longest)
         pairs = load_of(cuts, placed(cuts, ranks)).pairs
         assert max(pairs) * ranks <= 1.05 * sum(pairs), f"seed {seed}"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_placed_at_once_pairs_are_even_and_rows_few(ranks: int, seed: int) -> None:
+    """Beside what any placement so even sends, and the placement for steps."""
+    cuts = placement.drawn(TOKENS, seed)
+    load, steps = (load_of(cuts, place(cuts, ranks)) for place in (placed_at_once, placed))
+    assert max(load.pairs) * ranks <= EVEN * sum(load.pairs)
+    bound = placement.fewest_rows(cuts, ranks, max(load.pairs))
+    assert bound <= sum(load.sent) <= (1.01 if seed == 2 else 1.11) * bound
+    assert sum(load.sent) < sum(steps.sent)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -104,5 +117,5 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
              f"results={tmp_path}"]  # fmt: skip
     data = placement.main(words)
     assert json.loads((tmp_path / "placement.json").read_text())["0 2"] == data["0 2"]
-    assert set(data["0 2"]) == {"bounds", *placement.LAYOUTS}
+    assert set(data["0 2"]) == {"bounds", *placement.LAYOUTS, placement.AT_ONCE}
     assert "lower bound" in capsys.readouterr().out

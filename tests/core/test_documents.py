@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.documents import CHOICES, PAIRS_PER_ROW, Choice, Load, causal_pairs, load_of, place, placed
+from ringattn.core.documents import (
+    CHOICES,
+    FEW_ROWS,
+    PAIRS_PER_ROW,
+    Choice,
+    Load,
+    causal_pairs,
+    items_of,
+    joined,
+    load_of,
+    place,
+    placed,
+)
+from ringattn.core.documents_at_once import CHOICES as CHOICES_AT_ONCE
+from ringattn.core.documents_at_once import EVEN, Filled, fill, placed_at_once
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -95,6 +109,37 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
 def test_the_slowest_rank_counts_by_its_work_or_its_messages() -> None:
     assert Load((900, 700), (0, 2), (2, 0), 950).cost == 950
     assert Load((900, 700), (0, 5), (5, 0), 950).cost == 5 * PAIRS_PER_ROW
+
+
+@given(documents(), ranks_of)
+def test_placed_at_once_each_token_has_one_rank_and_rows_are_what_load_of_counts(
+    bounds: tuple[int, ...], ranks: int
+) -> None:
+    shards = placed_at_once(bounds, ranks)
+    assert sorted(at for shard in shards for piece in shard for at in range(*piece)) == list(range(bounds[-1]))
+    counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
+    assert counts == make_layout("contiguous", bounds[-1], ranks).counts
+    items = items_of(bounds)
+    start = Filled(tuple(items), sum(item.pairs for item in items), 0, 0, ())
+    for choice in CHOICES_AT_ONCE[::5]:
+        *_, filled = fill(start, bounds[-1], ranks, choice)
+        load = load_of(bounds, tuple(joined(list(pieces)) for pieces in filled.pieces))
+        assert (filled.most, filled.reach - bounds[-1]) == (max(load.pairs), sum(load.sent))
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> None:
+    """Of documents between which the choices differ, and where changing it midway pays."""
+    lengths = (
+        11, 31, 11, 25, 1096, 16, 969, 36, 148, 11, 53, 25, 32, 19, 1115, 38, 51, 43, 27, 82, 34, 29, 13, 28, 13, 31,
+        21, 61, 31, 18,
+    )  # fmt: skip
+    bounds = tuple(accumulate(lengths, initial=0))
+    load, mean = load_of(bounds, placed_at_once(bounds, ranks)), sum(causal_pairs(0, n) for n in lengths) / ranks
+    alone = [load_of(bounds, place(bounds, ranks, choice)) for choice in CHOICES_AT_ONCE]
+    assert max(load.pairs) <= EVEN * mean
+    fewest = min(sum(one.sent) for one in alone if max(one.pairs) <= EVEN * mean)
+    assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest
 
 
 def test_the_same_documents_are_placed_alike() -> None:

@@ -11,8 +11,9 @@ import ringattn
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
+from ringattn.core.tiling import tiles_of
 from ringattn.errors import InputError
-from ringattn.planner import choose
+from ringattn.planner import candidates, choose
 from ringattn.planner.candidates import (
     MUST_GAIN,
     PLAYED_RANKS,
@@ -20,6 +21,7 @@ from ringattn.planner.candidates import (
     Candidate,
     by_closed_form,
     how_chosen,
+    least_s,
     ring_is_near,
     table_of,
 )
@@ -233,13 +235,43 @@ def test_what_nobody_named_must_gain_more_and_takes_no_memory_for_layers() -> No
     assert choose_route(long, "ring", replace(slow, recognised=True)).opening != "kept"
 
 
-def test_documents_of_machines_that_nobody_named_go_by_mask_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = machines((0, 0, 1, 1), latency_s=1e-3)
-    rows, cuts = make_layout("zigzag", 1024, 4), (0, 100, 612, 1024)
-    mask = Banded(True).mask(1024, 1024, cuts, cuts, 4, 4)
-    problem = Problem(rows, rows, mask, 1, 4, 4, 64, 64, "bfloat16")
-    assert choose_route(problem, "auto", found).name != "ring"
-    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("seconds for each new pack of documents"))
-    unasked = replace(found, recognised=True)
-    assert choose_route(problem, "auto", unasked) == choose_route(problem, "auto", REFERENCE)
-    assert "documents take seconds" in how_chosen((), problem, unasked)
+def test_no_schedule_takes_less_than_its_work_evenly_over_the_ranks() -> None:
+    problem = packed("per_document", 2, 1)
+    cluster = machines((0, 0, 1, 1), call_s=1e-6, tile_s=1e-7, copy_bytes_s=1e12, state_passes=1.0, bandwidth=1e12)
+    found = [one for one in compared(problem, cluster) if one.seconds is not None]
+    assert {one.schedule for one in found} > {"ring", "double_ring", "ulysses_ring", "pass_q", "balanced"}
+    assert 0 < least_s(problem, cluster) <= min(one.seconds or 0.0 for one in found)
+
+
+def packed(layout: str, q_heads: int = 4, kv_heads: int = 4) -> Problem:
+    cuts = (0, 100, 612, 1024)
+    rows = make_layout(layout, 1024, 4, cuts)
+    mask = Banded(True).mask(1024, 1024, cuts, cuts, q_heads, kv_heads)
+    return Problem(rows, rows, mask, 1, q_heads, kv_heads, 64, 64, "bfloat16")
+
+
+def test_documents_are_predicted_on_recognised_machines_without_what_takes_long_to_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named, problem = machines((0, 0, 1, 1), latency_s=1e-3), packed("per_document", 2, 1)
+    unasked = replace(named, recognised=True)
+    assert choose_route(problem, "auto", unasked).name == compared(problem, unasked)[0].schedule != "ring"
+    tiles = sum(len(table) for rank in range(4) for table in tiles_of(problem, rank).values()) * problem.q_heads
+    monkeypatch.setattr(candidates, "PLACED_TILES", tiles)
+    compared.cache_clear()
+    assert by_name(compared(problem, unasked))["ulysses"].seconds is not None
+    monkeypatch.setattr(candidates, "PLACED_TILES", tiles - 1)
+    compared.cache_clear()
+    found = by_name(compared(problem, unasked))
+    for name in ("ulysses", "ulysses_ring", "pass_q", "balanced"):
+        assert found[name].seconds is None and f"{tiles} tiles" in found[name].why, name
+    assert found["ring"].seconds and found["all_gather"].seconds
+    monkeypatch.setattr(candidates, "FOLLOWED_TILES", tiles // 2 - 1)
+    # Whoever names the machines waits for all that could save a tenth.
+    assert by_name(compared(problem, named))["ulysses"].seconds is not None
+    choose._chosen.cache_clear()
+    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("too many tiles for what nobody asked for"))
+    assert choose_route(problem, "auto", unasked).name == "double_ring"  # by mask, bytes and hops
+    assert f"{tiles // 2 - 1} tiles" in how_chosen((), problem, unasked)
+    compared.cache_clear()
+    choose._chosen.cache_clear()

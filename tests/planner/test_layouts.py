@@ -55,7 +55,7 @@ def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
 
 
 def test_where_no_machines_are_known_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
-    """All but the last shard comes to a rank, three times as large with its gradients: K/V are half of q, k, v and out."""
+    """K/V are half of q, k, v and out, and three times as large with their gradients."""
     for cuts, heads in ((SHORT, 1), (LONG, 8)):
         at_once = problem_of(cuts, 4, True, heads)
         assert choose_route(at_once, "auto").name == "all_gather"
