@@ -269,6 +269,7 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
             for name, all_placed in found.items():
                 all_placed.append(placed_by(cuts, name, ranks, options))
             bounds.append(fewest_rows(cuts, ranks, max(load_of(cuts, placed_at_once(cuts, ranks)).pairs)))
+        table.rows.append(_uneven(ranks, longest, options, data))
         for name, lines in found.items():
             balance, read = max(line.balance for line in lines), mean(line.read for line in lines)
             comparable = any(bounds) and balance <= MOST_UNEVEN
@@ -280,6 +281,22 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
         table.rows.append((str(ranks), "lower bound", "1.000", f"{mean(bounds):.0f}", "", "", "", ""))
         data[f"{longest} {ranks}"] = {"bounds": bounds, **{n: [one._asdict() for one in ls] for n, ls in found.items()}}
     return table
+
+
+def _uneven(ranks: int, longest: int, options: PlacementOptions, data: dict[str, Any]) -> tuple[str, ...]:
+    """Rows where pairs may be `MOST_UNEVEN`, beside the bound of placements that are: no layout, so nothing else."""
+    loads, bounds = [], []
+    for seed in range(options.seeds):
+        cuts = drawn(options.tokens, seed, longest)
+        loads.append(load_of(cuts, placed_at_once(cuts, ranks, MOST_UNEVEN)))
+        bounds.append(fewest_rows(cuts, ranks, max(MOST_UNEVEN * sum(loads[-1].pairs) / ranks, max(loads[-1].pairs))))
+    rows = [sum(load.sent) for load in loads]
+    if any(below > sent for below, sent in zip(bounds, rows, strict=True)):
+        raise GateError(f"{ranks} ranks: fewer rows than the lower bound")
+    data[f"{longest} {ranks} uneven"] = {"bounds": bounds, "rows": rows}
+    balance = max(max(load.pairs) * ranks / sum(load.pairs) for load in loads)
+    over = f"{sum(rows) / sum(bounds):.3f}" if any(bounds) else ""
+    return (str(ranks), f"{AT_ONCE}, less even", f"{balance:.3f}", f"{mean(rows):.0f}", "", over, "", "")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ringattn.core.documents import (
     placed,
 )
 from ringattn.core.documents_at_once import CHOICES as CHOICES_AT_ONCE
-from ringattn.core.documents_at_once import EVEN, Filled, fill, placed_at_once
+from ringattn.core.documents_at_once import EVEN, Filled, Way, fill, placed_at_once
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -120,11 +120,14 @@ def test_placed_at_once_each_token_has_one_rank_and_rows_are_what_load_of_counts
     counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
     assert counts == make_layout("contiguous", bounds[-1], ranks).counts
     items = items_of(bounds)
-    start = Filled(tuple(items), sum(item.pairs for item in items), 0, 0, ())
     for choice in CHOICES_AT_ONCE[::5]:
-        *_, filled = fill(start, bounds[-1], ranks, choice)
-        load = load_of(bounds, tuple(joined(list(pieces)) for pieces in filled.pieces))
-        assert (filled.most, filled.reach - bounds[-1]) == (max(load.pairs), sum(load.sent))
+        for pairs in (0.0, 1.05):
+            filled = Filled(tuple(items), sum(item.pairs for item in items), 0, 0, ())
+            mean = filled.left / ranks
+            for _ in range(ranks):
+                filled = fill(filled, bounds[-1], ranks, mean, Way(choice, pairs))
+            load = load_of(bounds, tuple(joined(list(pieces)) for pieces in filled.pieces))
+            assert (filled.most, filled.reach - bounds[-1]) == (max(load.pairs), sum(load.sent))
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -140,6 +143,8 @@ def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> Non
     assert max(load.pairs) <= EVEN * mean
     fewest = min(sum(one.sent) for one in alone if max(one.pairs) <= EVEN * mean)
     assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest
+    less_even = load_of(bounds, placed_at_once(bounds, ranks, 1.05))
+    assert sum(less_even.sent) < sum(load.sent) and EVEN * mean < max(less_even.pairs) <= 1.05 * mean
 
 
 def test_the_same_documents_are_placed_alike() -> None:
