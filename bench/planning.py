@@ -26,7 +26,7 @@ from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan
-from ringattn.schedule.passes import rows_asked, rows_read
+from ringattn.schedule.passes import merged_keys, merged_queries
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import forward_of_rank, route_named, schedule_of
 from ringattn.schedule.verify import verify
@@ -71,7 +71,7 @@ def plan_cold(
 
     A backward is planned after its forward, as it always is, and only the backward is timed.
     """
-    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, rows_asked, rows_read):
+    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, merged_queries, merged_keys):
         cached.cache_clear()
     route = route_named(schedule)
     if backward:

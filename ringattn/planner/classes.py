@@ -309,7 +309,7 @@ def classes_of(
     )
     found = {}
     if name == "ulysses_ring":
-        check_extent(problem_of(counts[-1]), by_head=True)
+        check_extent(problem_of(counts[-1]), by_head=True, groups=counts[-1] // group)
     routes = routes_on(problem_of, schedule, cluster, counts, group, opening)
     for backward in (False, True):
         # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.

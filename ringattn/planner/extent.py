@@ -21,14 +21,17 @@ MOST_TILES = 2**18
 REMEDY = "plan a sequence whose length, segments and documents are all shorter by one factor, on as few ranks"
 
 
-def check_extent(problem: Problem, by_head: bool = False) -> None:
+def check_extent(problem: Problem, by_head: bool = False, groups: int = 1) -> None:
     """Raise `InputError` with the count if a plan of all ranks would be too large; see `excess`."""
-    if found := excess(problem, by_head):
+    if found := excess(problem, by_head, groups):
         raise InputError(f"{found}; {REMEDY}")
 
 
-def excess(problem: Problem, by_head: bool = False) -> str | None:
-    """What a plan of all ranks would have too many of; None if it can be made. `by_head`: each head has its tiles."""
+def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | None:
+    """What a plan of all ranks would have too many of; None if it can be made.
+
+    `by_head`: each head has its tiles. `groups`: of so many groups of ranks one is planned at a time.
+    """
     name, ranks = problem.q_layout.name, problem.world_size
     pieces = sum(
         spanned(layout, bounds, branch.segment)
@@ -48,9 +51,10 @@ def excess(problem: Problem, by_head: bool = False) -> str | None:
         shared = [part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
                   for part in problem.parts]  # fmt: skip
         tiles += meetings * sum(heads.count if by_head else heads.count > 0 for heads in shared)
-    if tiles > MOST_TILES:
+    if tiles > MOST_TILES * groups:
         return (
-            f"queries and keys of {ranks} ranks in {name} layout meet in {tiles} tiles"
+            f"queries and keys of {ranks} ranks in {name} layout meet in {tiles // groups} tiles"
+            f"{f' for each of {groups} groups' if groups > 1 else ''}"
             f"{', one for each head,' if by_head else ''} and {MOST_TILES} can be planned"
         )
     return None

@@ -15,8 +15,8 @@ from itertools import product
 
 import numpy as np
 
-from ringattn.core.geometry import Band, StridedRange, Tile, TokenRange
-from ringattn.core.tiling import TileTable
+from ringattn.core.geometry import StridedRange, Tile, TokenRange
+from ringattn.core.tiling import Ints, TileTable
 from ringattn.errors import PlanError
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
 from ringattn.schedule.content import Content, HeadRows, union
@@ -47,7 +47,7 @@ def fused_by_kind(found: Iterable[tuple[Block, Content]], step: int) -> dict[Kin
         contents[block].append(rows)
     by_kind: dict[Kind, dict[Block, Content]] = defaultdict(dict)
     for block in sorted(contents):
-        by_kind[block.kind][block] = union(contents[block])
+        by_kind[block.kind][block] = union(dict.fromkeys(contents[block]))
         if not alone(by_kind[block.kind][block]):
             raise PlanError("what is received must have a part for every head")
     return {kind: FusedBuffer(f"{kind} received for step {step}", kind, held) for kind, held in by_kind.items()}
@@ -68,63 +68,82 @@ class ReceivedHeads:
 
         A tile says which query head of the call it is, as its positions say which tokens its rows are.
         """
-        # By head: the part of the packed block and its first row in the fused buffer.
-        parts = {
-            block: {part.heads.start: (part, row) for part, row in buffer.parts(block)}
-            for buffer in (self.fused[Kind.Q], self.fused[Kind.KV])
-            for block in buffer.contents
-        }
-        return TileTable.together(
-            _cut(table, parts[item.q], parts[item.kv], group) for item in self.items for _, table in item.tiles
-        )
+        every = [(item, table) for item in self.items for _, table in item.tiles]
+        counts = [len(table) for _, table in every]
+        tiles = TileTable.together(table for _, table in every)
+        # A query head reads K/V head h // group.
+        columns = tiles.columns.copy()
+        heads = tiles.columns[:, 12]
+        q = PackedRows(self.fused[Kind.Q], [item.q for item, _ in every], counts, heads, columns[:, 2:5])
+        k = PackedRows(self.fused[Kind.KV], [item.kv for item, _ in every], counts, heads // group, columns[:, 7:10])
+        columns[:, 3:5], columns[:, 8:10] = q.rows, k.rows
+        # What the buffers hold has a single head.
+        columns[:, 14], columns[:, 12], columns[:, 13] = heads, ONE.start, ONE.count
+        whole = q.whole & k.whole
+        if whole.all():
+            return TileTable(columns)
+        known: Cuts = {}
+        found = [TileTable(columns[whole])]
+        places = [np.flatnonzero(whole)]
+        for at in np.flatnonzero(~whole).tolist():
+            (tile,) = tiles.take([at])
+            found.append(TileTable.of(list(_cut(tile, q.part(at), k.part(at), known))))
+            places.append(np.full(len(found[-1]), at))
+        return TileTable.together(found).take(np.argsort(np.concatenate(places), kind="stable"))
 
 
-Parts = Mapping[int, tuple[HeadRows, int]]
-"""By head: its part of a packed block, and the part's first row in the fused buffer."""
+class PackedRows:
+    """The rows of tiles in a fused buffer: of each the first and how far apart, `whole` where they are one range of it.
+
+    Those of other tiles mean nothing; they are cut by `part`.
+    """
+
+    def __init__(
+        self, buffer: FusedBuffer, blocks: Sequence[Block], counts: Sequence[int], heads: Ints, rows: Ints
+    ) -> None:
+        """So many tiles (`counts`) of each of the `blocks`; of each tile the head, and count, first and stride."""
+        at = {block: n for n, block in enumerate(dict.fromkeys(blocks))}
+        self._parts = [{part.heads.start: (part, row) for part, row in buffer.parts(block)} for block in at]
+        # Most heads hold the same ranges of rows, and those are looked up together.
+        kinds: dict[tuple[StridedRange, ...], int] = {}
+        kind, start = np.zeros((2, len(at), int(heads.max(initial=0)) + 1), np.int64)
+        for n, parts in enumerate(self._parts):
+            for head, (part, row) in parts.items():
+                if head < kind.shape[1]:
+                    kind[n, head], start[n, head] = kinds.setdefault(part.rows, len(kinds)), row
+        self._of, self._heads = np.repeat([at[block] for block in blocks], counts), heads
+        count, first, stride = rows.T
+        last, kind = first + (count - 1) * stride, kind[self._of, heads]
+        packed, self.whole = first.copy(), np.zeros(len(rows), bool)
+        for held, number in kinds.items():
+            part, mine = HeadRows(ONE, held), kind == number
+            if part.dense:
+                packed[mine] = part.offsets(first[mine])
+                # Ranges do not touch, so from one to the next some rows are missing.
+                self.whole[mine] = part.offsets(last[mine]) - packed[mine] == last[mine] - first[mine]
+        self.rows = np.stack([packed + start[self._of, heads], np.where(count > 1, stride, 1)], axis=1)
+
+    def part(self, tile: int) -> tuple[HeadRows, int]:
+        """What is held of a tile's block and head, and its first row in the buffer."""
+        return self._parts[self._of[tile]][int(self._heads[tile])]
 
 
-def _cut(table: TileTable, q: Parts, k: Parts, group: int) -> TileTable:
-    """Tiles of single heads on packed rows: one for each run of queries and each run of keys that hold some of one."""
-    columns = table.columns
-    heads, head_of = np.unique(columns[:, 12], return_inverse=True)
-    # A query head reads K/V head h // group. Of heads that are held alike, tiles that lie alike are cut once.
-    of_head = [(q[head], k[head // group]) for head in heads.tolist()]
-    held = [(q_part.rows, k_part.rows) for (q_part, _), (k_part, _) in of_head]
-    first_of = {rows: at for at, rows in reversed(list(enumerate(held)))}
-    alike = np.array([first_of[rows] for rows in held], np.int64)[head_of]
-    ways, way_of = np.unique(np.column_stack([alike, columns[:, :12]]), axis=0, return_inverse=True)
-    way_of = way_of.reshape(-1)
-    pieces: list[list[int]] = []
-    borders = [0]
-    for at, *tile in ways.tolist():
-        pieces += _pieces(tile, of_head[at][0][0], of_head[at][1][0])
-        borders.append(len(pieces))
-    counts = np.diff(borders)[way_of]
-    tile_of = np.repeat(np.arange(len(columns)), counts)
-    # The n-th piece of tile t is piece borders[way of t] + n; n counts from the first piece of the tile.
-    nth = np.arange(len(tile_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    found = np.empty((len(tile_of), columns.shape[1]), np.int64)
-    found[:, :10] = np.array(pieces, np.int64).reshape(-1, 10)[np.array(borders)[way_of[tile_of]] + nth]
-    found[:, 10:12] = columns[tile_of, 10:12]
-    found[:, 12], found[:, 13], found[:, 14] = ONE.start, ONE.count, columns[tile_of, 12]
-    for column, starts in ((3, [row for (_, row), _ in of_head]), (8, [row for _, (_, row) in of_head])):
-        found[:, column] += np.array(starts, np.int64)[head_of[tile_of]]
-    return TileTable(found)
+Cuts = dict[tuple[object, ...], list[tuple[TokenRange, TokenRange]]]
+"""Of a tile and the rows that are held: the ranges of packed rows that it becomes. Most heads have the same."""
 
 
-def _pieces(tile: list[int], q_part: HeadRows, k_part: HeadRows) -> list[list[int]]:
-    """Of a tile's columns up to its band: those of queries and of keys of its pieces, on the rows of the parts."""
-    qs, qss, qn, qr, qrs, ks, kss, kn, kr, krs, lo, hi = tile
-    q_ranges = _packed_ranges(TokenRange(StridedRange(qs, qn, qss), StridedRange(qr, qn, qrs)), q_part)
-    k_ranges = _packed_ranges(TokenRange(StridedRange(ks, kn, kss), StridedRange(kr, kn, krs)), k_part)
-    # Packed rows are contiguous only within a held range, so a tile may become several:
-    #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
-    # Some combinations lie wholly outside the band.
-    return [
-        [number for one in pair for number in (one.positions.start, one.positions.stride, one.positions.count,
-                                               one.rows.start, one.rows.stride)]
-        for pair in product(q_ranges, list(k_ranges)) if Tile(*pair, Band(lo, hi), ONE).area()
-    ]  # fmt: skip
+def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int], known: Cuts) -> Iterator[Tile]:
+    """A tile on packed rows: one for each run of queries and each run of keys that hold some of it."""
+    (q_part, q_start), (k_part, k_start) = q, k
+    spot = tile.q, tile.k, tile.band, q_part.rows, k_part.rows
+    if spot not in known:
+        # Packed rows are contiguous only within a held range, so a tile may become several:
+        #    q rows 0..9, held as 0..3 and 6..9;  k rows held as 0..9   ->   (0..3 x 0..9) and (6..9 x 0..9)
+        ranges = product(_packed_ranges(tile.q, q_part), list(_packed_ranges(tile.k, k_part)))
+        # Some combinations lie wholly outside the band.
+        known[spot] = [pair for pair in ranges if Tile(*pair, tile.band, ONE).area()]
+    for q_range, k_range in known[spot]:
+        yield Tile(_moved(q_range, q_start), _moved(k_range, k_start), tile.band, ONE, tile.heads.start)
 
 
 def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:
@@ -132,6 +151,10 @@ def _packed_ranges(tokens: TokenRange, part: HeadRows) -> Iterator[TokenRange]:
     for overlap in overlaps:
         # Positions stay those of the tile, for the band; rows become rows of the packed part.
         yield TokenRange(tokens.positions.pick(overlap.indices), overlap.packed)
+
+
+def _moved(tokens: TokenRange, rows: int) -> TokenRange:
+    return TokenRange(tokens.positions, tokens.rows._replace(start=tokens.rows.start + rows))
 
 
 def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad]]]) -> dict[int, ReceivedHeads]:

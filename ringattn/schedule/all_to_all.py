@@ -13,7 +13,10 @@ Guarantees: a schedule that needs no pass, forward or backward; every row travel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
@@ -34,6 +37,8 @@ from ringattn.schedule.ops import (
 )
 from ringattn.schedule.passes import inputs_of, own_sum, result_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
+
+Pair = TypeVar("Pair", bound=Hashable)
 
 OUT, SERVE, BACK, MERGE = range(4)
 STEPS = 4
@@ -97,14 +102,13 @@ def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
 def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:
     """The work of a sub-ring, each K/V head on its owner."""
     members = sorted({rank for pair in pairs for rank in pair})
-    found = {pair: by_head(tables) for pair, tables in pairs.items()}
-    shares = shares_of(problem, {head for tables in found.values() for head in tables}, len(members))
+    single = SingleHeads(problem, {pair: [one for some in tables.values() for one in some]
+                                   for pair, tables in pairs.items()})  # fmt: skip
     # `asker` owns the queries, `owner` the keys; `rank` computes and may be either of them or a third.
-    for (asker, owner), tables in found.items():
-        for rank, mine in zip(members, shares, strict=True):
-            if tiles := of_heads(problem, tables, mine):
-                q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
-                yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
+    for rank, mine in zip(members, shares_of(problem, single.heads, len(members)), strict=True):
+        for (asker, owner), tiles in single.of_heads(mine).items():
+            q, kv = Block(Kind.Q, asker, ring=number), Block(Kind.KV, owner, ring=number)
+            yield Attend(rank, q, kv, Block(Kind.OUT, asker, rank, number), tiles)
 
 
 def shares_of(problem: Problem, heads: Iterable[int], members: int) -> list[list[int]]:
@@ -124,17 +128,33 @@ def shares_of(problem: Problem, heads: Iterable[int], members: int) -> list[list
     return shares
 
 
-def by_head(tables: Tables) -> dict[int, TileTable]:
-    """The tiles by query head."""
-    single = TileTable.together(table for some in tables.values() for table in some).with_single_heads()
-    # Column 12 of a tile is its first query head, here its only one.
-    return {head: single.take(single.columns[:, 12] == head) for head in sorted(set(single.columns[:, 12].tolist()))}
+class SingleHeads(Generic[Pair]):
+    """The tiles of some pairs of ranks, one for each query head, to be found by head."""
 
+    def __init__(self, problem: Problem, tables: Mapping[Pair, Sequence[TileTable]]) -> None:
+        """Takes the tiles of each pair. `heads`: the query heads that any of them has, ascending."""
+        self._problem, self._pairs = problem, list(tables)
+        every = TileTable.together([TileTable.of([]), *(table for some in tables.values() for table in some)])
+        single = every.with_single_heads().columns
+        pairs = np.repeat(np.arange(len(tables)), [sum(map(len, some)) for some in tables.values()])
+        pairs = pairs.repeat(every.columns[:, 13])
+        # Column 12 of a tile is its first query head, here its only one.
+        order = np.lexsort((single[:, 12], pairs))
+        self._tiles, self._pair = single[order], pairs[order]
+        self.heads = np.unique(single[:, 12]).tolist()
 
-def of_heads(problem: Problem, tables: dict[int, TileTable], heads: Iterable[int]) -> tuple[HeadTiles, ...]:
-    """The tiles of some query heads, by the K/V head that they read."""
-    found: dict[int, list[TileTable]] = defaultdict(list)
-    for head in heads:
-        if head in tables:
-            found[head // problem.group].append(tables[head])
-    return tuple(HeadTiles(StridedRange(head, 1), TileTable.together(found[head])) for head in sorted(found))
+    def of_heads(self, heads: Sequence[int]) -> dict[Pair, tuple[HeadTiles, ...]]:
+        """The tiles of some query heads, by the K/V head that they read; without the pairs that have none."""
+        mine = np.isin(self._tiles[:, 12], heads)
+        tiles, pairs = self._tiles[mine], self._pair[mine]
+        if not len(tiles):
+            return {}
+        reads = tiles[:, 12] // self._problem.group
+        # A table ends where the next tile is of another pair or K/V head.
+        firsts = np.flatnonzero(np.r_[True, (pairs[1:] != pairs[:-1]) | (reads[1:] != reads[:-1])])
+        found: dict[Pair, list[HeadTiles]] = defaultdict(list)
+        places = zip(firsts.tolist(), [*firsts[1:].tolist(), len(tiles)], pairs[firsts].tolist(),
+                     reads[firsts].tolist(), strict=True)  # fmt: skip
+        for first, end, pair, head in places:
+            found[self._pairs[pair]].append(HeadTiles(StridedRange(head, 1), TileTable(tiles[first:end])))
+        return {pair: tuple(parts) for pair, parts in found.items()}

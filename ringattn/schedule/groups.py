@@ -9,8 +9,8 @@ import numpy as np
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import Ints, TileTable
-from ringattn.schedule.all_to_all import by_head, of_heads, shares_of
+from ringattn.core.tiling import Ints
+from ringattn.schedule.all_to_all import SingleHeads, shares_of
 from ringattn.schedule.content import Content, HeadRows, contains, union
 from ringattn.schedule.double_ring import Grid
 from ringattn.schedule.ops import HeadTiles, work_of
@@ -27,7 +27,8 @@ class Groups:
         self.turns, self.places = self.grid.shape
         self.shares = shares_of(problem, range(problem.q_heads), self.places)
         self.at = {rank: (group, place) for group, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
-        self._by_head: dict[int, dict[int, dict[int, TileTable]]] = {}
+        self._single: dict[int, SingleHeads[int]] = {}
+        self._served: dict[tuple[int, int], dict[int, tuple[HeadTiles, ...]]] = {}
 
     def others(self, rank: int) -> list[int]:
         """The other ranks of a rank's group."""
@@ -37,21 +38,27 @@ class Groups:
         """How many groups the reader's lies after the owner's."""
         return (self.at[reader][0] - self.at[owner][0]) % self.turns
 
-    def tiles(self, asker: int, owner: int, place: int) -> tuple[HeadTiles, ...]:
-        """The tiles that the rank of a place works on."""
-        return of_heads(self.problem, self._single(asker).get(owner, {}), self.shares[place])
+    def served(self, asker: int, place: int) -> dict[int, tuple[HeadTiles, ...]]:
+        """The tiles of a rank's queries that the rank of a place works on, by owner of the keys."""
+        if (asker, place) not in self._served:
+            if asker not in self._single:
+                work = work_of(self.problem, asker)
+                tables = {owner: [part.tiles for part in parts] for owner, parts in work.items()}
+                self._single[asker] = SingleHeads(self.problem, tables)
+            self._served[asker, place] = self._single[asker].of_heads(self.shares[place])
+        return self._served[asker, place]
 
     def asked(self, asker: int, place: int) -> Content:
         """The query rows that the rank of a place works on."""
-        owners = [owner for owner in self._single(asker) if owner != asker]
-        return rows_asked(tuple(each for owner in owners for each in self.tiles(asker, owner, place)))
+        tiles = self.served(asker, place)
+        return rows_asked(tuple(each for owner in tiles if owner != asker for each in tiles[owner]))
 
     def read(self, owner: int, turns: range, place: int) -> Content:
         """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
         askers = self._groups(owner)[turns.start : turns.stop].ravel()
         askers, share = askers[askers != owner], self.shares[place]
         if not self.reads.heads_alike:
-            return union(rows_read(self.tiles(asker, owner, place)) for asker in askers.tolist())
+            return union(rows_read(self.served(asker, place).get(owner, ())) for asker in askers.tolist())
         heads = sorted({head // self.problem.group for head in share})
         rows = self.reads.together(owner, (askers - owner) % self.problem.world_size)
         return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in rows)
@@ -72,11 +79,3 @@ class Groups:
     def _groups(self, owner: int) -> Ints:
         """The ranks by turn of the owner's keys."""
         return np.roll(self.grid, -self.at[owner][0], 0)
-
-    def _single(self, asker: int) -> dict[int, dict[int, TileTable]]:
-        if asker not in self._by_head:
-            work = work_of(self.problem, asker)
-            self._by_head[asker] = {
-                owner: by_head({part.heads: [part.tiles] for part in parts}) for owner, parts in work.items()
-            }
-        return self._by_head[asker]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from ringattn.core.geometry import StridedRange
 from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, merged, size, union, without
 from ringattn.schedule.ops import (
@@ -36,28 +38,40 @@ DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
 """Of the inputs their gradients."""
 
 LATELY = 256
-"""Tiles of which it is known what they read and ask: each is looked at several times, when a plan is made."""
+"""Rows that tiles read and ask of which it is known what they are together: most tiles have those of others."""
 
 Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
 
-@lru_cache(maxsize=LATELY)
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
-    parts = (HeadRows(heads, merge_runs(table.k_runs())) for heads, table in tiles)
+    parts = (HeadRows(heads, merged_keys(table.columns[:, 7:10].tobytes())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
 
 
 @lru_cache(maxsize=LATELY)
+def merged_keys(columns: bytes) -> tuple[StridedRange, ...]:
+    """The union of the key rows of some tiles, by their columns count, first row and stride."""
+    rows = np.frombuffer(columns, np.int64).reshape(-1, 3).tolist()
+    return merge_runs(StridedRange(row, count, stride) for count, row, stride in rows)
+
+
 def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     """The query rows of the tiles, for each query head."""
-    by_head: dict[int, list[StridedRange]] = defaultdict(list)
-    for _, table in tiles:
-        for (first, count), run in zip(table.columns[:, 12:14].tolist(), table.q_runs(), strict=True):
-            for head in range(first, first + count):
-                by_head[head].append(run)
-    return merged({StridedRange(head, 1): runs for head, runs in by_head.items()})
+    # Keys of many owners are asked by the same queries: alike tables are looked at once.
+    return merged_queries(tuple(dict.fromkeys(table.columns[:, [12, 13, 2, 3, 4]].tobytes() for _, table in tiles)))
+
+
+@lru_cache(maxsize=LATELY)
+def merged_queries(tables: tuple[bytes, ...]) -> Content:
+    """The query rows of some tables, by their columns first head, heads, count, first row and stride."""
+    by_head: dict[int, dict[StridedRange, None]] = defaultdict(dict)
+    for table in tables:
+        for first, heads, count, row, stride in np.frombuffer(table, np.int64).reshape(-1, 5).tolist():
+            for head in range(first, first + heads):
+                by_head[head][StridedRange(row, count, stride)] = None
+    return merged({StridedRange(head, 1): list(runs) for head, runs in by_head.items()})
 
 
 def is_on_received(item: Attend | AttendGrad) -> bool:

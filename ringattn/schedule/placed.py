@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable
-from ringattn.schedule.all_to_all import by_head, of_heads
+from ringattn.schedule.all_to_all import SingleHeads
 from ringattn.schedule.ops import (
     Attend,
     Block,
@@ -58,13 +56,15 @@ def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool
     ranks = problem.world_size
     asked = [(rank, owner, parts) for owner, parts in work_of(problem, rank).items()]
     asked += [(asker, rank, parts) for asker, parts in work_of(problem, rank, keys=True).items() if asker != rank]
+    spots = {(asker, owner): place(asker, owner, ranks) for asker, owner, _ in asked}
+    on_owner = {(asker, owner): [part.tiles for part in parts] for asker, owner, parts in asked
+                if asker != owner and spots[asker, owner][0]}  # fmt: skip
+    single = SingleHeads(problem, on_owner)
+    tiles = single.of_heads(single.heads)
     work: dict[int, list[Work]] = defaultdict(list)
     for asker, owner, parts in asked:
-        on_owner, step = place(asker, owner, ranks)
-        if asker == owner or not on_owner:
-            item = attend(asker, owner, parts)
-        else:
-            item = _received(problem, asker, owner, parts, step)
+        step, pair = spots[asker, owner][1], (asker, owner)
+        item = _received(*pair, tiles[pair], step) if pair in tiles else attend(*pair, parts)
         work[step].append(attend_grad(item) if backward else item)
     copies: dict[int, list[Copy]] = defaultdict(list)
     merges: dict[int, list[Work]] = defaultdict(list)
@@ -93,10 +93,7 @@ def steps_of(place: Place, ranks: int) -> int:
     return 1 + max(place(0, owner, ranks)[1] for owner in range(ranks)) + 2 * (ranks > 1)
 
 
-def _received(problem: Problem, asker: int, owner: int, parts: tuple[HeadTiles, ...], step: int) -> Attend:
-    tables: dict[StridedRange, list[TileTable]] = {part.heads: [part.tiles] for part in parts}
-    single = by_head(tables)
-    tiles = of_heads(problem, single, single)
+def _received(asker: int, owner: int, tiles: tuple[HeadTiles, ...], step: int) -> Attend:
     # Named by the step, for a rank's own keys lie anew beside the queries of each.
     q, kv = Block(Kind.Q, asker, ring=step), Block(Kind.KV, owner, ring=step)
     return Attend(owner, q, kv, Block(Kind.OUT, asker, owner, step), tiles)

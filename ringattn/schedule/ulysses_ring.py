@@ -46,8 +46,8 @@ def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
     for step, some in ((0, own[:half]), (back, own[half:])):
         work[step] += [attend(rank, rank, some)] if some else []
     for asker in groups.grid[group].tolist():
-        for owner in range(problem.world_size):
-            if asker != owner and (mine := groups.tiles(asker, owner, place)):
+        for owner, mine in groups.served(asker, place).items():
+            if asker != owner:
                 q, kv = Block(Kind.Q, asker, ring=RING), Block(Kind.KV, owner, ring=RING)
                 item = Attend(rank, q, kv, Block(Kind.OUT, asker, rank, RING), mine)
                 work[groups.turn(owner, rank) + 1].append(item)

@@ -12,7 +12,7 @@ from ringattn.core import tiling
 from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
-from ringattn.schedule.passes import rows_asked, rows_read, transpose
+from ringattn.schedule.passes import merged_keys, merged_queries, transpose
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
     ALL_GATHER,
@@ -64,7 +64,7 @@ def calls(name: str, ranks: int) -> int:
     route = replace(
         route_named(name, ranks), opening="kept" if ROUTES[name.partition(":")[0]].transposed else "fetched"
     )
-    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, rows_asked, rows_read):
+    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, merged_queries, merged_keys):
         cached.cache_clear()
     count = 0
 
