@@ -216,7 +216,16 @@ def _learned(
 
     if call.schedule in AT_ONCE:
         return at_once_of(problem_of, call.schedule, cluster, quarter, reach, opening)
-    return classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening)
+    alike = _other_lengths(call, cluster, quarter, opening, group, reach)
+    found = classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening, alike[0] if alike else None)
+    alike[:] = alike or [found]
+    return found
+
+
+@lru_cache(maxsize=16)
+def _other_lengths(*_: object) -> list[dict[bool, Classes]]:
+    """Where the classes of the first length of shards are kept, for calls that differ in the length alone."""
+    return []
 
 
 def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) -> tuple[int, Opening]:

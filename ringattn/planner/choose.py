@@ -83,7 +83,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     elif problem.world_size > 1 and followed(problem, cluster):
         ring = _chosen(problem, RING.name, cluster)
         # Where nobody named the machines, no call waits for a choice that can gain nothing.
-        if cluster.recognised and ring_is_near(problem, cluster, ring, _planned):
+        if cluster.recognised and ring_is_near(problem, cluster, ring, plan_once):
             return ring
         return compared(problem, cluster)[0].route
     elif problem.q_layout.at_once and _fits_at_once(problem):
@@ -103,7 +103,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
 def compared(problem: Problem, cluster: Cluster, *others: Cluster) -> tuple[Candidate, ...]:
     """All schedules for a call on a cluster, the one that "auto" takes first; see `candidates`."""
     with _alone:
-        return candidates(problem, cluster, lambda name: _chosen(problem, name, cluster), _planned, others)
+        return candidates(problem, cluster, lambda name: _chosen(problem, name, cluster), plan_once, others)
 
 
 def _fastest(problem: Problem, cluster: Cluster) -> Route:
@@ -153,11 +153,11 @@ def _little_comes(problem: Problem, route: Route) -> bool:
 @lru_cache(maxsize=256)
 def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """The plan of one rank, made from the readers' reads without building the other ranks' plans."""
-    return _planned(problem, route, rank, backward)
+    return plan_once(problem, route, rank, backward)
 
 
-def _planned(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
-    """`plan_of`, not kept: a choice looks at many plans once."""
+def plan_once(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
+    """`plan_of`, not kept: a choice, or who learns from many ranks, looks at a plan once."""
     make = backward_of_rank if backward else forward_of_rank
     with _alone:
         return project(make(problem, route, rank), rank, kept_of_rank(problem, route, rank))

@@ -15,9 +15,9 @@ Not covered: that plans of more ranks agree too. It is assumed; the tests compar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import isclose
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
-from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.choose import choose_route, plan_once
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.extent import check_extent
 from ringattn.planner.opening_cost import opening_beyond, opening_facts
@@ -132,33 +132,42 @@ class Classes:
         self._cells: dict[Where, _Known] = {}
         self._rows: dict[tuple[tuple[float, float, tuple[tuple[Target, int], ...]], ...], Row] = {}
         self._borders: dict[Where, list[tuple[int, int, Row]]] = {}
-        self.held_bytes: tuple[int, ...] = ()
+        self._held: dict[int, list[int]] = {}
 
-    def learn(self, plans: tuple[Plan, ...], cluster: Cluster) -> None:
-        """Take over the cells of all ranks. Raises `UnsupportedError` where a class has two that differ."""
-        ranks = len(plans)
-        steps = self.steps_of(ranks)
-        for rank, plan in enumerate(plans):
-            found = {step.number: self._cell(plan, step, cluster, ranks) for step in plan.steps}
-            for number in range(steps.in_all):
-                cell, turn = found.pop(number, Cell()), steps.place(number)[1]
-                where = self._where(rank, number, ranks)
-                known = self._cells.get(where)
-                if known is None:
-                    groups = ranks // self.group
-                    sends = [(self._targets(way, turn, groups), nbytes) for way, nbytes in cell.sends]
-                    if not all(targets for targets, _ in sends):
-                        raise unlike(plan, f"rank {rank} of {ranks} sends to strangers in step {number}")
-                    self._cells[where] = _Known(cell.packing_s, cell.work_s, sends)
-                elif not known.agrees(cell, turn, ranks // self.group):
-                    raise unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
-            if found:
-                raise unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
-        held = sorted(plan.arena_bytes + plan.kept_bytes for plan in plans)
-        least, most = (self.held_bytes[0], self.held_bytes[-1]) if self.held_bytes else (held[0], held[-1])
-        if (held[0], held[-1]) != (least, most):
-            raise unlike(plans[0], f"of {ranks} ranks each holds {held[0]} to {held[-1]} bytes, not {least} to {most}")
-        self.held_bytes = tuple(held)
+    def learn(self, plan: Plan, cluster: Cluster, like: Classes | None = None) -> None:
+        """Take over the cells of a rank. Raises `UnsupportedError` where a class has two that differ.
+
+        Ranks come in order, and with the last it is seen that none holds more than on other numbers of ranks. `like`:
+        the classes of shards of another length, which send to the same ranks.
+        """
+        rank, ranks = plan.rank, plan.problem.world_size
+        steps, groups = self.steps_of(ranks), ranks // self.group
+        found = {step.number: self._cell(plan, step, cluster, ranks) for step in plan.steps}
+        for number in range(steps.in_all):
+            cell, turn = found.pop(number, Cell()), steps.place(number)[1]
+            where = self._where(rank, number, ranks)
+            known = self._cells.get(where)
+            if known is None:
+                other = None if like is None else like._cells.get(where)
+                told = None if other is None else [targets for targets, _ in other.sends]
+                sends = self._named(cell, turn, groups, told)
+                if sends is None:
+                    raise unlike(plan, f"rank {rank} of {ranks} sends to strangers in step {number}")
+                self._cells[where] = _Known(cell.packing_s, cell.work_s, sends)
+            elif not known.agrees(cell, turn, groups):
+                raise unlike(plan, f"step {number} of rank {rank} of {ranks} is unlike that of its class")
+        if found:
+            raise unlike(plan, f"rank {rank} of {ranks} has steps {sorted(found)} beyond {steps.in_all}")
+        held = self._held.setdefault(ranks, [])
+        held.append(plan.arena_bytes + plan.kept_bytes)
+        if len(held) == ranks and (min(held), max(held)) != (min(self.held_bytes), max(self.held_bytes)):
+            least, most = min(self.held_bytes), max(self.held_bytes)
+            raise unlike(plan, f"of {ranks} ranks each holds {min(held)} to {max(held)} bytes, not {least} to {most}")
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """Bytes that ranks hold, on the first number of ranks."""
+        return next(iter(self._held.values()))
 
     def held_spread(self, ranks: int) -> np.ndarray:
         """What ranks hold, as `spread`: the same on any number of `ranks`."""
@@ -237,6 +246,18 @@ class Classes:
         apart = (max(-near, min(near, at - line)) for near, line in lines)
         return phase, inner, place, *apart, *(max(-ends, min(ends, end)) for end in self._ends(turn, steps, groups))
 
+    def _named(
+        self, cell: Cell, turn: int, groups: int, told: list[tuple[Target, ...]] | None
+    ) -> list[tuple[tuple[Target, ...], int]] | None:
+        """The messages of a cell by all targets that describe them, or by those that are `told`; None for others."""
+        if told is None:
+            told = [self._targets(way, turn, groups) for way, _ in cell.sends]
+        sent = dict(cell.sends)
+        ways = [targets[0].way(turn, groups) if targets else None for targets in told]
+        if None in ways or set(ways) != set(sent):
+            return None
+        return [(targets, sent[way]) for targets, way in zip(told, ways, strict=True) if way is not None]
+
     def _targets(self, way: tuple[int, int], turn: int, groups: int) -> tuple[Target, ...]:
         found = (target._replace(place=way[1]) for target in TARGETS)
         return tuple(target for target in found if target.way(turn, groups) == way)
@@ -282,13 +303,15 @@ def classes_of(
     reach: int = 0,
     group: int = 1,
     opening: Opening | None = None,
+    like: Mapping[bool, Classes] | None = None,
 ) -> dict[bool, Classes]:
     """The classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
     window reaches. `group`: how many ranks belong together, see `group_of`. `opening`: how backward passes
-    begin, see `opening_on`; None: as on those that are learned from. Raises `UnsupportedError` for schedules
-    that have no such classes, and a window that reaches too far.
+    begin, see `opening_on`; None: as on those that are learned from. `like`: the same of shards of another length. That
+    more ranks have the same classes was seen on these, so one number of ranks is enough. Raises
+    `UnsupportedError` for schedules that have no such classes, and a window that reaches too far.
     """
     name = schedule.partition(":")[0]
     if name not in SERVED:
@@ -307,17 +330,21 @@ def classes_of(
     near = (
         [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPED[name][0]]
     )
-    found = {}
     if name == "ulysses_ring":
         check_extent(problem_of(counts[-1]), by_head=True, groups=counts[-1] // group)
     routes = routes_on(problem_of, schedule, cluster, counts, group, opening)
-    for backward in (False, True):
-        # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
-        bare = replace(cluster, message_sms=0.0)
-        classes = Classes(near, lambda count, backward=backward: steps_of(schedule, count, backward, group), group)  # type: ignore[misc]
-        for count, route in routes.items():
-            classes.learn(tuple(plan_of(problem_of(count), route, rank, backward) for rank in range(count)), bare)
-        found[backward] = classes
+    # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
+    bare = replace(cluster, message_sms=0.0)
+    found = {
+        backward: Classes(near, lambda count, backward=backward: steps_of(schedule, count, backward, group), group)  # type: ignore[misc]
+        for backward in (False, True)
+    }
+    for count in counts[:1] if like is not None else counts:
+        problem = problem_of(count)
+        # A plan is looked at once, and the backward of a rank follows from its forward.
+        for rank, backward in product(range(count), found):
+            plan = plan_once(problem, routes[count], rank, backward)
+            found[backward].learn(plan, bare, None if like is None else like[backward])
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -27,20 +27,23 @@ CARRIED = Kind.Q, Kind.GRAD_OUT, Kind.OUT, Kind.DQ
 """Kinds of blocks that have the rows of the queries."""
 
 
+Blocks = Iterable[tuple[Block, Content]]
+"""What work reads and makes, with the rows."""
+
+
 class ReceivedQueries:
     """Queries that a rank works on in some steps, and what they carry meanwhile: a softmax state, or dQ.
 
     They come before the `first` of the steps; what they carry is made once, and is a result after the `last`.
     """
 
-    def __init__(self, items: Iterable[Attend | AttendGrad], steps: Sequence[tuple[int, int]]) -> None:
-        """`items`: all work on them; `steps`: of the plan with their numbers in the schedule, ascending."""
+    def __init__(self, blocks: Blocks, steps: Sequence[tuple[int, int]]) -> None:
+        """`blocks`: of all work on them; `steps`: of the plan with their numbers in the schedule, ascending."""
         (self.first, number), (self.last, _) = steps[0], steps[-1]
-        self.fused = fused_by_kind((found for item in items for found in (*inputs_of(item), *result_of(item))
-                                    if found[0].kind in CARRIED), number)  # fmt: skip
+        self.fused = fused_by_kind((one for one in blocks if one[0].kind in CARRIED), number)
 
 
-def fused_by_kind(found: Iterable[tuple[Block, Content]], step: int) -> dict[Kind, FusedBuffer]:
+def fused_by_kind(found: Blocks, step: int) -> dict[Kind, FusedBuffer]:
     """A fused buffer for each kind of block, with of each block the union of what was found."""
     contents: dict[Block, list[Content]] = defaultdict(list)
     for block, rows in found:
@@ -56,12 +59,12 @@ def fused_by_kind(found: Iterable[tuple[Block, Content]], step: int) -> dict[Kin
 class ReceivedHeads:
     """The inputs and results of a rank's work on received queries in one step: these, and the keys that they meet."""
 
-    def __init__(self, items: Iterable[Attend | AttendGrad], step: int, queries: ReceivedQueries) -> None:
-        """`items`: all work of the rank on received queries in the step of this number."""
+    def __init__(
+        self, items: Iterable[Attend | AttendGrad], blocks: Blocks, step: int, queries: ReceivedQueries
+    ) -> None:
+        """`items`: all work of the rank on received queries in the step of this number, and its `blocks`."""
         self.items, self.queries = tuple(items), queries
-        of_keys = fused_by_kind((found for item in self.items for found in (*inputs_of(item), *result_of(item))
-                                 if found[0].kind not in CARRIED), step)  # fmt: skip
-        self.fused = queries.fused | of_keys
+        self.fused = queries.fused | fused_by_kind((one for one in blocks if one[0].kind not in CARRIED), step)
 
     def tiles(self, group: int) -> TileTable:
         """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head.
@@ -170,10 +173,14 @@ def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad
             sets.remove(other)
             blocks, of_set = blocks | other[0], other[1] + of_set
         sets.append((blocks, sorted(of_set)))
+    blocks = {
+        now: [one for item in items for one in (*inputs_of(item), *result_of(item))]
+        for now, (_, items) in steps.items()
+    }
     found: dict[int, ReceivedHeads] = {}
     for _, of_set in sets:
         queries = ReceivedQueries(
-            (item for now in of_set for item in steps[now][1]), [(now, steps[now][0]) for now in of_set]
+            chain.from_iterable(blocks[now] for now in of_set), [(now, steps[now][0]) for now in of_set]
         )
-        found |= {now: ReceivedHeads(steps[now][1], steps[now][0], queries) for now in of_set}
+        found |= {now: ReceivedHeads(steps[now][1], blocks[now], steps[now][0], queries) for now in of_set}
     return found

@@ -7,8 +7,12 @@ Guarantees: the same formulas for what is predicted and for what constants are f
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from ringattn.core.geometry import Band, StridedRange, count_pairs
 from ringattn.core.problem import Problem
@@ -38,21 +42,27 @@ class Work(NamedTuple):
 
 def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
     """Of one call on these tiles, whose results are added to the accumulators of queries, backward of keys too."""
-    rows = keys = 0
+    q_count, k_count, heads = (tiles.columns[:, at] for at in (2, 7, 13))
+    rows, keys = int(q_count @ heads), int(k_count @ np.maximum(1, heads // problem.group))
     pairs = 0.0
-    for q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads, _ in tiles.columns.tolist():
-        rows += q_count * heads
-        keys += k_count * max(1, heads // problem.group)
-        # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
-        least, most = (1 - k_count) * k_step, (q_count - 1) * q_step
-        lo, hi = min(max(lo - q + k, least), most + 1), min(max(hi - q + k, least - 1), most)
-        pairs += heads * computed_pairs(
-            StridedRange(0, q_count, q_step), StridedRange(0, k_count, k_step), Band(lo, hi), block_keys
-        )
+    # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
+    for (q_n, q_step, k_n, k_step, lo, hi, head_count), alike in Counter(_lying(tiles)).items():
+        q, k = StridedRange(0, q_n, q_step), StridedRange(0, k_n, k_step)
+        pairs += alike * head_count * computed_pairs(q, k, Band(lo, hi), block_keys)
     summed = rows * record_bytes(problem, problem.accumulator_dtype, Kind.DQ)
     if backward:
         summed += keys * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
     return Work(pairs * problem.batch, len(tiles), 1, SUMMED * summed)
+
+
+def _lying(tiles: TileTable) -> Iterator[tuple[int, ...]]:
+    """Of each tile count and stride of queries and keys, its band seen from the first of both, and heads."""
+    q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads, _ = tiles.columns.T
+    # Beyond the farthest pair of a tile a band may end anywhere.
+    least, most = (1 - k_count) * k_step, (q_count - 1) * q_step
+    lo, hi = (np.minimum(np.maximum(side - q + k, low), high) for side, low, high in
+              ((lo, least, most + 1), (hi, least - 1, most)))  # fmt: skip
+    return zip(*(one.tolist() for one in (q_count, q_step, k_count, k_step, lo, hi, heads)), strict=True)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -27,6 +27,7 @@ class Groups:
         self.turns, self.places = self.grid.shape
         self.shares = shares_of(problem, range(problem.q_heads), self.places)
         self.at = {rank: (group, place) for group, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
+        self._read: dict[tuple[int, range, int], Content] = {}
         self._single: dict[int, SingleHeads[int]] = {}
         self._served: dict[tuple[int, int], dict[int, tuple[HeadTiles, ...]]] = {}
 
@@ -55,11 +56,16 @@ class Groups:
 
     def read(self, owner: int, turns: range, place: int) -> Content:
         """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
-        askers = self._groups(owner)[turns.start : turns.stop].ravel()
-        askers, share = askers[askers != owner], self.shares[place]
+        key = owner, turns, place
+        if key not in self._read:
+            askers = self._groups(owner, turns).ravel()
+            self._read[key] = self._rows_read(owner, askers[askers != owner], place)
+        return self._read[key]
+
+    def _rows_read(self, owner: int, askers: Ints, place: int) -> Content:
         if not self.reads.heads_alike:
             return union(rows_read(self.served(asker, place).get(owner, ())) for asker in askers.tolist())
-        heads = sorted({head // self.problem.group for head in share})
+        heads = sorted({head // self.problem.group for head in self.shares[place]})
         rows = self.reads.together(owner, (askers - owner) % self.problem.world_size)
         return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in rows)
 
@@ -69,13 +75,16 @@ class Groups:
         So where each group reads all that the groups before it read.
         """
         if self.reads.heads_alike:
-            return self.reads.grow(owner, (self._groups(owner)[None, 1:] - owner) % self.problem.world_size)
+            return self.reads.grow(
+                owner, (self._groups(owner, range(1, self.turns))[None] - owner) % self.problem.world_size
+            )
         return all(
             contains(self.read(owner, range(turn, turn + 1), place), self.read(owner, range(turn - 1, turn), place))
             for place in range(self.places)
             for turn in range(2, self.turns)
         )
 
-    def _groups(self, owner: int) -> Ints:
-        """The ranks by turn of the owner's keys."""
-        return np.roll(self.grid, -self.at[owner][0], 0)
+    def _groups(self, owner: int, turns: range) -> Ints:
+        """The ranks that are so many turns after the owner's."""
+        group = self.at[owner][0]
+        return self.grid.take(range(group + turns.start, group + turns.stop), axis=0, mode="wrap")

@@ -60,17 +60,19 @@ def merged_keys(columns: bytes) -> tuple[StridedRange, ...]:
 def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     """The query rows of the tiles, for each query head."""
     # Keys of many owners are asked by the same queries: alike tables are looked at once.
-    return merged_queries(tuple(dict.fromkeys(table.columns[:, [12, 13, 2, 3, 4]].tobytes() for _, table in tiles)))
+    tables = ((table.columns[:, 2:5].tobytes(), table.columns[:, 12:14].tobytes()) for _, table in tiles)
+    return merged_queries(tuple(dict.fromkeys(tables)))
 
 
 @lru_cache(maxsize=LATELY)
-def merged_queries(tables: tuple[bytes, ...]) -> Content:
-    """The query rows of some tables, by their columns first head, heads, count, first row and stride."""
+def merged_queries(tables: tuple[tuple[bytes, bytes], ...]) -> Content:
+    """The query rows of some tables, by their columns count, first row and stride, and first head and heads."""
     by_head: dict[int, dict[StridedRange, None]] = defaultdict(dict)
-    for table in tables:
-        for first, heads, count, row, stride in np.frombuffer(table, np.int64).reshape(-1, 5).tolist():
-            for head in range(first, first + heads):
-                by_head[head][StridedRange(row, count, stride)] = None
+    for rows, heads in tables:
+        for run, (first, held) in zip(*(np.frombuffer(one, np.int64).reshape(-1, n).tolist()
+                                        for one, n in ((rows, 3), (heads, 2))), strict=True):  # fmt: skip
+            for head in range(first, first + held):
+                by_head[head][StridedRange(run[1], run[0], run[2])] = None
     return merged({StridedRange(head, 1): list(runs) for head, runs in by_head.items()})
 
 

@@ -150,7 +150,7 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     return replace(route, grid=double_ring.blocks_of(ranks, int(inner), word)) if colon and ranks else route
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the pruned forward schedule, without that of the others.
 

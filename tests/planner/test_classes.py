@@ -103,7 +103,8 @@ def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
 
 
 def test_a_double_ring_by_classes_of_nodes() -> None:
-    check("double_ring", ("zigzag", True, None), 26, DISTURBED, cluster=PAIRS)
+    # Two of these nodes are on one machine, so both messages of a step share a link; backward, owners send to all nodes.
+    check("double_ring:2", ("contiguous", True, None), 26, DISTURBED)
 
 
 @pytest.mark.slow
