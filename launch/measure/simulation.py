@@ -180,12 +180,18 @@ def _by_plans(
     if ranks > MOST_PLANNED and (call.schedule.partition(":")[0] not in BY_CLASSES or machines.cluster.cores):
         whose = f"cluster={machines.cluster.name!r}, whose ranks share processors,"
         what = f"schedule={call.schedule!r}" if machines.cluster.cores is None else whose
+        why = ""
+        if route_named(call.schedule).by_head:
+            why = (f" It moves each head to one rank, so of {call.heads} heads no more than {call.heads} ranks have "
+                   "work: many ranks take schedule='ulysses_ring'.")  # fmt: skip
         raise UnsupportedError(
-            f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}; simulate fewer, or "
-            f"by classes of ranks: schedules {', '.join(BY_CLASSES)} on clusters with a processor for each rank"
+            f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}.{why} Simulate fewer, "
+            f"or by classes of ranks: schedules {', '.join(BY_CLASSES)} on clusters with a processor for each rank"
         )
     problem = call.problem(tokens, ranks)
-    check_extent(problem, by_head=route_named(call.schedule).by_head)
+    chosen = route_named(call.schedule)
+    groups = ranks // group_of(problem, call.schedule, machines.cluster) if chosen.by_node else 1
+    check_extent(problem, by_head=chosen.by_head, groups=groups)
     route = choose_route(problem, call.schedule, machines.cluster)
     found, spans, held = [], [], np.zeros(ranks)
     for backward in range(passes):
@@ -216,7 +222,8 @@ def _learned(
 
     if call.schedule in AT_ONCE:
         return at_once_of(problem_of, call.schedule, cluster, quarter, reach, opening)
-    alike = _other_lengths(call, cluster, quarter, opening, group, reach)
+    # A window reaches other ranks from shards of another length.
+    alike = [] if call.windowed else _other_lengths(call, cluster, quarter, opening, group)
     found = classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening, alike[0] if alike else None)
     alike[:] = alike or [found]
     return found

@@ -12,6 +12,7 @@ import pytest
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.lengths import with_lengths
+from ringattn.launch.measure import simulation
 from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call
 from ringattn.launch.pictures.simulate import SimulateConfig, counts, factors, main, told_ranks
 from ringattn.launch.spelling import load_plain
@@ -21,8 +22,12 @@ from ringattn.planner.disturbance import Disturbance
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 
 
-def test_plans_and_classes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plans_and_classes_meet(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sweep goes from plans to classes; weak scaling of a full mask keeps the work of a rank times its ranks."""
+    asked = []
+    monkeypatch.setattr(simulation, "simulate_call", lambda *call: asked.append(call[2:4]) or simulate_call(*call))
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
     words = ["ranks=16,24", "tokens=24Ki", "scaling=both", *SMALL, f"json={file}", f"picture={picture}"]
     assert main(words) == 0
@@ -33,6 +38,7 @@ def test_plans_and_classes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert [one["by"] for one in found["curves"]["strong"]] == ["plans", "classes"]
     assert [one["tokens"] for one in found["curves"]["weak"]] == [16384, 24576]
     assert found["curves"]["strong"][1]["total_s"] == found["curves"]["weak"][1]["total_s"]
+    assert asked == [(24576, 16), (24576, 24), (16384, 16)], "what both curves have is simulated once"
     for one in found["curves"]["strong"]:
         assert one["total_s"] == pytest.approx(sum(each["total_s"] for each in one["passes"]))
         for each in one["passes"]:
@@ -97,7 +103,10 @@ def test_words() -> None:
             ["schedule=ulysses", "ranks=128"],
             "schedule='ulysses' is simulated with a plan for each rank, up to 64",
         ),
-        (["schedule=ulysses", "ranks=4096"], "schedule='ulysses' is simulated with a plan"),
+        (
+            ["schedule=ulysses", "ranks=4096"],
+            "of 32 heads no more than 32 ranks have work: many ranks take schedule='ulysses_ring'",
+        ),
         (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),
         (["left=100", "layout=striped", "ranks=128"], "layout='striped' with a window"),
         (["left=8191", "causal=false", "ranks=128"], "windows bounded on both sides"),

@@ -38,12 +38,12 @@ PLAIN: tuple[Mask, ...] = (("contiguous", False, None), ("contiguous", True, Non
 WINDOWS: tuple[Mask, ...] = (("contiguous", True, (70, 0)), ("contiguous", False, (10, 64)), ("zigzag", True, (30, 0)))
 
 
-def problem_of(ranks: int, mask: Mask) -> Problem:
-    """Shards of `SHARD` rows, 4 query heads that share 2 key heads."""
+def problem_of(ranks: int, mask: Mask, shard: int = SHARD, heads: int = 4) -> Problem:
+    """Shards of so many rows, and of query heads two that share each key head."""
     layout, causal, window = mask
-    rows = make_layout(layout, SHARD * ranks, ranks)
-    made = Banded(causal, window).mask(SHARD * ranks, SHARD * ranks, None, None, 4, 2)
-    return Problem(rows, rows, made, 1, 4, 2, 64, 64, "bfloat16")
+    rows = make_layout(layout, shard * ranks, ranks)
+    made = Banded(causal, window).mask(shard * ranks, shard * ranks, None, None, heads, heads // 2)
+    return Problem(rows, rows, made, 1, heads, heads // 2, 64, 64, "bfloat16")
 
 
 @lru_cache
@@ -103,7 +103,7 @@ def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
 
 
 def test_a_double_ring_by_classes_of_nodes() -> None:
-    # Two of these nodes are on one machine, so both messages of a step share a link; backward, owners send to all nodes.
+    # Two of these are on one machine, so both messages of a step share a link; backward, owners send to all of them.
     check("double_ring:2", ("contiguous", True, None), 26, DISTURBED)
 
 
@@ -111,6 +111,21 @@ def test_a_double_ring_by_classes_of_nodes() -> None:
 @pytest.mark.parametrize("mask", PLAIN[1:3])
 def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
     check("ulysses_ring", mask, 38, DISTURBED, cluster=PAIRS)
+
+
+def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
+    """The cells of one length are not those of another; who sends to whom is, or it is refused."""
+    schedule, mask, ranks, longer = "double_ring:2", PLAIN[1], 26, 96
+    known: dict[bool, Classes] = classes(schedule, mask, 1, NODES, 2)  # type: ignore[assignment]
+    found = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=known)
+    assert sum(len(one._cells) for one in found.values()) == sum(len(one._cells) for one in known.values())
+    problem = problem_of(ranks, mask, longer)
+    planned = tuple(plan_of(problem, choose_route(problem, schedule, NODES), rank, True) for rank in range(ranks))
+    wanted, ours = simulate(planned, NODES, True, DISTURBED), play(found[True], NODES, ranks, True, DISTURBED)
+    assert ours.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
+    assert ours.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
+    with pytest.raises(UnsupportedError, match="rank 0 of 18 sends to strangers in step 2"):
+        classes_of(lambda n: problem_of(n, PLAIN[0], longer), schedule, NODES, 1, 0, 2, like=known)
 
 
 def test_an_exchange_of_all_in_one_step() -> None:
@@ -210,8 +225,8 @@ def test_what_classes_do_not_serve_is_refused_by_name() -> None:
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ulysses", NODES, 0)
     with pytest.raises(UnsupportedError, match="those of 72 ranks are too large to be planned"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "double_ring", NODES, 0, group=72)
-    with pytest.raises(InputError, match="one for each head, and 262144 can be planned"):
-        classes_of(lambda ranks: problem_of(ranks, PLAIN[2]), "ulysses_ring", NODES, 0, group=16)
+    with pytest.raises(InputError, match="for each of 14 groups, one for each head, and 262144"):
+        classes_of(lambda ranks: problem_of(ranks, PLAIN[2], heads=32), "ulysses_ring", NODES, 0, group=16)
     with pytest.raises(UnsupportedError, match="the window reaches 9 shards"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ring", NODES, 0, 9)
     learned = full_ring_with_free_links()

@@ -64,6 +64,9 @@ def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatc
     monkeypatch.setattr(extent, "MOST_TILES", made)
     assert causal == bool(excess(problem))  # the count is exact where no band hides any
     assert excess(problem, by_head=True)
+    monkeypatch.setattr(extent, "MOST_TILES", 1)
+    assert "for each of 2 groups" in str(excess(problem, by_head=True, groups=2))
+    assert not excess(problem, by_head=True, groups=10**6)  # one of them is planned at a time
 
 
 WORDS = {
