@@ -173,14 +173,14 @@ def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad
             sets.remove(other)
             blocks, of_set = blocks | other[0], other[1] + of_set
         sets.append((blocks, sorted(of_set)))
-    blocks = {
+    touched = {
         now: [one for item in items for one in (*inputs_of(item), *result_of(item))]
         for now, (_, items) in steps.items()
     }
     found: dict[int, ReceivedHeads] = {}
     for _, of_set in sets:
         queries = ReceivedQueries(
-            chain.from_iterable(blocks[now] for now in of_set), [(now, steps[now][0]) for now in of_set]
+            chain.from_iterable(touched[now] for now in of_set), [(now, steps[now][0]) for now in of_set]
         )
-        found |= {now: ReceivedHeads(steps[now][1], blocks[now], steps[now][0], queries) for now in of_set}
+        found |= {now: ReceivedHeads(steps[now][1], touched[now], steps[now][0], queries) for now in of_set}
     return found
