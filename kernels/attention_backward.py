@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ringattn.kernels.attention_alibi import adds_raw
 from ringattn.kernels.attention_backward_kernels import grad_kv_kernel, grad_q_kernel
 from ringattn.kernels.attention_tiles import (
     compiled_with,
@@ -43,6 +44,7 @@ def grad_q(
     group: int = 1,
     first_kv_head: int = 0,
     result: Tensor | None = None,
+    slopes: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dq`, float32 like q, what the table's pairs give.
@@ -58,11 +60,12 @@ def grad_q(
     state, strides = state_beside(dq, result, lse)
     in_scale, out_scale = logit_scales(scale, softcap)
     args = (
-        q, k, v, dout, lse, delta, state, result, table.blocks, table.entries, table.blocks.shape[0], table.slots,
-        q.shape[1], section_for(table, k, v, sharing=group), group, first_kv_head, scale, in_scale, out_scale,
-        *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
+        q, k, v, dout, lse, delta, state, result, table.blocks, table.entries, table.places, slopes,
+        table.blocks.shape[0], table.slots, q.shape[1], section_for(table, k, v, sharing=group), group, first_kv_head,
+        scale, in_scale, out_scale, *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
     )  # fmt: skip
-    return LaunchCall(grad_q_kernel, grid_of(table, q.shape[1], programs), args, _meta(q, v, config, softcap))
+    meta = _meta(q, v, config, scale, softcap)
+    return LaunchCall(grad_q_kernel, grid_of(table, q.shape[1], programs), args, meta)
 
 
 def grad_kv(
@@ -82,6 +85,7 @@ def grad_kv(
     group: int = 1,
     first_kv_head: int = 0,
     results: tuple[Tensor, Tensor] | None = None,
+    slopes: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dk` and `dv`, float32 like k and v, what the table's pairs give.
@@ -91,7 +95,7 @@ def grad_kv(
     in the dtype of k, and leaves `dk` and `dv` alone; a block without an entry does so with what is there, or with 0.
     The form "descriptors" needs `describable` q and dout.
     """
-    facts = _Facts(scale, softcap, group, first_kv_head, programs)
+    facts = _Facts(scale, softcap, group, first_kv_head, slopes, programs)
     return _by_key((q, k, v, dout, lse, delta), None, (dk, dv), results or (None, None), table, config, facts)
 
 
@@ -113,13 +117,14 @@ def grad_fused(
     group: int = 1,
     first_kv_head: int = 0,
     results: tuple[Tensor, Tensor] | None = None,
+    slopes: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dq`, `dk` and `dv` what the table's pairs give; dq by float32 atomic additions.
 
     As `grad_kv`, and `dq` like q in float32. The bits of `dq` depend on the order in which programs end.
     """
-    facts = _Facts(scale, softcap, group, first_kv_head, programs)
+    facts = _Facts(scale, softcap, group, first_kv_head, slopes, programs)
     return _by_key((q, k, v, dout, lse, delta), dq, (dk, dv), results or (None, None), table, config, facts)
 
 
@@ -130,6 +135,7 @@ class _Facts(NamedTuple):
     softcap: float | None
     group: int
     first_kv_head: int
+    slopes: Tensor | None
     programs: int | None
 
 
@@ -148,23 +154,23 @@ def _by_key(
     (dk, of_dk), (dv, of_dv) = (state_beside(*pair, lse) for pair in zip(sums, results, strict=True))
     in_scale, out_scale = logit_scales(facts.scale, facts.softcap)
     args = (
-        *operands, dq, dk, dv, *results, table.blocks, table.entries, table.blocks.shape[0], table.slots, q.shape[1],
-        section_for(table, q, dout, reads=facts.group), facts.group, facts.first_kv_head, facts.scale, in_scale,
-        out_scale,
+        *operands, dq, dk, dv, *results, table.blocks, table.entries, table.places, facts.slopes, table.blocks.shape[0],
+        table.slots, q.shape[1], section_for(table, q, dout, reads=facts.group), facts.group, facts.first_kv_head,
+        facts.scale, in_scale, out_scale,
         # Without dq its strides are not read; those of q fill their place.
         *strides_of(q, k, v, dout, q if dq is None else dq), *of_dk, *of_dv, *lse.stride(), *delta.stride(),
     )  # fmt: skip
     # As many numbers of rows at once as there are threads.
     copies = max(1, 32 * config.num_warps // config.block_m)
-    meta = _meta(q, v, config, facts.softcap) | {"COPIES": copies}
+    meta = _meta(q, v, config, facts.scale, facts.softcap) | {"COPIES": copies}
     return LaunchCall(grad_kv_kernel, grid_of(table, q.shape[1], facts.programs), args, meta)
 
 
-def _meta(q: Tensor, v: Tensor, config: Config, softcap: float | None) -> dict[str, Any]:
+def _meta(q: Tensor, v: Tensor, config: Config, scale: float, softcap: float | None) -> dict[str, Any]:
     """The compile-time constants of both kernels."""
-    d_k, d_v = q.shape[3], v.shape[3]
+    d_k, d_v, factors = q.shape[3], v.shape[3], logit_scales(scale, softcap)
     return {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        **compiled_with(config),
+        "RAW_BIAS": adds_raw(factors[softcap is not None]), **compiled_with(config),
     }  # fmt: skip

@@ -10,8 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ringattn.kernels.attention_alibi import bias_of, biased, steps_of
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
+    LN_2,
     LOG2_E,
     LOWEST,
     banded,
@@ -31,6 +33,20 @@ from ringattn.kernels.launch_call import VARYING
 
 
 @triton.jit
+def _with_bias(
+    s, raw, factor, alibi, steps, at,
+    OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """(t, rest) as `biased` gives them of s, which is `raw` * `factor`; with RAW the bias is added before that."""
+    if RAW:
+        s, rest = biased(raw, alibi[0], alibi[1], steps, at, OWN, OTHER, KEYS_OWN)
+        s, rest = s * factor, rest * factor
+    else:
+        s, rest = biased(s, alibi[0], alibi[1], steps, at, OWN, OTHER, KEYS_OWN)
+    return s, rest
+
+
+@triton.jit
 def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
     """The gradient of the products before scaling, of weights `p`; `delta` broadcasts over the keys."""
     if SOFTCAP:
@@ -42,9 +58,9 @@ def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_q(
-    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, at, edge, scale, softcap,
+    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, at, edge, scale, softcap, bias, steps,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
 ):  # fmt: skip
     """`dq_rows`, before scaling, after key block `at`, at an `edge` of the band or not, of an entry of `count` rows."""
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
@@ -53,6 +69,11 @@ def _add_q(
     v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     # dP = dO V^T
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
+    if bias is not None:
+        s, rest = _with_bias(
+            s, capped, softcap if SOFTCAP else scale, bias, steps, at, BLOCK_M, BLOCK_N, False, RAW_BIAS
+        )  # fmt: skip
+        peaks -= rest
     # P = exp(S - lse): the final weights, since lse is over all keys of the row.
     p = tl.exp2(s - peaks[:, None])
     if edge:
@@ -66,8 +87,8 @@ def _add_q(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_q_kernel(
-    q, k, v, dout, lse, delta, dq, result, blocks, entries, block_count, slots, batches, section, group, first_kv_head,
-    scale, in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, result, blocks, entries, places, slopes, block_count, slots, batches, section, group,
+    first_kv_head, scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64,
@@ -75,7 +96,7 @@ def grad_q_kernel(
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     delta_batch: tl.int64, delta_head: tl.int64, delta_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
 ):  # fmt: skip
     # A program may take several items, each so many programs after the last.
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
@@ -96,18 +117,21 @@ def grad_q_kernel(
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
+        factor = softcap if SOFTCAP else in_scale
         # An idle item has no entry, but its loads and stores, all masked, are made.
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
             k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
             v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+            bias = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_BIAS)
+            steps = None if bias is None else steps_of(bias[1], False)
             for at in tl.range(start, end):
                 # Blocks start .. full - 1 and full_end .. end - 1 cross the band's edge and need the mask.
                 dq_rows = _add_q(
                     dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, at,
-                    (at < full) | (at >= full_end), in_scale, softcap,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED,
+                    (at < full) | (at >= full_end), in_scale, softcap, bias, steps,
+                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS,
                 )  # fmt: skip
         # Computed again: kept through the loop they would take registers of every thread.
         rows, live = rows_in(block, idle, BLOCK_M)
@@ -148,8 +172,8 @@ def _first_of(values, ROWS: tl.constexpr, COPIES: tl.constexpr):
 
 
 @triton.jit
-def _numbers(source, at, live, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: tl.constexpr):
-    """The numbers of block `at`, one a row: 0 where not `live`, if an EDGE.
+def _numbers(source, at, live, more, step, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: tl.constexpr):
+    """The numbers of block `at`, one a row: 0 where not `live`, if an EDGE. Row j has j * `step` * `more` more, if any.
 
     Read COPIES times, once by each thread of the program: of fewer elements than threads the compiler lets every thread
     load all that it needs.
@@ -159,15 +183,19 @@ def _numbers(source, at, live, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: t
         found = tl.load(where, mask=live[None, :], other=0.0)
     else:
         found = tl.load(where)
+    if more is not None:
+        # Here, where a thread holds one number.
+        found += ((tl.arange(0, ROWS) * step).to(tl.float32) * more)[None, :]
     return _first_of(tl.trans(found), ROWS, COPIES)
 
 
 @triton.jit
 def _add_kv(
     dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source, held, count, band, at,
-    scale, in_scale, softcap,
+    scale, in_scale, softcap, bias,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, COPIES: tl.constexpr, EDGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    COPIES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """(`dk_rows`, before scaling, `dv_rows`) after query block `at` of an entry of `count` rows.
 
@@ -179,13 +207,21 @@ def _add_kv(
     q_rows = read_block(q_source, at, count, D_K, PAD_K, BLOCK_M, DESCRIBED)
     # S^T = K Q^T, so that dV = P^T dO and dK = dS^T Q need no transposed operand: P and dS stay in registers.
     s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), in_scale, softcap, SOFTCAP)
+    less, step = None, None
+    if bias is not None:
+        steps = steps_of(bias[1], True)
+        s, rest = _with_bias(
+            s, capped, softcap if SOFTCAP else in_scale, bias, steps, at, BLOCK_N, BLOCK_M, True, RAW_BIAS
+        )  # fmt: skip
+        # lse is a natural logarithm.
+        less, step = rest * -LN_2, steps[2]
     # One number for each query: read with the query block, since a key block meets many.
-    lse = _numbers(lse_source, at, live, BLOCK_M, COPIES, EDGE)
+    lse = _numbers(lse_source, at, live, less, step, BLOCK_M, COPIES, EDGE)
     # dP^T = V dO^T
     dout_rows = read_block(dout_source, at, count, D_V, PAD_V, BLOCK_M, DESCRIBED)
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
     # Not before: the product above needs the registers.
-    deltas = _numbers(delta_source, at, live, BLOCK_M, COPIES, EDGE)
+    deltas = _numbers(delta_source, at, live, None, None, BLOCK_M, COPIES, EDGE)
     # Finite where a row has no logit above -inf: its weights are 0, and not those of -inf less -inf. NaN stays.
     peaks = tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(s - peaks[None, :])
@@ -221,8 +257,8 @@ def _end_kv(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_kv_kernel(
-    q, k, v, dout, lse, delta, dq, dk, dv, dk_result, dv_result, blocks, entries, block_count, slots, batches,
-    section, group, first_kv_head, scale, in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, dk, dv, dk_result, dv_result, blocks, entries, places, slopes, block_count, slots,
+    batches, section, group, first_kv_head, scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64, dk_row: tl.int64, dk_batch: tl.int64, dk_head: tl.int64,
@@ -232,7 +268,8 @@ def grad_kv_kernel(
     lse_batch: tl.int64, lse_head: tl.int64, lse_row,
     delta_batch: tl.int64, delta_head: tl.int64, delta_row,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, kv_head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -244,6 +281,7 @@ def grad_kv_kernel(
         dk_rows = tl.zeros((BLOCK_N, PAD_K), tl.float32)
         dv_rows = tl.zeros((BLOCK_N, PAD_V), tl.float32)
         first, last = entries_of(block)
+        factor = softcap if SOFTCAP else in_scale
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
@@ -259,20 +297,23 @@ def grad_kv_kernel(
                 lse_source = _numbers_of(lse + batch * lse_batch + head * lse_head, lse_row, entry)
                 delta_source = _numbers_of(delta + batch * delta_batch + head * delta_head, delta_row, entry)
                 dq_source = None if dq is None else _numbers_of(dq + batch * dq_batch + head * dq_head, dq_row, entry)
+                bias = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_BIAS)
                 # Blocks at the band's edges first, the masked ones; then the others, in a loop without a mask:
                 #    start | masked | full | unmasked | full_end | masked | end
-                # With wide heads or a softcap, registers are short: a loop computes again what it could keep.
-                for edge in tl.range(start, end - (full_end - full), disable_licm=SOFTCAP or PAD_K > 128):
+                # With wide heads, a softcap or ALiBi, registers are short: a loop computes again what it could keep.
+                TIGHT: tl.constexpr = SOFTCAP or PAD_K > 128 or slopes is not None
+                for edge in tl.range(start, end - (full_end - full), disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
                         live, entry[2], band, tl.where(edge < full, edge, edge + (full_end - full)), scale, in_scale,
-                        softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, COPIES, True,
+                        softcap, bias, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS,
+                        COPIES, True,
                     )  # fmt: skip
-                for at in tl.range(full, full_end, disable_licm=SOFTCAP or PAD_K > 128):
+                for at in tl.range(full, full_end, disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
-                        live, entry[2], band, at, scale, in_scale, softcap,
-                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, COPIES, False,
+                        live, entry[2], band, at, scale, in_scale, softcap, bias,
+                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, COPIES, False,
                     )  # fmt: skip
         # As in `grad_q_kernel`: computed again after the loop.
         rows, live = rows_in(block, idle, BLOCK_N)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.attention_alibi import adds_raw, bias_of, biased, steps_of
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LN_2,
@@ -46,13 +47,14 @@ from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, pad
 
 @triton.jit
 def update(
-    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap,
+    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap, bias,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
     """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows.
 
     RAW_PEAK finds the peak among products, or with SOFTCAP their tanh, before they are scaled: the scale `keeps_order`.
+    `bias`: None or slope, place and steps for `biased`, of what is then to be scaled.
     """
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Scores (BLOCK_M, BLOCK_N) in base 2, as exp2 needs a multiplication less than exp.
@@ -60,15 +62,19 @@ def update(
     factor = softcap if SOFTCAP else scale
     if RAW_PEAK:
         s = raw
+    if bias is not None:
+        s, rest = biased(s, bias[0], bias[1], bias[2], at, BLOCK_M, BLOCK_N, False)
+        rest = rest * factor if RAW_PEAK else rest
     if edge:
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     # Online softmax: the state is (acc, peak, weight) with  out = acc / weight  and  lse = peak + log2(weight).
-    new_peak = tl.maximum(peak, tl.max(s, 1) * factor if RAW_PEAK else tl.max(s, 1))
+    highest = tl.max(s, 1) * factor if RAW_PEAK else tl.max(s, 1)
+    new_peak = tl.maximum(peak, highest if bias is None else highest + rest)
     # A row without a logit above -inf so far keeps its peak of -inf, which no exponent may be taken from.
     shift = tl.maximum(new_peak, LOWEST)
     # A product and a difference become one instruction.
-    p = tl.exp2((s * factor if RAW_PEAK else s) - shift[:, None])
+    p = tl.exp2((s * factor if RAW_PEAK else s) - (shift if bias is None else shift - rest)[:, None])
     # A greater peak scales down what was accumulated: exp2(-inf) = 0 for a row without any key so far.
     keep = tl.exp2(peak - shift)
     weight = weight * keep + tl.sum(p, 1)
@@ -80,7 +86,7 @@ def update(
 
 @triton.jit
 def _update_entry(
-    acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap,
+    acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap, alibi,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
 ):  # fmt: skip
@@ -89,12 +95,13 @@ def _update_entry(
     start, full, full_end, end = visits(at_entry)
     k_source = rows_of(k, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
     v_source = rows_of(v, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    bias = None if alibi is None else (alibi[0], alibi[1], steps_of(alibi[1], False))
     # Blocks of keys that some row sees; only those before `full` and from `full_end` on need the mask:
     #    start | masked | full | unmasked | full_end | masked | end
     for at in tl.range(start, end):
         edge = (at < full) | (at >= full_end)
         acc, peak, weight = update(
-            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap,
+            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap, bias,
             D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
         )  # fmt: skip
     return acc, peak, weight
@@ -149,8 +156,8 @@ def closing(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, section, group,
-    first_kv_head, scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, block_count, slots, batches, section,
+    group, first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
@@ -175,10 +182,12 @@ def _forward(
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
+        factor = softcap if SOFTCAP else scale
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
+            alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
             acc, peak, weight = _update_entry(
                 acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                softcap, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                softcap, alibi, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
             )  # fmt: skip
         closing(
             acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
@@ -202,6 +211,7 @@ def forward(
     result: Tensor | None = None,
     sinks: Tensor | None = None,
     weights: Tensor | None = None,
+    slopes: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
@@ -214,7 +224,8 @@ def forward(
     takes weight and gives no value: lse = sink, out 0. A LAST block writes `result`, like `out` in the dtype of q, and
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
-    logits and `weights` the sum of 2 ** (logit - peak). `programs`: the size of the grid, by default a program a block.
+    logits and `weights` the sum of 2 ** (logit - peak). `slopes`: of ALiBi, float32, one for each query head of the
+    call; distances are those of `table.places`. `programs`: the size of the grid, by default a program a block.
     The form "descriptors" needs `describable` k and v.
     Raises ValueError without `out` and `result`.
     """
@@ -222,14 +233,15 @@ def forward(
     in_scale, out_scale = logit_scales(scale, softcap)
     blocks, batches = table.blocks.shape[0], q.shape[1]
     args = (
-        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, blocks, table.slots, batches,
-        section_for(table, k, v, sharing=group), group, first_kv_head, in_scale, out_scale, *strides_of(q, k, v),
+        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, table.places, slopes, blocks,
+        table.slots, batches, section_for(table, k, v, sharing=group), group, first_kv_head, in_scale, out_scale,
+        *strides_of(q, k, v),
         *strides, *lse.stride(),
     )  # fmt: skip
-    d_k, d_v = q.shape[3], v.shape[3]
+    d_k, d_v, factor = q.shape[3], v.shape[3], in_scale if softcap is None else out_scale
     meta = {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        "RAW_PEAK": keeps_order(in_scale if softcap is None else out_scale), **compiled_with(config),
+        "RAW_PEAK": keeps_order(factor) and (slopes is None or adds_raw(factor)), **compiled_with(config),
     }  # fmt: skip
     return LaunchCall(_forward, grid_of(table, batches, programs), args, meta)

@@ -3,11 +3,12 @@
 Guarantees, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state, tables
 and flags alike, and the same bits for the same table; not the bits of the other forms, which round each logit once
 more. Importing this needs no Gluon; a wrong Triton is refused by name.
-Not covered: softcap, the raw state, the backward pass.
+Not covered: softcap, ALiBi, the raw state, the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from math import e, log2
@@ -52,12 +53,15 @@ def gluon_missing(arch: int) -> str | None:
     return None if found else f"Triton {triton.__version__} has no {GLUON}; install a build that has it"
 
 
-def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], softcap: float | None = None) -> str | None:
-    """Why the kernel takes no call with head dimensions `dims` (keys', values') on architecture `arch`, or None."""
+def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Sequence[str] = ()) -> str | None:
+    """Why the kernel takes no call with head dimensions `dims` (keys', values') on architecture `arch`, or None.
+
+    `options`: of the softmax that the call uses, by name; it has none of them.
+    """
     if missing := gluon_missing(arch):
         return missing
-    if softcap is not None:
-        return "the Gluon kernel has no softcap"
+    if options:
+        return f"the Gluon kernel has no {options[0]}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the Gluon kernel takes float16 and bfloat16, not {dtype}"
     if dims[0] != dims[1] or dims[0] not in DIMS:
@@ -65,9 +69,9 @@ def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], softcap: f
     return None
 
 
-def gluon_takes(q: Tensor, k: Tensor, v: Tensor, arch: int, softcap: float | None = None) -> str | None:
+def gluon_takes(q: Tensor, k: Tensor, v: Tensor, arch: int, options: Sequence[str] = ()) -> str | None:
     """Why the kernel cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None."""
-    if why := gluon_lacks(arch, q.dtype, (q.shape[3], v.shape[3]), softcap):
+    if why := gluon_lacks(arch, q.dtype, (q.shape[3], v.shape[3]), options):
         return why
     if not describable(q, k, v):
         return (

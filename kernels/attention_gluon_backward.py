@@ -3,11 +3,12 @@
 Guarantees, for calls that `gluon_backward_takes`, the meaning of `attention_backward.grad_q` and `grad_kv`, tables and
 flags alike, without atomics: the same bits for the same tables. Importing this needs no Gluon.
 Tested by a simulator and by reading the machine code; no GPU has run it yet.
-Not covered: softcap, dQ by atomic additions.
+Not covered: softcap, ALiBi, dQ by atomic additions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import e, log2
 
 from torch import Tensor
@@ -27,14 +28,14 @@ A consumer of dimension 128 holds dK and dV in 128 registers of each thread, and
 
 
 def gluon_backward_takes(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, arch: int, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, arch: int, options: Sequence[str] = ()
 ) -> str | None:
     """Why the kernels cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None."""
     d_k, d_v = q.shape[3], v.shape[3]
     if missing := gluon_missing(arch):
         return missing
-    if softcap is not None:
-        return "the Gluon backward has no softcap"
+    if options:
+        return f"the Gluon backward has no {options[0]}"
     if d_k != d_v or d_k not in DIMS:
         return f"the Gluon backward takes head dimensions of 64 or 128, equal for keys and values, not {d_k} and {d_v}"
     if not describable(q, k, v, dout):

@@ -40,6 +40,9 @@ VARYING = (
 a step, and a training run would stop to compile. Strides of q, k, v, out and their gradients stay specialized: what
 divides them decides how wide their loads are."""
 
+PLACES = 4
+"""Columns of `Table.places`."""
+
 FIRST, LAST = 1, 2
 """Flags of a query block: no earlier launch of the pass has met its rows, no later one will."""
 
@@ -52,11 +55,15 @@ class Table(NamedTuple):
     i of the block sees row j of the entry where lo <= i * own_step - j * other_step <= hi; of the entry's rows cut into
     blocks the first visible, first full, one past the last full and one past the last visible one; the first query head
     beyond own head * group, query heads; three zeros. `slots`: the most heads of any block.
+    `places` (entries, 4), where positions matter beyond the band: the distance that ALiBi takes, of the block's first
+    row less the entry's; the position strides of block and entry; the query head of the call that the buffer's head 0
+    is.
     """
 
     blocks: Tensor
     entries: Tensor
     slots: int
+    places: Tensor | None = None
 
 
 class LaunchCall(NamedTuple):

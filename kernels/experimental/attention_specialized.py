@@ -33,8 +33,8 @@ BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, 
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, block_count, slots, batches, section, group,
-    first_kv_head, scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, block_count, slots, batches, section,
+    group, first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
@@ -69,7 +69,7 @@ def forward_kernel(
         for at in tl.range(start, end, warp_specialize=True):
             # Masked at every block, since the compiler does not split a loop that holds a branch either.
             acc, peak, weight = update(
-                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap,
+                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
             )  # fmt: skip
         closing(

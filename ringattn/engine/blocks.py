@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringattn.core.geometry import StridedRange, Tile, TokenRange
+from ringattn.engine.base import Softmax
 from ringattn.errors import UnsupportedError
 
 Ints = np.ndarray
@@ -37,12 +38,14 @@ class Blocks(NamedTuple):
     blocks: Ints
     entries: Ints
     slots: int
+    places: Ints | None = None
 
 
 class _Part(NamedTuple):
     """A tile seen from the own side: pairs with lo <= own position - other position <= hi.
 
-    `heads`: of the own side. `served`: its query heads, counted from own head * group.
+    `heads`: of the own side. `served`: its query heads, counted from own head * group, which are of the buffer; its
+    head 0 is query head `first_head` of the call. `shift`: what ALiBi's distance of a pair is less than own - other.
     """
 
     own: TokenRange
@@ -51,6 +54,8 @@ class _Part(NamedTuple):
     hi: int
     heads: StridedRange
     served: StridedRange
+    first_head: int = 0
+    shift: int = 0
 
 
 class _Cell(NamedTuple):
@@ -61,33 +66,43 @@ class _Cell(NamedTuple):
     parts: list[_Part]
 
 
-def query_blocks(tiles: Iterable[Tile], own_rows: int, other_rows: int) -> Blocks:
+def query_blocks(
+    tiles: Iterable[Tile], own_rows: int, other_rows: int, *, softmax: Softmax | None = None
+) -> Blocks:  # fmt: skip
     """Blocks of at most `own_rows` query rows and of query heads; entries are keys in blocks of `other_rows`.
 
+    `softmax`: of the call, if its options need the places of pairs.
     Raises UnsupportedError where rows or the positions of one tile span more than int32 can count.
     """
     parts = [
-        _Part(tile.q, tile.k, *tile.band, heads, StridedRange(0, 1))
+        _Part(tile.q, tile.k, *tile.band, heads, StridedRange(0, 1), tile.first_head, _shift(tile, softmax))
         for tile in tiles
         for heads in _unstrided(tile.heads)
     ]
-    return _table(parts, own_rows, other_rows)
+    return _table(parts, own_rows, other_rows, softmax)
 
 
-def key_blocks(tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int, *, unseen: bool = False) -> Blocks:
+def key_blocks(
+    tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int, *, unseen: bool = False,
+    softmax: Softmax | None = None,
+) -> Blocks:  # fmt: skip
     """Blocks of at most `own_rows` key rows and of K/V heads; entries are queries in blocks of `other_rows`.
 
-    `group`: query heads per K/V head. `unseen`: also blocks of rows that no query sees, without entries. Raises as
-    `query_blocks` does.
+    `group`: query heads per K/V head. `unseen`: also blocks of rows that no query sees, without entries. `softmax`, and
+    what it raises, as for `query_blocks`.
     """
     parts = [
         # lo <= q - k <= hi seen from the keys is -hi <= k - q <= -lo.
-        _Part(tile.k, tile.q, -tile.band.hi, -tile.band.lo, kv_heads, served)
+        _Part(tile.k, tile.q, -tile.band.hi, -tile.band.lo, kv_heads, served, tile.first_head, -_shift(tile, softmax))
         for tile in tiles
         for heads in _unstrided(tile.heads)
         for kv_heads, served in _kv_heads(heads, group)
     ]
-    return _table(parts, own_rows, other_rows, unseen)
+    return _table(parts, own_rows, other_rows, softmax, unseen)
+
+
+def _shift(tile: Tile, softmax: Softmax | None) -> int:
+    return 0 if softmax is None else softmax.shift(tile.q.positions.start)
 
 
 def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
@@ -158,7 +173,9 @@ def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, l
             yield StridedRange(start, end - start), held
 
 
-def _table(parts: Sequence[_Part], own_rows: int, other_rows: int, unseen: bool = False) -> Blocks:
+def _table(
+    parts: Sequence[_Part], own_rows: int, other_rows: int, softmax: Softmax | None, unseen: bool = False
+) -> Blocks:  # fmt: skip
     """The table of the parts."""
     cells = list(_cells(parts))
     rows = np.array([(*_ordered(cell.rows), cell.heads.start, cell.heads.count) for cell in cells], np.int64)
@@ -166,7 +183,7 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int, unseen: bool 
     # Each cell in blocks of at most own_rows rows; all its parts become entries of each of these blocks.
     blocks_of = -(-rows[:, 2] // own_rows)
     pairs = np.array([(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts], np.int64)
-    pairs = pairs.reshape(-1, 10)
+    pairs = pairs.reshape(-1, 16)
 
     cell, first = _unrolled(blocks_of)
     blocks = np.zeros((len(cell), 8), np.int64)
@@ -181,6 +198,8 @@ def _table(parts: Sequence[_Part], own_rows: int, other_rows: int, unseen: bool 
     pair, local = _unrolled(blocks_of[pairs[:, 0]])
     block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
     entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
+    if softmax is not None and softmax.places():
+        entries = np.hstack((entries, _places(pairs[pair, 1:], local * own_rows, (own_rows, other_rows))))
     kept = visits > 0
     return _sorted(blocks, entries[kept], block[kept], visits[kept], unseen)
 
@@ -192,7 +211,8 @@ def _ordered(rows: StridedRange) -> tuple[int, int, int]:
 def _pair(part: _Part) -> tuple[int, ...]:
     """What a part tells its entries, counted from the part's first rows.
 
-    The other side's first row, row stride, rows; own step, other step, lo, hi; first query head, query heads.
+    The other side's first row, row stride, rows; own step, other step, lo, hi; first query head, query heads; the first
+    position and the position stride of either side, own first; the shift and the first head.
     """
     own, other = part.own.positions, part.other.positions
     # Own row i is at own.start + i * own.stride, other row j likewise, so
@@ -202,7 +222,8 @@ def _pair(part: _Part) -> tuple[int, ...]:
     offset = own.start - other.start
     lo, hi = -((offset - part.lo) // unit), (part.hi - offset) // unit
     steps = own.stride // unit, other.stride // unit
-    return (*_ordered(part.other.rows), *steps, lo, hi, part.served.start, part.served.count)
+    places = own.start, own.stride, other.start, other.stride, part.shift, part.first_head
+    return (*_ordered(part.other.rows), *steps, lo, hi, part.served.start, part.served.count, *places)
 
 
 def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
@@ -237,8 +258,22 @@ def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Int
     entries[:, 5] = np.maximum(lo, -count * other)
     entries[:, 6] = np.minimum(hi, reach)
     entries[:, 7:11] = np.stack((start, full_start, full_end, end), axis=1)
-    entries[:, 11:13] = pairs[:, 7:]
+    entries[:, 11:13] = pairs[:, 7:9]
     return entries, np.where(seen[1] > seen[0], end - start, 0)
+
+
+def _places(pairs: Ints, first: Ints, rows: tuple[int, int]) -> Ints:
+    """The columns of `Table.places` of each entry; `first`: of its block's rows, the first in its part."""
+    own, own_stride, other, other_stride, shift, first_head = pairs[:, 9:].T
+    ahead = own + first * own_stride - other - shift
+    reach = own_stride * rows[0], other_stride * (pairs[:, 2] + rows[1])
+    farthest = max((int(np.abs(x).max()) for x in (ahead, *reach) if x.size), default=0)
+    if farthest >= LIMIT:
+        raise UnsupportedError(
+            f"positions of a tile lie {farthest:,} apart, more than the kernels' int32 (limit {LIMIT:,}) for ALiBi; "
+            "use engine='plain'"
+        )
+    return np.stack((ahead, own_stride, other_stride, first_head), axis=1)
 
 
 def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool) -> Blocks:
@@ -251,7 +286,7 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
     place = np.zeros(len(blocks), np.int64)
     place[order] = np.arange(len(order))
     blocks, block = blocks[order], place[block]
-    entries = entries[np.argsort(block, kind="stable")]
+    entries, places = np.split(entries[np.argsort(block, kind="stable")], (16,), axis=1)
     # The entries of block b are ends[b - 1] .. ends[b] - 1.
     ends = np.cumsum(np.bincount(block, minlength=len(blocks)))
     blocks[1:, 5], blocks[:, 6] = ends[:-1], ends
@@ -262,7 +297,8 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
             f"{LIMIT:,}); use more ranks or engine='plain'"
         )
     slots = int(blocks[:, 4].max()) if len(blocks) else 0
-    return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots)
+    placed = places.astype(np.int32) if places.shape[1] else None
+    return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots, placed)
 
 
 def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:

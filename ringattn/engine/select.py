@@ -20,7 +20,7 @@ from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
 EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
-KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": ("softcap",)}
+KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": ("softcap", "alibi_slopes")}
 """Which options of the softmax an engine computes; the others none."""
 IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes", "dropout_p": "this dropout"}
 
@@ -107,10 +107,11 @@ def _first_in_order(call: _Call) -> Choice:
         # The first that no kernel here knows: a GPU has one for a softcap.
         told = [name for name in options if call.device.type != "cuda" or name not in KNOWN["triton"]]
         return Choice(PlainEngine(), f"plain: no fused kernel knows {IN_WORDS[told[0]]} on {call.place}")
+    asked = " and ".join(IN_WORDS[name] for name in options)
     try:
-        return Choice(_triton(call), "triton: the only fused kernels with a softcap")
+        return Choice(_triton(call), f"triton: the only fused kernels with {asked}")
     except UnsupportedError as error:
-        return Choice(PlainEngine(), f"plain: no fused kernel here knows a softcap ({error})")
+        return Choice(PlainEngine(), f"plain: no fused kernel here knows {asked} ({error})")
 
 
 def _why_aten(call: _Call) -> str:
@@ -138,6 +139,8 @@ def _triton(call: _Call) -> Engine:
         raise UnsupportedError(
             f"engine='triton' takes head dimensions to {triton.DIMS[-1]}, not {call.dim}; use engine='plain'"
         )
+    if why := triton.too_steep(call.softmax):
+        raise UnsupportedError(why)
     triton.architecture(call.device)  # raises for a GPU that is too old
     return triton.TritonEngine(sm_margin=call.sm_margin)
 
@@ -146,4 +149,4 @@ def _forms(call: _Call) -> str:
     """Which of our own kernels will do the call."""
     from ringattn.engine import forms, triton
 
-    return forms.told(triton.architecture(call.device), call.dtype, call.dims, call.softmax.softcap)
+    return forms.told(triton.architecture(call.device), call.dtype, call.dims, tuple(call.softmax.options()))

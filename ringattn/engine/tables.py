@@ -11,10 +11,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import Softmax, Visit
-from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
+from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks
 from ringattn.engine.history import FLAGS, flagged
 from ringattn.kernels.experimental.attention_specialized import one_entry_each
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
@@ -50,18 +51,28 @@ class PassTables:
         self.more = more
         self.visits = visits or [Visit()] * len(self.steps)
         self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
+        self._slopes: dict[torch.device, Tensor] = {}
+
+    def slopes(self, device: torch.device) -> Tensor | None:
+        """Those of ALiBi, one for each query head of the call."""
+        if self.softmax.alibi_slopes is None:
+            return None
+        if device not in self._slopes:
+            self._slopes[device] = torch.tensor(self.softmax.alibi_slopes, dtype=torch.float32, device=device)
+        return self._slopes[device]
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
         """Query blocks of `config.block_m` rows; their entries are in key blocks of `config.block_n`."""
         own, other = config.block_m, config.block_n
-        return self._kept("query", [partial(query_blocks, tiles) for tiles in self.steps], own, other, device)
+        make = [partial(query_blocks, tiles, softmax=self.softmax) for tiles in self.steps]
+        return self._kept("query", make, own, other, device)
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
         """Key blocks of `config.block_n` rows; their entries are in query blocks of `config.block_m`."""
         # K/V heads own the blocks here, so an entry also says which query heads of its group. Rows that no query sees
         # have a block where they must be set, or converted.
         make = [
-            partial(key_blocks, tiles, self.softmax.group, unseen=any(visit))
+            partial(key_blocks, tiles, self.softmax.group, unseen=any(visit), softmax=self.softmax)
             for tiles, visit in zip(self.steps, self.visits, strict=True)
         ]
         return self._kept("key", make, config.block_n, config.block_m, device)
@@ -83,10 +94,15 @@ class PassTables:
             alone = known and all((one.blocks[:, FLAGS] == FIRST | LAST).all() for one in made)
             # What the specialized kernel can take: at most one entry in a block.
             single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
+            # Copied after `flagged`, which writes the flags into the host arrays.
             tables = [
-                # Copied after `flagged`, which writes the flags into the host arrays.
-                Table(torch.from_numpy(one.blocks).to(device), torch.from_numpy(one.entries).to(device), one.slots)
+                Table(_on(device, one.blocks), _on(device, one.entries), one.slots,
+                      None if one.places is None else _on(device, one.places))
                 for one in made
-            ]
+            ]  # fmt: skip
             self._made[key] = Tables(tables, known, alone, single)
         return self._made[key]
+
+
+def _on(device: torch.device, columns: Ints) -> Tensor:
+    return torch.from_numpy(columns).to(device)

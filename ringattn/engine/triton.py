@@ -22,6 +22,7 @@ from torch import Tensor
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
 from ringattn.engine.forms import (
+    Options,
     check_specialized,
     forward_config,
     gradient_configs,
@@ -32,6 +33,7 @@ from ringattn.engine.forms import (
 )
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
+from ringattn.kernels.attention_alibi import STEEPEST
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
@@ -86,19 +88,21 @@ class TritonEngine(Accumulating):
         visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
-        softmax.refuse_others(self.name, ("softcap",))
+        softmax.refuse_others(self.name, ("softcap", "alibi_slopes"))
+        if why := too_steep(softmax):
+            raise UnsupportedError(why)
         whole = PassTables(steps, softmax, rows, heads, more, visits)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         # The blocks of `attend`: their flags say which launches read a state.
-        config = self._forward_config(q, value_dim, works[0].whole.softmax.softcap if works else None)
+        config = self._forward_config(q, value_dim, _options(works))
         if not works:
             return super().begin(works, q, value_dim, sinks)
         tables = works[0].whole.by_query(config, q.device)
         # All steps, so that a pass is refused before its first launch.
-        check_specialized(config, all(tables.single), q)
+        check_specialized(config, all(tables.single), _options(works), q)
         # Without flags every launch reads the state, so it must be set.
         if not tables.flagged:
             return super().begin(works, q, value_dim, sinks)
@@ -113,14 +117,14 @@ class TritonEngine(Accumulating):
             q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, result: Tensor | None,
             sinks: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
-            softcap = work.whole.softmax.softcap
-            config = self._forward_config(q, v.shape[3], softcap)
+            options = _options([work])
+            config = self._forward_config(q, v.shape[3], options)
             tables = work.whole.by_query(config, q.device)
             table = tables.steps[work.step]
             # The specialized kernel takes one entry in a block, read by descriptors.
-            check_specialized(config, tables.single[work.step], q, k, v)
+            check_specialized(config, tables.single[work.step], options, q, k, v)
             # Strides or borders of tensors may be none that a descriptor can have.
-            config = readable(config, q, k, v, architecture(q.device), softcap, self._named)
+            config = readable(config, q, k, v, architecture(q.device), options, self._named)
             if config.form == "gluon":
                 facts = _facts(kv, work)
                 return [
@@ -146,7 +150,7 @@ class TritonEngine(Accumulating):
     def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
         """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
         # The same blocks as `attend_grad` takes for dQ: their flags say what is read.
-        config = self._gradient_configs(q, value_dim, works[0].whole.softmax.softcap if works else None).grad_q
+        config = self._gradient_configs(q, value_dim, _options(works)).grad_q
         # The fused backward adds to dQ atomically, so dQ must begin at zero.
         if works and self._deterministic and (tables := works[0].whole.by_query(config, q.device)).flagged:
             return _uninitialized(q, q.shape[3], tables.alone)
@@ -180,9 +184,9 @@ class TritonEngine(Accumulating):
                 by_key = loadable(table.grad_fused, q, dout)
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
                 return [grad_fused(*rows, dq, dk, dv, keys, by_key, results=results, **facts)]
-            softcap = work.whole.softmax.softcap
-            configs = self._gradient_configs(q, v.shape[3], softcap)
-            configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), softcap, self._named)
+            options = _options([work])
+            configs = self._gradient_configs(q, v.shape[3], options)
+            configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), options, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
             # Its flags are those of the step: the first on these keys, or the last, or both.
             keys = work.whole.by_key(configs.grad_kv, q.device).steps[work.step]
@@ -220,13 +224,13 @@ class TritonEngine(Accumulating):
     def _foreseen_bytes(self, work: TritonWork, sizes: Sizes, backward: bool) -> int:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         q = torch.empty(0, sizes.batch, sizes.heads, sizes.head_dim, dtype=sizes.dtype, device=device)
-        softcap, by_query, by_key = work.whole.softmax.softcap, work.whole.by_query, work.whole.by_key
+        options, by_query, by_key = _options([work]), work.whole.by_query, work.whole.by_key
         if not backward:
-            launches = [(by_query, self._forward_config(q, sizes.value_dim, softcap), 0)]
+            launches = [(by_query, self._forward_config(q, sizes.value_dim, options), 0)]
         elif not self._deterministic:
             launches = [(by_key, self._configs_for(q, sizes.value_dim).grad_fused, 0)]
         else:
-            configs = self._gradient_configs(q, sizes.value_dim, softcap)
+            configs = self._gradient_configs(q, sizes.value_dim, options)
             # By Gluon the rows of dout have a descriptor too.
             launches = [(by_query, configs.grad_q, 1), (by_key, configs.grad_kv, 1)]
         most = 0
@@ -265,13 +269,13 @@ class TritonEngine(Accumulating):
         for launch in launches:
             launch(operands)
 
-    def _forward_config(self, q: Tensor, value_dim: int, softcap: float | None) -> Config:
+    def _forward_config(self, q: Tensor, value_dim: int, options: Options) -> Config:
         table = self._configs_for(q, value_dim).forward
-        return forward_config(table, q, value_dim, architecture(q.device), softcap, self._named)
+        return forward_config(table, q, value_dim, architecture(q.device), options, self._named)
 
-    def _gradient_configs(self, q: Tensor, value_dim: int, softcap: float | None) -> Configs:
+    def _gradient_configs(self, q: Tensor, value_dim: int, options: Options) -> Configs:
         table = self._configs_for(q, value_dim)
-        return gradient_configs(table, q, value_dim, architecture(q.device), softcap, self._named)
+        return gradient_configs(table, q, value_dim, architecture(q.device), options, self._named)
 
     def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
         # One table of block sizes: the wider of keys and values decides.
@@ -314,11 +318,19 @@ class _Facts(TypedDict):
     softcap: float | None
     group: int
     first_kv_head: int
+    slopes: Tensor | None
 
 
 def _facts(kv: KV, work: TritonWork) -> _Facts:
-    softmax = work.whole.softmax
-    return _Facts(scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head)
+    softmax, slopes = work.whole.softmax, work.whole.slopes(kv.k.device)
+    return _Facts(
+        scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head, slopes=slopes
+    )
+
+
+def _options(works: Sequence[TritonWork]) -> Options:
+    """Which options of the softmax a pass uses."""
+    return tuple(works[0].whole.softmax.options()) if works else ()
 
 
 @cache
@@ -336,6 +348,14 @@ def architecture(device: torch.device) -> int:
             f"engine='triton' needs a GPU from sm_{ARCHITECTURES[0]} on, not sm_{major}{minor}; use engine='plain'"
         )
     return found
+
+
+def too_steep(softmax: Softmax) -> str | None:
+    """Why this engine takes no such slopes, or None."""
+    steepest = max((abs(slope) for slope in softmax.alibi_slopes or ()), default=0.0)
+    if steepest <= STEEPEST:
+        return None
+    return f"engine='triton' takes alibi_slopes to {STEEPEST:.0f}, of either sign, not {steepest:g}; use engine='plain'"
 
 
 def missing(device: torch.device) -> str | None:

@@ -77,7 +77,7 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tiles(self, seed: int) -> None:
-        self.tried(random_scenario(seed), torch.float64, with_dlse=seed % 2 == 1, seed=seed)
+        self.tried(random_scenario(seed, self.alibi), torch.float64, with_dlse=seed % 2 == 1, seed=seed)
 
     @pytest.mark.parametrize("name", ["zigzag", "window", "part-of-the-heads", "whole-pass"])
     def test_same_bits_twice(self, name: str) -> None:

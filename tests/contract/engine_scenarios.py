@@ -17,7 +17,10 @@ class Step(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Several attend calls that update one softmax state."""
+    """Several attend calls that update one softmax state.
+
+    With `alibi` head 0 of the buffers is query head `first_head` of the call; `starts` as `Softmax` has them.
+    """
 
     steps: tuple[Step, ...]
     q_rows: int
@@ -29,6 +32,8 @@ class Scenario(NamedTuple):
     softcap: float | None = None
     memory: str = "tokens"
     alibi: bool = False
+    first_head: int = 0
+    starts: tuple[tuple[int, int], ...] = ()
 
     @property
     def heads(self) -> int:
@@ -47,8 +52,10 @@ def simple(
     **facts: object,
 ) -> Scenario:
     """One step a tile, buffers that end with the last row of a strip."""
+    first = facts.get("first_head", 0)
     steps = tuple(
-        Step((Tile(q, k, band, heads),), k.rows.stop + 2, held or StridedRange(0, kv_heads)) for q, k, band in tiles
+        Step((Tile(q, k, band, heads, first),), k.rows.stop + 2, held or StridedRange(0, kv_heads))  # type: ignore[arg-type]
+        for q, k, band in tiles
     )
     return Scenario(steps, max(q.rows.stop for q, _, _ in tiles) + 2, kv_heads, **facts)  # type: ignore[arg-type]
 
@@ -59,6 +66,7 @@ STRIPED = ((strip(1, 30, 4), strip(1, 30, 4), CAUSAL), (strip(1, 30, 4), strip(2
 DILATED = ((strip(3, 20, 6), strip(1, 33, 4), Band(-9, 50)), (strip(0, 30, 2, 1, 2), strip(0, 20, 3, 0, 2), CAUSAL))
 BOTH_SIDES = ((strip(0, 60), strip(0, 60), Band(-7, 9)), (strip(60, 30), strip(0, 70), Band(-3, 1 << 60)))
 BLIND = ((strip(0, 20), strip(12, 20), CAUSAL), (strip(0, 20), strip(100, 20), CAUSAL))
+DOCUMENTS = ((strip(3, 17), strip(0, 30), FULL), (strip(20, 25, row=17), strip(31, 19), Band(-40, 9)))
 DENSE = ((strip(0, 96), strip(0, 96), CAUSAL),)
 
 
@@ -111,12 +119,18 @@ SCENARIOS = {
     "whole-zigzag-pass": whole(ZIGZAG_PASS, 64, 3, 3, batch=2, d_v=20),
     "whole-call": whole((((strip(0, 40), strip(0, 40), CAUSAL),),), 40, 2, 1, softcap=1.5),
     "alibi": simple(DILATED, StridedRange(0, 4), 2, group=2, batch=2, softcap=1.5, alibi=True),
+    "alibi-documents": simple(
+        DOCUMENTS, StridedRange(1, 3), 2, group=2, batch=2, alibi=True, first_head=2, starts=((0, 0), (20, 31))
+    ),
     "softcap": simple(WINDOW, StridedRange(0, 4), 2, group=2, softcap=1.5, batch=2),
 }
 
 
-def random_scenario(seed: int) -> Scenario:
-    """Steps of overlapping tiles with random runs, bands and heads; a pair that two tiles hold counts twice."""
+def random_scenario(seed: int, alibi: bool = False) -> Scenario:
+    """Steps of overlapping tiles with random runs, bands and heads; a pair that two tiles hold counts twice.
+
+    `alibi`: the same in every second one with slopes, and heads and documents that need not be the first.
+    """
     rng = Random(seed)
     group, kv_heads, q_rows = rng.choice((1, 2, 3)), rng.randint(1, 3), rng.randint(1, 70)
     steps = []
@@ -127,7 +141,15 @@ def random_scenario(seed: int) -> Scenario:
         steps.append(Step(tiles, k_rows, held))
     dims = (rng.choice((8, 16, 17)), rng.choice((8, 16)))
     memory = rng.choice(("tokens", "heads", "records"))
-    return Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
+    made = Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
+    rng = Random(f"alibi {seed}")
+    if not alibi or rng.random() < 0.5:
+        return made
+    first, starts = rng.randint(0, 3), rng.choice(((), ((0, rng.randint(0, 60)),)))
+    steps = [step._replace(tiles=tuple(tile._replace(first_head=first) for tile in step.tiles)) for step in made.steps]
+    return made._replace(
+        steps=tuple(steps), alibi=True, first_head=first, starts=starts, softcap=rng.choice((None, 2.0))
+    )
 
 
 def _random_tile(rng: Random, q_rows: int, k_rows: int, held: StridedRange, group: int) -> Tile:

@@ -65,8 +65,8 @@ class Trial:
         self.scenario = scenario
         self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
         self.generator = torch.Generator().manual_seed(seed)
-        slopes = tuple(0.02 * (head - 1) for head in range(s.heads)) if s.alibi else None
-        self.softmax = Softmax(scale, s.group, s.softcap, slopes)
+        slopes = tuple(0.02 * (head - 1) for head in range(s.first_head + s.heads)) if s.alibi else None
+        self.softmax = Softmax(scale, s.group, s.softcap, slopes, s.starts)
         self.sinks: Tensor | None = None
         self.storage: list[Tensor] = []
         every_tile = [tile for step in s.steps for tile in step.tiles]
@@ -178,10 +178,14 @@ class Trial:
 
     def _bias(self, tile: Tile, k_rows: int) -> Tensor:
         assert self.softmax.alibi_slopes is not None
+        began = [start - kv_start for start, kv_start in self.scenario.starts if start <= tile.q.positions.start]
         distance = torch.zeros(self.scenario.q_rows, k_rows, dtype=torch.float64)
         q_positions, q_rows, k_positions, key_rows = (torch.tensor(run.members()) for run in (*tile.q, *tile.k))
-        distance[q_rows[:, None], key_rows[None, :]] = (q_positions[:, None] - k_positions).abs().double()
-        return -torch.tensor(self.softmax.alibi_slopes, dtype=torch.float64)[:, None, None] * distance
+        distance[q_rows[:, None], key_rows[None, :]] = (
+            (q_positions[:, None] - k_positions - (began[-1] if began else 0)).abs().double()
+        )
+        slopes = torch.tensor(self.softmax.alibi_slopes[self.scenario.first_head :], dtype=torch.float64)
+        return -slopes[:, None, None] * distance
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
         """Compare with the reference where tiles are, and with what was there before elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import tiles_of
+from ringattn.engine.base import Softmax
 from ringattn.engine.blocks import LIMIT, Blocks, key_blocks, query_blocks
 from ringattn.errors import UnsupportedError
 from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
@@ -98,6 +100,37 @@ def test_every_pair_of_a_scenario_once(name: str) -> None:
     scenario = SCENARIOS[name]
     for step in scenario.steps:
         check(step.tiles, scenario.group, (16, 16))
+
+
+@given(st.integers(0, 400), SIZES)
+def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
+    """The distance of every pair of an entry, and the head of the call."""
+    scenario = random_scenario(seed, alibi=True)
+    softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts)
+    for tiles in (step.tiles for step in scenario.steps):
+        for side in SIDES:
+            if side == "query":
+                made = query_blocks(tiles[:1], *sizes, softmax=softmax)
+            else:
+                made = key_blocks(tiles[:1], scenario.group, *sizes, softmax=softmax)
+            sides = [tiles[0].q, tiles[0].k][:: 1 if side == "query" else -1]
+            at = [dict(zip(x.rows.members(), x.positions.members(), strict=True)) for x in sides]
+            assert made.places is not None
+            for row0, row_stride, rows, *_, first, end, _ in made.blocks.tolist():
+                of_block = zip(made.entries[first:end].tolist(), made.places[first:end].tolist(), strict=True)
+                for entry, (ahead, own_step, other_step, head) in of_block:
+                    shift = softmax.shift(0) * (1 if side == "query" else -1)
+                    assert head == scenario.first_head
+                    for i, j in product(range(rows), range(entry[2])):
+                        apart = at[0][row0 + i * row_stride] - at[1][entry[0] + j * entry[1]]
+                        assert ahead + i * own_step - j * other_step == apart - shift
+
+
+def test_a_distance_beyond_the_kernels_is_refused() -> None:
+    far = [Tile(strip(LIMIT, 8), strip(0, 8), FULL, StridedRange(0, 1))]
+    assert query_blocks(far, 16, 16).places is None
+    with pytest.raises(UnsupportedError, match=r"lie 1,073,741,824 apart.*for ALiBi; use engine='plain'"):
+        query_blocks(far, 16, 16, softmax=Softmax(1.0, alibi_slopes=(1.0,)))
 
 
 def causal(start: int, count: int, keys: int) -> Tile:

@@ -57,9 +57,9 @@ def rows(dim: int = 128, dtype: torch.dtype = HALF, pad: int = 0) -> Tensor:
     return torch.zeros(256, 1, 2, dim + pad, dtype=dtype)[..., :dim]
 
 
-def attended(engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> None:
+def attended(engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """A pass of two steps, so that a state is carried."""
-    works = engine.prepare([TILES, TILES], Softmax(0.1, 1, softcap), 256, 2)
+    works = engine.prepare([TILES, TILES], Softmax(0.1, **options), 256, 2)
     state = engine.begin(works, q, v.shape[3], None)
     for work in works:
         engine.attend(q, KV(k, v), state, work)
@@ -78,6 +78,7 @@ def form_of(call: LaunchCall) -> str:
         ({"q": rows(64), "k": rows(64), "v": rows(64)}, "gluon"),
         ({"q": rows(dtype=torch.float16), "k": rows(dtype=torch.float16), "v": rows(dtype=torch.float16)}, "gluon"),
         ({"softcap": 30.0}, "descriptors"),
+        ({"alibi_slopes": (0.5, 0.25)}, "descriptors"),
         *(({"q": rows(dim), "k": rows(dim), "v": rows(dim)}, "descriptors") for dim in (80, 96, 256)),
         ({"v": rows(64)}, "descriptors"),
         ({"q": rows(pad=1)}, "descriptors"),
@@ -104,6 +105,7 @@ def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded
     ("case", "why"),
     [
         ({"softcap": 30.0}, "has no softcap"),
+        ({"alibi_slopes": (0.5, 0.25)}, "has no alibi_slopes"),
         ({"q": rows(80), "k": rows(80), "v": rows(80)}, "not 80 and 80"),
         ({"v": rows(64)}, "not 128 and 64"),
         ({name: rows(dtype=torch.float32) for name in "qkv"}, "not torch.float32"),
@@ -142,7 +144,10 @@ def test_specialized_by_name_is_refused_what_it_cannot_run(launched: Recorded) -
     [
         ((7, 5), "does not run on sm_75: it needs sm_80"),
         ((8, 6), "on sm_86: pointers (the Gluon kernel is for sm_90, not sm_86)"),
-        ((9, 0), "on sm_90: gluon for head dimensions 64 and 128 without a softcap, else descriptors, or pointers for"),
+        (
+            (9, 0),
+            "on sm_90: gluon for head dimensions 64 and 128 without softcap, ALiBi and dropout, else descriptors, or",
+        ),
         ((10, 3), "on sm_103: descriptors, or pointers for rows that TMA cannot describe (the Gluon kernel is for"),
     ],
 )
@@ -171,7 +176,7 @@ def test_a_triton_without_gluon_runs_descriptors(launched: Recorded, monkeypatch
     gluon_missing.cache_clear()
     attended(TritonEngine(), rows(), rows(), rows())
     assert form_of(launched.calls[0]) == "descriptors"
-    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.told(90, HALF, (128, 128), None)
+    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.told(90, HALF, (128, 128), ())
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
@@ -183,10 +188,10 @@ def test_other_architectures_keep_their_table(arch: int, launched: Recorded, mon
 
 
 def differentiated(
-    engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, softcap: float | None = None
-) -> None:
+    engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
+) -> None:  # fmt: skip
     """The backward pass of one step."""
-    works, per_row = engine.prepare([TILES], Softmax(0.1, 1, softcap), 256, 2), torch.zeros(1, 2, 256)
+    works, per_row = engine.prepare([TILES], Softmax(0.1, **options), 256, 2), torch.zeros(1, 2, 256)
     dq = engine.begin_grad(works, q, v.shape[3])
     dkv = KV(torch.zeros(k.shape), torch.zeros(v.shape))
     engine.attend_grad(q, KV(k, v), BackwardInputs(dout, dout, per_row, None, per_row), dq, dkv, works[0])
@@ -202,6 +207,7 @@ GRADIENTS = {
     "": ({}, ["gluon", "gluon"]),
     "64": ({name: rows(64) for name in ("q", "k", "v", "dout")}, ["gluon", "gluon"]),
     "softcap": ({"softcap": 30.0}, ["descriptors", "descriptors"]),
+    "alibi": ({"alibi_slopes": (0.5, 0.25)}, ["descriptors", "descriptors"]),
     "80": ({name: rows(80) for name in ("q", "k", "v", "dout")}, ["descriptors", "descriptors"]),
     "unequal": ({"v": rows(64), "dout": rows(64)}, ["descriptors", "descriptors"]),
     "dout": ({"dout": rows(pad=1)}, ["descriptors", "pointers"]),

@@ -93,9 +93,13 @@ def test_a_softcap_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_alibi_on_a_gpu() -> None:
-    """No kernel of ours has it, so the softcap beside it does not matter."""
-    for softmax in (BIASED, BIASED._replace(softcap=30.0)):
-        assert chosen(CUDA, softmax=softmax) == ("plain", "no fused kernel knows alibi_slopes on NVIDIA H200")
+    """By the kernels that are not Gluon's, with a softcap or without; slopes beyond what they take go to plain."""
+    said = "the only fused kernels with {}; forward by the form descriptors (the Gluon kernel has no {})"
+    assert chosen(CUDA, softmax=BIASED) == ("triton", said.format("alibi_slopes", "alibi_slopes"))
+    both = BIASED._replace(softcap=30.0)
+    assert chosen(CUDA, softmax=both) == ("triton", said.format("a softcap and alibi_slopes", "softcap"))
+    name, told = chosen(CUDA, softmax=Softmax(1.0, alibi_slopes=(0.5, -1e10)))
+    assert name == "plain" and "takes alibi_slopes to 4294967296, of either sign, not 1e+10" in told
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -121,9 +125,10 @@ def test_a_named_engine_comes_or_is_refused() -> None:
     for name in ("aten", "fa3", "fa4"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no softcap; use engine='auto'"):
             choose(name, HOST, HALF, 8, 8, CAPPED)
-    for name in ("aten", "fa3", "fa4", "triton"):
+    for name in ("aten", "fa3", "fa4"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no alibi_slopes; use engine='auto'"):
             choose(name, HOST, HALF, 8, 8, BIASED)
+    for name in ("aten", "fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no dropout_p; use engine='auto'"):
             choose(name, HOST, HALF, 8, 8, Softmax(1.0, dropout_p=0.1))
     for name in ("fa3", "fa4", "triton"):

@@ -72,10 +72,10 @@ def draw(seed: int) -> Case:
     if case["kind"] in ("attention", "processes", "nan"):
         for call in case["calls"]:
             draw_mask(Random(f"masks {seed}"), call)
-    if case["kind"] in ("attention", "dilated", "processes", "nan"):
+    if case["kind"] in ("attention", "dilated", "processes", "nan", "triton"):
         for call in case["calls"]:
             draw_alibi(Random(f"alibi {seed}"), call)
-            if case["kind"] != "nan":
+            if case["kind"] not in ("nan", "triton"):
                 draw_dropout(Random(f"dropout {seed}"), call)
     return case
 

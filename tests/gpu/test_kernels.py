@@ -42,7 +42,7 @@ def engine(form: str | None = None, **options: Any) -> Any:
 class TestScenarios(EngineContract):
     """The contract on CUDA tensors; float64 is refused, and random tiles are left to the interpreter."""
 
-    device = "cuda"
+    device, alibi = "cuda", True
 
     def engine(self) -> Any:
         return engine()

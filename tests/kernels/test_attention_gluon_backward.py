@@ -376,7 +376,7 @@ def test_the_gate_reads_code() -> None:
     [
         ({}, None),
         ({"arch": 100}, "is for sm_90, not sm_100"),
-        ({"softcap": 2.0}, "the Gluon backward has no softcap"),
+        ({"options": ("alibi_slopes",)}, "the Gluon backward has no alibi_slopes"),
         ({"v": rows_like(dim=64), "dout": rows_like(dim=64)}, "64 or 128, .*not 128 and 64"),
         ({"q": rows_like(torch.float32)}, "torch.float32"),
         ({"dout": torch.zeros(8, 1, 2, 129, dtype=torch.bfloat16)[..., :128]}, "multiples of 16 bytes"),

@@ -16,7 +16,7 @@ from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
 from ringattn.kernels.experimental.attention_specialized import BLOCKS, specialized, specialized_configs
-from ringattn.kernels.launch_call import FORMS, LaunchCall, Table
+from ringattn.kernels.launch_call import FORMS, PLACES, LaunchCall, Table
 from tests.kernels.compile_gate import purpose
 
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
@@ -53,7 +53,10 @@ def _entries() -> list[str]:
 def _variants() -> list[str]:
     """Calls that are not the ordinary ones, for one architecture of each kind."""
     forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
-    of_128 = ("forward/softcap", "forward/sinks", "forward/raw", "grad_q/softcap", "grad_kv/softcap")
+    of_128 = (
+        "forward/softcap", "forward/sinks", "forward/raw", "grad_q/softcap", "grad_kv/softcap",
+        "forward/alibi", "grad_q/alibi", "grad_kv/alibi",
+    )  # fmt: skip
     of_256 = ("forward/wide_keys", "grad_q/wide_keys", "grad_kv/wide_keys")
     widths = [(128, one) for one in of_128] + [(256, one) for one in of_256]
     return [f"sm_{arch}/half/{width}/{form}/{one}" for arch, form in forms.items() for width, one in widths]
@@ -105,7 +108,9 @@ def call_of(name: str) -> LaunchCall:
         config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
     rows = _rows(d_k, dtype), _rows(d_k, dtype), _rows(d_v, dtype)
     lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
-    table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 16)
+    columns = [torch.zeros(16, n, dtype=torch.int32) for n in (8, 16, PLACES)]
+    slopes = torch.zeros(16) if variant == "alibi" else None
+    table = Table(columns[0], columns[1], 16, None if slopes is None else columns[2])
     scale, softcap = 0.1, 5.0 if variant == "softcap" else None
     if kernel == "forward" and name in GLUON:
         return forward_gluon(*rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype))
@@ -114,7 +119,7 @@ def call_of(name: str) -> LaunchCall:
         sinks = torch.zeros(16) if variant == "sinks" else None
         call = forward(
             *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
-            result=_rows(d_v, dtype), sinks=sinks, weights=weights,
+            result=_rows(d_v, dtype), sinks=sinks, weights=weights, slopes=slopes,
         )  # fmt: skip
         return specialized(call) if name in EXPERIMENTAL else call
     seed = *rows, _rows(d_v, dtype), lse, delta
@@ -122,12 +127,14 @@ def call_of(name: str) -> LaunchCall:
         result = _rows(d_k, dtype)
         if name in GLUON:
             return grad_q_gluon(*seed, _rows(d_k), table, config, scale=scale, result=result)
-        return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result)
+        return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result, slopes=slopes)
     grads, results = (_rows(d_k), _rows(d_v)), (_rows(d_k, dtype), _rows(d_v, dtype))
     if kernel == "grad_kv" and name in GLUON:
         return grad_kv_gluon(*seed, *grads, table, config, scale=scale, results=results)
     if kernel == "grad_kv":
-        return grad_kv(*seed, *grads, table, config, scale=scale, softcap=softcap, results=results)
+        return grad_kv(
+            *seed, *grads, table, config, scale=scale, softcap=softcap, results=results, slopes=slopes
+        )  # fmt: skip
     return grad_fused(*seed, _rows(d_k), *grads, table, config, scale=scale, softcap=softcap, results=results)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from ringattn.core.geometry import CAUSAL, StridedRange, Tile
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
@@ -54,6 +54,8 @@ def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 class TestTriton(EngineContract):
     """The whole suite; what it tries in float64 is refused by name, and random tiles are tried in float32."""
 
+    alibi = True
+
     def engine(self) -> TritonEngine:
         return TritonEngine(SMALL)
 
@@ -66,7 +68,7 @@ class TestTriton(EngineContract):
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tiles(self, seed: int) -> None:
-        self.tried(random_scenario(seed), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
+        self.tried(random_scenario(seed, self.alibi), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
 
 
 def launched(
@@ -231,6 +233,44 @@ def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
     trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
     trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
     trial.check_margins()
+
+
+@pytest.mark.parametrize("scale", [-SCALE, 0.0])
+def test_a_bias_beside_any_scale(scale: float) -> None:
+    """Added before the scaling or after it, as the scale allows."""
+    trial = Trial(SCENARIOS["alibi-documents"], torch.float32, True, scale=scale)
+    trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
+
+
+def test_a_steep_bias_over_many_blocks() -> None:
+    """Keys on either side of every query, blocks that hold both, and slopes of either sign."""
+    scenario = simple(((strip(40, 70, 2), strip(0, 90), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
+    trial = Trial(scenario, torch.float32, True)
+    trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.125))
+    trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
+
+
+def test_queries_far_from_all_keys() -> None:
+    """What all logits of a row lose, 325 powers of two, is no part of a weight; lse is right to four roundings."""
+    scenario = simple(((strip(900, 20), strip(0, 40), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
+    trial = Trial(scenario, torch.float32, False)
+    trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.25))
+    found, wanted = trial.run(TritonEngine(SMALL)), trial.reference()
+    assert (found["out"].double() - wanted["out"])[:20].abs().max() <= TOLERANCE[torch.float32]
+    torch.testing.assert_close(found["lse"][..., :20].double(), wanted["lse"][..., :20], rtol=2**-22, atol=0)
+
+
+def test_a_fused_backward_with_a_bias() -> None:
+    trial = Trial(SCENARIOS["alibi"], torch.float32, True)
+    trial.check(trial.run(TritonEngine(SMALL, deterministic=False)), TOLERANCE[torch.float32])
+
+
+def test_what_slopes_are_refused() -> None:
+    for form, slope, told in (("specialized", 0.5, "has no alibi_slopes"), ("pointers", 1e10, r"slopes to .*plain")):
+        engine, q = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form))), torch.zeros(4, 1, 1, 16)
+        tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
+        with pytest.raises(UnsupportedError, match=told):
+            engine.begin(engine.prepare([tiles], Softmax(SCALE, alibi_slopes=(slope,)), 4, 1), q, 16, None)
 
 
 def test_a_strong_softcap() -> None:
