@@ -161,7 +161,7 @@ class Ring(Runtime):
             )
         at_once = (
             layout == "documents"
-            and bool(documents)
+            and documents is not None
             and suits_at_once(documents, self.world_size, schedule, self.machines)
         )
         return Sequence(self, make_layout(layout, length, self.world_size, documents, for_, at_once), documents)
