@@ -113,11 +113,6 @@ def refuse_options(host: Any, rings: int) -> None:
         raise UnsupportedError(
             "neftune_noise_alpha: the noise is scaled by the tokens of a row, of which a rank has a part; leave it out"
         )
-    if host.args.torch_compile and host.ring.world_size > 1:
-        raise UnsupportedError(
-            "torch_compile: over several ranks the backward pass of what torch compiled in this Trainer fails inside "
-            "of torch; leave it out, or take a plain Trainer and ringattn.adapters.accelerate.RingParallelismConfig"
-        )
     if host.args.include_num_input_tokens_seen != "no" and not hasattr(type(host), "_track_num_input_tokens"):
         raise UnsupportedError(
             "include_num_input_tokens_seen would count the tokens of a ring once for each rank; leave it out, or take "

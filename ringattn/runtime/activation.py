@@ -157,7 +157,10 @@ def _is_in_compiled_code() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False
-    wrappers = {id(one) for one in dynamo._TorchDynamoContext.__call__.__code__.co_consts if isinstance(one, CodeType)}
+    context = getattr(dynamo, "_TorchDynamoContext", None)
+    if context is None:  # another torch, whose wrappers are not known: as if inside, for that is never wrong
+        return True
+    wrappers = {id(one) for one in context.__call__.__code__.co_consts if isinstance(one, CodeType)}
     frame: FrameType | None = sys._getframe()
     while frame is not None and id(frame.f_code) not in wrappers:
         frame = frame.f_back

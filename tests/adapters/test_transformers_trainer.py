@@ -124,13 +124,6 @@ def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
         made(tmp_path, ring, args={"neftune_noise_alpha": 5.0})
 
 
-def test_compilation_over_several_ranks(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path, ring, args={"torch_compile": True})
-    monkeypatch.setattr(Ring, "world_size", 2)
-    with pytest.raises(UnsupportedError, match=r"torch_compile: over several ranks .*RingParallelismConfig"):
-        made(tmp_path, ring, args={"torch_compile": True})
-
-
 def test_metrics_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingTrainer, "_rings", lambda self: (2, 0))
     with pytest.raises(UnsupportedError, match=r"compute_metrics over several rings .*open one ring over all ranks"):

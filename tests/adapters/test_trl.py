@@ -21,7 +21,8 @@ from tests.doc_code import code_of, run_under_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
-OF_THE_TABLE = {"padded": "plain", "packed": "packed", "sharded": "FSDP2", "checkpointed": "checkpointing"}
+OF_THE_TABLE = {"padded": "plain", "packed": "packed", "sharded": "FSDP2", "compiled": "compile",
+                "checkpointed": "checkpointing"}  # fmt: skip
 """By case, the mode of the table of hosts; SFTTrainer's are the others."""
 REFUSED = {
     "ADALORA": "PEFT's ADALORA adds its regularization to every rank's loss",
@@ -58,9 +59,8 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
     run_with_trl("-m", "tests.adapters.sft", str(tmp_path))
     found = json.loads((tmp_path / "sft.json").read_text())
-    worst = dict.fromkeys(("plain", "packed", "SFTTrainer", "PEFT", "FSDP2", "checkpointing"), 0.0)
-    refused = found.pop("compiled")
-    assert refused.startswith("torch_compile: over several ranks the backward pass") and len(found) >= 13
+    worst = dict.fromkeys(("plain", "packed", "SFTTrainer", "PEFT", "FSDP2", "compile", "checkpointing"), 0.0)
+    assert len(found) >= 14
     for case, errors in found.items():
         assert errors["weights"] <= TOLERANCE, case
         logged, truly = errors["logged"]
@@ -80,7 +80,6 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     words = "weights after three steps, in float64; entropy, accuracy and token counts equal"
     for mode, error in worst.items():
         record("TRL", TRL, mode, "exact", ranks=2, worst=error, words=words)
-    record("TRL", TRL, "compile", "refused", words=refused)
     record("PEFT", PEFT, "SFTTrainer", "exact", ranks=2, worst=worst["PEFT"], words=words)
     words = "gradients of LoRA, DoRA, IA3, LoHa, LoKr, OFT, VeRA and norms, prepared before and after"
     record("PEFT", PEFT, "PEFT", "exact", ranks=2, worst=max(adapters["off by"].values()), words=words)
