@@ -53,9 +53,6 @@ PLACED_TILES = 1 << 13
 PLAYED_PIECES = 1024
 """Pieces of layouts and documents up to which all ranks are planned: a call waits for it."""
 
-FOLLOWED_TILES = 1 << 12
-"""Tiles of all ranks up to which they are, where nobody named the machines: a second and a half on eight ranks."""
-
 PlanOf = Callable[[Problem, Route, int, bool], Plan]
 
 
@@ -84,10 +81,10 @@ def must_gain(cluster: Cluster) -> float:
 
 
 def followed(problem: Problem, cluster: Cluster) -> bool:
-    """Whether "auto" goes by predictions of all schedules: of machines that nobody named, where they are soon made."""
+    """Whether "auto" goes by predictions; where nobody named the machines, not for packed documents (decision 0026)."""
     if not known(cluster) or not playable(problem):
         return False
-    return not cluster.recognised or sum(len(table) for table in _tables(problem)) <= FOLLOWED_TILES
+    return not (cluster.recognised and any(len(branch.bounds) > 2 for branch in problem.mask.branches))
 
 
 def playable(problem: Problem) -> bool:
@@ -212,10 +209,9 @@ def how_chosen(found: tuple[Candidate, ...], problem: Problem, cluster: Cluster)
             "or a file of `ringattn calibrate`"
         )
     if not found:
-        tiles = f", and {FOLLOWED_TILES} tiles where nobody names the machines," if cluster.recognised else ""
-        return (
-            f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces{tiles} all are predicted"
-        )
+        if cluster.recognised and playable(problem):
+            return "by mask, bytes and hops, for each pack of documents would wait; Ring(cluster=...) predicts"
+        return f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces all are predicted"
     return f"predicted for {cluster.name}, forward and backward"
 
 
