@@ -117,8 +117,11 @@ def test_who_does_not_open_is_named() -> None:
 
 
 def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
+    through = threading.Barrier(3)  # no rank fails while another is still in this gathering
+
     def body(group: SharedGroup) -> str:
         gathered(group)
+        through.wait(10.0)
         if group.rank == 1:
             group.fail(ValueError("first"))
             group.fail(KeyError("of the same rank"))
@@ -149,8 +152,11 @@ def test_of_two_independent_causes_the_earlier_is_told() -> None:
 
 
 def test_a_disagreement_is_one_on_all_ranks() -> None:
+    through = threading.Barrier(3)  # no rank fails while another is still in this gathering
+
     def body(group: SharedGroup) -> type:
         gathered(group)
+        through.wait(10.0)
         if group.rank == 0:
             group.fail(DisagreementError("two ends differ"))
         with pytest.raises(RingError, match="two ends differ") as caught:
