@@ -40,7 +40,7 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
 def busy_steps(schedule: Schedule) -> list[int]:
     """The numbers of the steps in which any rank computes or sends: those that texts, pictures and errors name.
 
-    A step's number is its place in the schedule, the same on every rank. A rank does not know in which steps all others
+    A step's number is its place in the schedule, the same on every rank. No rank can tell in which steps all others
     are idle, so steps without anything keep their numbers and are left out.
     """
     return [number for number, step in enumerate(schedule.steps) if step.copies or step.work]

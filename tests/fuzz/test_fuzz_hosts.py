@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs_own
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring
+from ringattn import Ring, Sequence
 from ringattn.adapters import flash_attn
 from ringattn.adapters.context_parallel import context_parallel, recompute_context
 from ringattn.adapters.flex import flex_attention
@@ -59,7 +60,7 @@ def tensors(seed: int, length: int, case: dict[str, Any]) -> list[Tensor]:
     return [torch.randn(length, h, case["dim"], dtype=torch.float64, generator=generator) for h in heads]
 
 
-def wanted(given: Sequence[Tensor], cuts: Sequence[int] | None, case: dict[str, Any], **options: Any) -> list[Tensor]:
+def wanted(given: Many[Tensor], cuts: Many[int] | None, case: dict[str, Any], **options: Any) -> list[Tensor]:
     """Out and the three gradients, of whole tensors."""
     *leaves, dout = (x[None].clone().requires_grad_() for x in given)
     length = len(given[0])
@@ -69,7 +70,7 @@ def wanted(given: Sequence[Tensor], cuts: Sequence[int] | None, case: dict[str, 
     return [x[0].detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
 
-def compare(case: object, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def compare(case: object, found: Many[Tensor], expected: Many[Tensor]) -> None:
     for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=False):
         off = float((one - other).abs().max()) if one.numel() else 0.0
         assert one.shape == other.shape and off <= WITHIN * max(1.0, float(other.abs().max())), f"{case}: {name}: {off}"
@@ -225,18 +226,12 @@ def flex(seed: int) -> None:
     }
 
     def body(ring: Ring) -> list[Tensor]:
-        seq = ring.sequence(length, layout=layout, cu_seqlens=told)
-        *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in given)
-
         def call(*qkv: Tensor) -> Tensor:
             out = flex_attention(*(x[None].transpose(1, 2) for x in qkv), **options)
             assert isinstance(out, Tensor)
             return out.transpose(1, 2)[0]
 
-        with ring.activate(seq):
-            out = checkpoint(call, *leaves, use_reentrant=False) if case["again"] else call(*leaves)
-        grads = torch.autograd.grad(out, leaves, dout)
-        return [seq.gather(x.detach(), 0) for x in (out, *grads)]
+        return gathered(ring, ring.sequence(length, layout=layout, cu_seqlens=told), given, call, case["again"])
 
     places = reference.places(length, cuts)
     bias = None if slopes is None else reference.alibi(slopes, places, places)
@@ -245,6 +240,18 @@ def flex(seed: int) -> None:
         own = torchs_own(*(x[None].transpose(1, 2) for x in given[:3]), **options)
     for found in [*run_ranks(case["ranks"], body), [own[0].transpose(0, 1)]]:
         compare(case, found, expected)
+
+
+def gathered(ring: Ring, seq: Sequence, given: list[Tensor], call: Callable[..., Tensor], again: bool) -> list[Tensor]:
+    """The whole output and gradients of a call on shards of q, k, v; `given`: these and the gradient of the output.
+
+    `again`: the call is computed again in backward.
+    """
+    *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in given)
+    with ring.activate(seq):
+        out = checkpoint(call, *leaves, use_reentrant=False) if again else call(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    return [seq.gather(x.detach(), 0) for x in (out, *grads)]
 
 
 def operator(seed: int) -> None:
@@ -271,16 +278,10 @@ def operator(seed: int) -> None:
             "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64)}  # fmt: skip
 
     def body(ring: Ring) -> list[Tensor]:
-        seq = ring.sequence(length, layout=layout, cu_seqlens=cuts)
-        *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in given)
-
         def call(*qkv: Tensor) -> Tensor:
             return ring_attention(*(x[None] for x in qkv), **told)[0]
 
-        with ring.activate(seq):
-            out = checkpoint(call, *leaves, use_reentrant=False) if case["again"] else call(*leaves)
-        grads = torch.autograd.grad(out, leaves, dout)
-        return [seq.gather(x.detach(), 0) for x in (out, *grads)]
+        return gathered(ring, ring.sequence(length, layout=layout, cu_seqlens=cuts), given, call, case["again"])
 
     places = reference.places(length, cuts)
     bias = None if slopes is None else reference.alibi(slopes, places, places)
