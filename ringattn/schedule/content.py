@@ -135,26 +135,34 @@ def merge_runs(runs: Iterable[StridedRange]) -> tuple[StridedRange, ...]:
     # Densest first: what a smaller stride holds already is cut out of the coarser ranges.
     for stride, residue in sorted(by_class):
         joined = [StridedRange(residue + at * stride, n, stride) for at, n in _joined(by_class[stride, residue])]
-        denser = tuple(merged) if stride > 1 else ()
+        denser = sorted(merged) if stride > 1 else []
         for run in joined:
-            left = [run]
-            for other in denser:
-                left = [piece for part in left for piece in _without(part, other)]
-            merged += left
+            merged += _without_all(run, denser)
     return tuple(sorted(merged))
 
 
 def without(outer: Content, inner: Content) -> Content:
     """What is in `outer` and not in `inner`, for head parts of equal start."""
-    inner_rows = {part.heads: part.rows for part in inner}
+    inner_rows = {part.heads: sorted(part.rows) for part in inner}
     found = []
     for heads, rows in outer:
-        left = list(rows)
-        for other in inner_rows.get(heads, ()):
-            left = [piece for run in left for piece in _without(run, other)]
+        left = [piece for run in rows for piece in _without_all(run, inner_rows.get(heads, []))]
         if left:
             found.append(HeadRows(heads, tuple(sorted(left))))
     return tuple(found)
+
+
+def _without_all(run: StridedRange, others: list[StridedRange]) -> list[StridedRange]:
+    """The members of `run` that are in none of the others, which are in order of their starts."""
+    left: list[StridedRange] = []
+    pieces = [run]
+    for other in others:
+        if other.last < run.start or other.start > run.last:
+            continue
+        # A piece that ends before this one begins meets no later one either.
+        left += [piece for piece in pieces if piece.last < other.start]
+        pieces = [rest for piece in pieces if piece.last >= other.start for rest in _without(piece, other)]
+    return left + pieces
 
 
 def common(outer: Content, inner: Content) -> Content:
