@@ -84,7 +84,7 @@ def test_opening_is_refused_on_all_ranks_with_the_failing_step(monkeypatch: pyte
     assert "memfd_create" in texts.pop()
     del results
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +269,8 @@ def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
 def test_groups_leave_no_descriptor_and_no_mapping() -> None:
     on_ranks(gathered)
     gc.collect()
-    before = descriptors(), mappings()
+    before, mapped = descriptors(), mappings()
     for _ in range(5):
         assert on_ranks(gathered)[0] == [b""] * 3
     gc.collect()
-    assert (descriptors(), mappings()) == before
+    assert descriptors() <= before and mappings() <= mapped

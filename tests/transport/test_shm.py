@@ -270,7 +270,7 @@ def opens_and_closes(rank: int, world_size: int, times: int) -> tuple[list[int],
         gc.collect()
         # A thread that has been told to end may still hold a descriptor for a moment; one that is lost stays lost.
         until = time.monotonic() + 5.0
-        while (now := (descriptors(), mappings()))[0] > min((each[0] for each in seen[4:]), default=0):
+        while (now := (len(descriptors()), mappings()))[0] > min((each[0] for each in seen[4:]), default=0):
             if time.monotonic() > until or n < 5:
                 break
             time.sleep(0.01)

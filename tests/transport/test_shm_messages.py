@@ -18,7 +18,7 @@ from ringattn.transport.shared.page import LOG_ENTRIES
 from ringattn.transport.shared.segment import Segment
 from ringattn.transport.shm import memory
 from ringattn.transport.shm.transport import ShmTransport
-from tests.transport.test_shared import descriptors, mappings
+from tests.transport.test_shared import mappings, segments
 
 
 def on_both(body: Callable[[int], Any]) -> list[Any]:
@@ -137,7 +137,7 @@ def test_growth_gives_the_old_memory_back_on_both_ranks(pair: list[ShmTransport]
     into = torch.zeros(50, dtype=torch.uint8)
     passed_on(pair, pair[0].allocate(50), into)
     gc.collect()
-    before = mappings(), descriptors()
+    before = mappings(), segments()
     for nbytes in (1 << 16, 1 << 18, 1 << 20):
         arena = pair[0].allocate(nbytes)
         arena.copy_(random_bytes(nbytes))
@@ -147,7 +147,7 @@ def test_growth_gives_the_old_memory_back_on_both_ranks(pair: list[ShmTransport]
         gc.collect()
     passed_on(pair, pair[0].allocate(50), into)
     gc.collect()
-    assert (mappings(), descriptors()) == before
+    assert (mappings(), segments()) == before
 
 
 def test_staging_memory_is_bounded(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
