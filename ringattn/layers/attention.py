@@ -17,39 +17,13 @@ from torch import Tensor, nn
 from ringattn.attention import attend
 from ringattn.core.mask import Banded, check_causal
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.layers.overlapped import Heads, projected_attention
+from ringattn.layers.base import Layer, Projections
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.runtime.spec import AttentionSpec, BandedOptions, Window
 from ringattn.sequence import Sequence
 
 
-class Reports:
-    """What a layer over a ring says of its memory."""
-
-    def own_memory(self) -> dict[str, int]:
-        """Bytes of the layer's weights.
-
-        Returns:
-            Nothing for layers without projections.
-        """
-        return {}
-
-    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """The layer's own bytes, and its ring's memory. Local.
-
-        Args:
-            seq: A sequence of the ring to ask, whose memory all layers share. None: the layer's own bytes only.
-
-        Returns:
-            The figures of `own_memory`, and with `seq` those of `Ring.memory_info`.
-
-        Raises:
-            Nothing.
-        """
-        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())
-
-
-class RingAttention(Reports, nn.Module):
+class RingAttention(Layer):
     """`Ring.attention` as a module that keeps the mask and the softmax's options.
 
     Example:
@@ -139,12 +113,8 @@ class RingAttention(Reports, nn.Module):
         dropout_p = self._spec.dropout_p if self.training else 0.0
         return replace(self.spec, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
-    def extra_repr(self) -> str:
-        """The options, in the layer's line of a printed model.
-
-        Returns:
-            `name=value` of each.
-        """
+    def _facts(self) -> dict[str, object]:
+        """See `Layer._facts`: the mask's options but those that are None, and the softmax's."""
         mask = asdict(self._spec.mask)
         mask = {name: mask[name] for name in mask if name in ("causal", "window") or mask[name] is not None}
         facts = mask | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
@@ -152,71 +122,7 @@ class RingAttention(Reports, nn.Module):
             facts["alibi_slopes"] = self._spec.alibi_slopes
         if self._spec.dropout_p:
             facts["dropout_p"] = self._spec.dropout_p
-        return ", ".join(f"{name}={value!r}" for name, value in facts.items())
-
-
-class Projections(Reports, nn.Module):
-    """The weights of a multi-head layer: one for queries, keys and values, one for the output, and norms."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        head_dim: int | None,
-        *,
-        bias: bool,
-        qk_norm: bool,
-        norm_eps: float,
-        rope: Rope | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Raises `InputError` for heads that do not fit each other, and rotary positions that do not fit heads."""
-        super().__init__()
-        if num_kv_heads is not None and not hasattr(num_kv_heads, "__index__"):
-            raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; give options by name")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
-        if head_dim is None and embed_dim % num_heads:
-            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.norm_eps, self.rope = norm_eps, rope
-        if rope is not None:
-            rope.check(self.head_dim)
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
-        self.in_proj_weight = weight(columns, embed_dim)
-        self.in_proj_bias = weight(columns) if bias else None
-        self.q_norm = weight(self.head_dim) if qk_norm else None
-        self.k_norm = weight(self.head_dim) if qk_norm else None
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        self.out_proj.reset_parameters()
-        for biases in (self.in_proj_bias, self.out_proj.bias):
-            if biases is not None:
-                nn.init.zeros_(biases)
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                nn.init.ones_(norm)
-
-    def own_memory(self) -> dict[str, int]:
-        """Bytes of the layer's weights, and of what a token adds to K and V.
-
-        Returns:
-            `parameter_bytes`, and `kv_bytes_per_token`, keys and values of one token.
-        """
-        kv_bytes = 2 * self.num_kv_heads * self.head_dim * self.in_proj_weight.element_size()
-        parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
-        return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
+        return facts
 
 
 class RingMultiheadAttention(Projections):
@@ -365,11 +271,7 @@ class RingMultiheadAttention(Projections):
             check_causal(is_causal)
         if is_causal and isinstance(spec.mask, Banded):
             spec = replace(spec, mask=replace(spec.mask, causal=True))
-        attended = projected_attention(
-            x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=spec,
-        )  # fmt: skip
-        out: Tensor = self.out_proj(attended.flatten(2))
+        out: Tensor = self.out_proj(self._attended(x, seq, spec).flatten(2))
         return out
 
 

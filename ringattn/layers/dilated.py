@@ -19,9 +19,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.presets import Offset, check, coverage_warnings
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.errors import InputError
-from ringattn.layers.attention import Projections, Reports
-from ringattn.layers.overlapped import Heads, projected_attention
-from ringattn.layers.projection import project_qkv
+from ringattn.layers.base import Layer, Projections
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.ring import Ring
 from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
@@ -29,7 +27,7 @@ from ringattn.sequence import Sequence
 from ringattn.transport.local import LocalWorld
 
 
-class Alone(Reports):
+class Alone(Layer):
     """What a layer on one device has besides: a ring of its own, of one rank whatever other processes there are."""
 
     _ring: Ring | None = None
@@ -76,7 +74,7 @@ class Alone(Reports):
         return {name: value for name, value in self.__dict__.items() if name != "_ring"}
 
 
-class Dilation(Reports, nn.Module):
+class Dilation(Layer):
     """The branches and the options of `Ring.dilated_attention`, kept; see there for their meaning."""
 
     def __init__(
@@ -114,29 +112,13 @@ class Dilation(Reports, nn.Module):
         self.branches = check(segment_lengths, dilation_rates)
         self.pairs = Dilated(*self.branches, causal, offset, layer)
         self.spec = AttentionSpec(self.pairs, **softmax).of_layer(dropout=False)
-        self.grad, self.tail, self._softmax = grad, tail, softmax
-        if self.spec.alibi_slopes is not None:
-            self._softmax["alibi_slopes"] = self.spec.alibi_slopes  # as numbers, read once
-        self.warned = False
+        self.grad, self.tail, self.warned = grad, tail, False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """`Ring.dilated_attention` with the layer's options. A collective call.
-
-        Args:
-            q: Queries, this rank's shard of `seq`.
-            k: Keys, this rank's shard of `seq`.
-            v: Values, this rank's shard of `seq`.
-            seq: The sequence, which brings the ring.
-
-        Returns:
-            out in q's dtype.
-
-        Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
-            RingError: What else `Ring.dilated_attention` raises.
-        """
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
+        """`Ring.dilated_attention` with the layer's options."""
+        softmax = {name: value for name, value in vars(self.spec).items() if name != "mask"}
         out: Tensor = seq.ring.dilated_attention(
-            q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **self._softmax
+            q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **softmax
         )  # fmt: skip
         self.warn_once(q.shape[2], k.shape[2])  # after the call, which has checked the shapes
         return out
@@ -156,14 +138,9 @@ class Dilation(Reports, nn.Module):
         for warning in found:
             warnings.warn(warning, stacklevel=3)
 
-    def extra_repr(self) -> str:
-        """The options, in the layer's line of a printed model.
-
-        Returns:
-            `name=value` of each.
-        """
-        facts = asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.spec.schedule}
-        return ", ".join(f"{name}={value!r}" for name, value in facts.items())
+    def _facts(self) -> dict[str, object]:
+        """See `Layer._facts`."""
+        return asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.spec.schedule}
 
 
 class RingDilatedAttention(Dilation):
@@ -196,7 +173,7 @@ class RingDilatedAttention(Dilation):
             InputError: A tensor or an option is wrong, on any rank; every rank raises.
             RingError: What else `Ring.dilated_attention` raises.
         """
-        return self.attend(q, k, v, seq)
+        return self._attend(q, k, v, seq)
 
 
 class DilatedAttention(Alone, Dilation):
@@ -223,7 +200,7 @@ class DilatedAttention(Alone, Dilation):
             InputError: A tensor or an option is wrong.
             RingError: What else `Ring.dilated_attention` raises.
         """
-        return self.attend(q, k, v, self.whole(q))
+        return self._attend(q, k, v, self.whole(q))
 
 
 class MultiheadDilation(Projections):
@@ -308,50 +285,18 @@ class MultiheadDilation(Projections):
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
 
-    def attend(self, x: Tensor, seq: Sequence) -> Tensor:
-        """Dilated self-attention with the layer's weights. A collective call.
-
-        Args:
-            x: This rank's shard of `seq`, (batch, tokens, embed_dim).
-            seq: The sequence, which brings the ring.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
-            RingError: What else `Ring.dilated_attention` raises.
-        """
-        heads = self._attended(x, seq).flatten(2)
-        out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
-        return out
-
-    def _attended(self, x: Tensor, seq: Sequence) -> Tensor:
-        """The heads' outputs; keys and values are projected first and travel under the queries, where one call does."""
+    def _attend(self, x: Tensor, seq: Sequence) -> Tensor:
+        """Dilated self-attention with the layer's weights."""
         options = self.attention
         if (options.grad, options.tail) == ("exact", "ragged"):
-            return projected_attention(
-                x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-                q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=options.spec,
-            )  # fmt: skip
-        with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
-            q, k, v = self._projected(x, seq)
-        return options(q, k, v, seq)
-
-    def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values. Raises `InputError` unless x is this rank's shard."""
-        ring, tokens = seq.ring, seq.counts[seq.ring.rank]
-        if x.dim() != 3 or x.shape[1:] != (tokens, self.embed_dim):
-            raise InputError(
-                f"rank {ring.rank}: x must be (batch, {tokens}, {self.embed_dim}), this rank's shard, got "
-                f"{tuple(x.shape)}; pass seq.shard(x)"
-            )
-        return project_qkv(
-            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
-            positions=None if self.rope is None else seq.positions().to(x.device),
-            length=seq.length,
-        )  # fmt: skip
+            heads = self._attended(x, seq, options.spec)
+        else:  # several calls, none of which takes projections
+            with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
+                q, k, v = self._projected(x, seq)
+            heads = options(q, k, v, seq)
+        heads = heads.flatten(2)
+        out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
+        return out
 
 
 class RingMultiheadDilatedAttention(MultiheadDilation):
@@ -378,7 +323,7 @@ class RingMultiheadDilatedAttention(MultiheadDilation):
             InputError: A tensor or an option is wrong, on any rank; every rank raises.
             RingError: What else `Ring.dilated_attention` raises.
         """
-        return self.attend(x, seq)
+        return self._attend(x, seq)
 
 
 class MultiheadDilatedAttention(Alone, MultiheadDilation):
@@ -397,4 +342,4 @@ class MultiheadDilatedAttention(Alone, MultiheadDilation):
             InputError: A tensor or an option is wrong.
             RingError: What else `Ring.dilated_attention` raises.
         """
-        return self.attend(x, self.whole(x))
+        return self._attend(x, self.whole(x))

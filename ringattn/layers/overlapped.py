@@ -53,14 +53,9 @@ def projected_attention(
     turns: list[Rotation | None] = [None, None]
 
     def described() -> AttentionCall:
-        dtype, tokens = stored_dtype(x), seq.counts[ring.rank]
+        dtype = stored_dtype(x)
         rows = (heads.query + 2 * heads.kv) * heads.dim
-        model = weight.shape[-1]
-        if x.dim() != 3 or x.shape[1:] != (tokens, model):
-            raise InputError(
-                f"rank {ring.rank}: x must be (batch, {tokens}, {model}), this rank's shard, got {tuple(x.shape)}; "
-                "pass seq.shard(x)"
-            )
+        check_shard(x, seq, weight.shape[-1])
         try:
             check_projection(x, weight, bias, (q_norm, k_norm), rows, heads.dim, backend)
         except InputError as error:
@@ -97,3 +92,13 @@ def projected_attention(
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
     out: Tensor = AttentionFunction.apply(q, k, v, spec.sinks, ring, call)[0]
     return out
+
+
+def check_shard(x: Tensor, seq: Sequence, model: int) -> None:
+    """Raise `InputError` unless x is this rank's shard of `seq`, of tokens with `model` elements."""
+    rank, tokens = seq.ring.rank, seq.counts[seq.ring.rank]
+    if x.dim() != 3 or x.shape[1:] != (tokens, model):
+        raise InputError(
+            f"rank {rank}: x must be (batch, {tokens}, {model}), this rank's shard, got {tuple(x.shape)}; "
+            "pass seq.shard(x)"
+        )

@@ -1,0 +1,132 @@
+"""What the layers have in common: what they say of themselves, and the weights that make queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.errors import InputError
+from ringattn.layers.overlapped import Heads, check_shard, projected_attention
+from ringattn.layers.projection import project_qkv
+from ringattn.layers.rotary import Rope
+from ringattn.runtime.spec import AttentionSpec
+from ringattn.sequence import Sequence
+
+
+class Layer(nn.Module):
+    """What each layer says of itself: its options in a printed model, and its memory."""
+
+    def _facts(self) -> dict[str, object]:
+        """The options that a printed model shows, by name; none for layers whose parts show them."""
+        return {}
+
+    def extra_repr(self) -> str:
+        """The options, in the layer's line of a printed model.
+
+        Returns:
+            `name=value` of each.
+        """
+        return ", ".join(f"{name}={value!r}" for name, value in self._facts().items())
+
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of the layer's weights.
+
+        Returns:
+            Nothing for layers without projections.
+        """
+        return {}
+
+    def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
+        """The layer's own bytes, and its ring's memory. Local.
+
+        Args:
+            seq: A sequence of the ring to ask, whose memory all layers share. None: the layer's own bytes only.
+
+        Returns:
+            The figures of `own_memory`, and with `seq` those of `Ring.memory_info`.
+
+        Raises:
+            Nothing.
+        """
+        return self.own_memory() | ({} if seq is None else seq.ring.memory_info())
+
+
+class Projections(Layer):
+    """The weights of a multi-head layer: one for queries, keys and values, one for the output, and norms."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        norm_eps: float,
+        rope: Rope | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Raises `InputError` for heads that do not fit each other, and rotary positions that do not fit heads."""
+        super().__init__()
+        if num_kv_heads is not None and not hasattr(num_kv_heads, "__index__"):
+            raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; give options by name")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.norm_eps, self.rope = norm_eps, rope
+        if rope is not None:
+            rope.check(self.head_dim)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
+        self.in_proj_weight = weight(columns, embed_dim)
+        self.in_proj_bias = weight(columns) if bias else None
+        self.q_norm = weight(self.head_dim) if qk_norm else None
+        self.k_norm = weight(self.head_dim) if qk_norm else None
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for biases in (self.in_proj_bias, self.out_proj.bias):
+            if biases is not None:
+                nn.init.zeros_(biases)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.ones_(norm)
+
+    def own_memory(self) -> dict[str, int]:
+        """Bytes of the layer's weights, and of what a token adds to K and V.
+
+        Returns:
+            `parameter_bytes`, and `kv_bytes_per_token`, keys and values of one token.
+        """
+        kv_bytes = 2 * self.num_kv_heads * self.head_dim * self.in_proj_weight.element_size()
+        parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
+
+    def _attended(self, x: Tensor, seq: Sequence, spec: AttentionSpec) -> Tensor:
+        """The heads' outputs of what `spec` says; keys and values are projected first and travel under the queries."""
+        return projected_attention(
+            x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=spec,
+        )  # fmt: skip
+
+    def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, before anything travels. Raises `InputError` unless x is this rank's shard."""
+        check_shard(x, seq, self.embed_dim)
+        return project_qkv(
+            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
+            positions=None if self.rope is None else seq.positions().to(x.device),
+            length=seq.length,
+        )  # fmt: skip
