@@ -27,10 +27,10 @@ from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.errors import UnsupportedError
 from ringattn.transport.base import Message
+from ringattn.transport.device import Event, Stream
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding
 from ringattn.transport.nccl.ctypes_binding import CtypesBinding
-from ringattn.transport.nccl.device import Event, Stream
 from ringattn.transport.nccl.library import load_library
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport

@@ -25,7 +25,7 @@ from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.transport.nccl.wheels import mismatch
+from ringattn.transport.nccl.library import mismatch
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,8 +21,7 @@ from torch.utils import collect_env
 
 from ringattn.errors import RingError
 from ringattn.launch.doctor.probes import Gpu, Link, Nccl, Wheel
-from ringattn.transport.nccl.library import load_library
-from ringattn.transport.nccl.wheels import installed
+from ringattn.transport.nccl.library import installed, load_library
 
 PACKAGES = ("torch", "numpy", "triton", "hydra-core")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

@@ -158,7 +158,7 @@ def wheels(found: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
 
 
 def fitting(unfit: str | None) -> list[Finding]:
-    """Whether the wheels of cupy and NCCL are for this torch; `unfit`: see `transport.nccl.wheels.mismatch`."""
+    """Whether the wheels of cupy and NCCL are for this torch; `unfit`: see `transport.nccl.library.mismatch`."""
     if unfit is None:
         return []
     text, _, advice = unfit.partition(": pip ")

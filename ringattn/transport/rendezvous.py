@@ -20,20 +20,20 @@ from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Transport
 from ringattn.transport.control_store import GRACE_S, ControlStore, group_store, rendezvous_store
 from ringattn.transport.deadline import Deadline
+from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.gloo import PUBLISH_S, GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, one_machine, order_advice
-from ringattn.transport.nccl.device import CudaDevice, Device
+from ringattn.transport.nccl.library import mismatch
 from ringattn.transport.nccl.options import (
+    LateGroups,
     NcclOptions,
     check_environment,
     open_binding,
     overlap_warnings,
     warnings_beside_torch,
 )
-from ringattn.transport.nccl.other_groups import LateGroups
 from ringattn.transport.nccl.transport import NcclTransport
-from ringattn.transport.nccl.wheels import mismatch
 from ringattn.transport.nodes import DeviceNodesTransport, open_shm_and_gloo
 from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer

@@ -17,10 +17,11 @@ import torch
 
 from ringattn import Ring
 from ringattn.transport.base import Message
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.device import Device, Event
 from ringattn.transport.local import LocalTransport, LocalWorkHandle, LocalWorld, _Operation
 from ringattn.transport.nccl.binding import Binding, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from ringattn.transport.nccl.device import Deadline, Device, Event
 from ringattn.transport.nccl.memory import RingMemory
 
 Result = TypeVar("Result")

@@ -16,8 +16,8 @@ import torch
 
 from ringattn.errors import RingError
 from ringattn.transport.base import Message
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
-from ringattn.transport.nccl.device import CudaDevice
 from ringattn.transport.peer.driver import Attribute, CudaDriver
 from ringattn.transport.peer.transport import PeerTransport
 from tests.transport.peers.rings import location, meet

@@ -15,9 +15,9 @@ import torch
 from torch.distributed import HashStore
 
 from ringattn.observe.shortage import is_shortage
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import NcclError
-from ringattn.transport.nccl.device import CudaDevice
 from ringattn.transport.nccl.options import NcclOptions, open_binding
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.gpu.kept import keep

@@ -20,10 +20,11 @@ from ringattn.launch.measure import check
 from ringattn.launch.measure.check import CheckConfig, check_rank
 from ringattn.planner.links import LinkClass
 from ringattn.transport import nvml
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from ringattn.transport.nccl.device import CudaDevice, Deadline, Device, wait_until
 from ringattn.transport.nccl.options import BINDINGS, NcclOptions, open_binding
 from tests.gpu.kept import keep
 from tests.gpu.loopback import LoopbackWorld, on_loopback

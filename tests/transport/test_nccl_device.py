@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.transport.nccl.device import CudaDevice
+from ringattn.transport.device import CudaDevice
 
 
 class Streams:

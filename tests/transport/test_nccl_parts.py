@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import (
@@ -25,7 +26,6 @@ from ringattn.transport.nccl.bootstrap import (
     meet,
     share_unique_id,
 )
-from ringattn.transport.nccl.device import LONGEST_NAP_S, Deadline, wait_until
 from ringattn.transport.nccl.options import (
     NcclOptions,
     check_environment,

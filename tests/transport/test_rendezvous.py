@@ -21,7 +21,7 @@ from ringattn.planner.cluster import Cluster
 from ringattn.transport import recognition
 from ringattn.transport import rendezvous as opening
 from ringattn.transport.location import Location, links_of, my_location
-from ringattn.transport.nccl import other_groups
+from ringattn.transport.nccl import options as nccl_options
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.simulated.device import SimDevice
@@ -121,7 +121,7 @@ def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
             assert call() == 0
             later = dist.new_group([0], backend="gloo")
             # As FSDP does beside a default group of gloo; a machine without a GPU has no NCCL group to open.
-            monkeypatch.setitem(other_groups._world.pg_backend_config, later, "cuda:nccl")
+            monkeypatch.setitem(nccl_options._world.pg_backend_config, later, "cuda:nccl")
             assert [call(), call()] == [1, 1]
         finally:
             dist.destroy_process_group()

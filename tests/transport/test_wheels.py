@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.transport.nccl.wheels import mismatch
+from ringattn.transport.nccl.library import mismatch
 
 FITTING = {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"}
 

@@ -16,8 +16,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from ringattn.errors import ClosedError, DeadlineError, RingError
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.device import Device
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
-from ringattn.transport.nccl.device import Deadline, Device, wait_until
 
 ABORT_S = 60.0
 """How long an abort may take before it counts as stuck. It waits for what the GPU computes before the pending hops."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, Flight
 from ringattn.transport.base import Operation, listed
+from ringattn.transport.device import Event
 from ringattn.transport.nccl.communicator import PeerCall
-from ringattn.transport.nccl.device import Event
 
 if TYPE_CHECKING:
     from ringattn.transport.nccl.transport import NcclTransport

@@ -15,9 +15,10 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ringattn.observe.shortage import is_shortage
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.device import Device, PassOrder
 from ringattn.transport.nccl.binding import Binding, NcclError
 from ringattn.transport.nccl.communicator import Communicator, State
-from ringattn.transport.nccl.device import Deadline, Device, PassOrder, wait_until
 
 
 def say(rank: int, words: str) -> None:

@@ -8,9 +8,12 @@ CUDA_DEVICE_MAX_CONNECTIONS=1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from ringattn.errors import InputError
 from ringattn.planner.exchange import DEFAULT_SM_MARGIN
@@ -127,6 +130,33 @@ def warnings_beside_torch(environment: Mapping[str, str], nccl_version: int) -> 
             "or more"
         )
     return found
+
+
+def _nccl_groups() -> bool:
+    """Whether torch has an NCCL process group in this process, the default one or another."""
+    if not dist.is_initialized():
+        return False
+    return any("nccl" in str(config) for config in (dist.get_backend_config(), *_world.pg_backend_config.values()))
+
+
+class LateGroups:
+    """A look for NCCL process groups of torch's, also those that are opened after a ring.
+
+    Calls `tell` once, at the first `look` after torch has opened one.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+        self._groups = -1
+
+    def look(self) -> None:
+        """At each call of a ring: the length of a dict, as long as torch opens no group."""
+        if self._tell is None or len(_world.pg_map) == self._groups:
+            return
+        self._groups = len(_world.pg_map)
+        if _nccl_groups():
+            tell, self._tell = self._tell, None
+            tell()
 
 
 def overlap_warnings(

@@ -23,11 +23,11 @@ from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, Rin
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
+from ringattn.transport.device import Device, Event
 from ringattn.transport.heartbeat import ENDED, INTERVAL_S, HeartbeatMonitor, LastHeartbeat
 from ringattn.transport.nccl.attribution import Attribution, Beside, Waits, told_place
 from ringattn.transport.nccl.bootstrap import CallHistory
 from ringattn.transport.nccl.communicator import Communicator
-from ringattn.transport.nccl.device import Device, Event
 from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle
 
 TELLING_S = 0.2

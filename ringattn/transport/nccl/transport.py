@@ -27,6 +27,8 @@ from ringattn.observe.flight import FlightRecord
 from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.device import Device
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import (
@@ -37,7 +39,6 @@ from ringattn.transport.nccl.bootstrap import (
     share_unique_id,
 )
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall
-from ringattn.transport.nccl.device import Deadline, Device, wait_until
 from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle, Replay, Started
 from ringattn.transport.nccl.memory import RingMemory, say
 from ringattn.transport.nccl.options import NcclOptions, config_of

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringattn.transport.nccl.device import Device
+from ringattn.transport.device import Device
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
 
 

@@ -16,7 +16,7 @@ import torch
 from ringattn.errors import UnsupportedError
 from ringattn.observe.flight import LAUNCHING, POSTED, Flight
 from ringattn.transport.base import Operation, listed
-from ringattn.transport.nccl.device import Event
+from ringattn.transport.device import Event
 from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Place
 from ringattn.transport.peer.lane import MOST_TO_ONE_PEER

@@ -16,7 +16,7 @@ from typing import Protocol
 from ringattn.errors import DeadlineError, DisagreementError, RingError
 from ringattn.transport.base import Operation
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.nccl.device import Device, Event
+from ringattn.transport.device import Device, Event
 from ringattn.transport.peer.arena import Imports, Place
 from ringattn.transport.peer.driver import Attribute, Driver, WordOperation
 from ringattn.transport.shared import page as pages

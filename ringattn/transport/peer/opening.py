@@ -21,8 +21,8 @@ from ringattn.planner.links import LinkClass
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
+from ringattn.transport.device import Device
 from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
-from ringattn.transport.nccl.device import Device
 from ringattn.transport.peer.arena import Place
 from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
 from ringattn.transport.peer.transport import PeerTransport

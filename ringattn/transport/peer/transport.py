@@ -26,8 +26,8 @@ from ringattn.observe.flight import FlightRecord
 from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.device import Device, PassOrder
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.device import Device, PassOrder
 from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Arena
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError

@@ -19,7 +19,7 @@ from ringattn import errors
 from ringattn.errors import DeadlineError, RingError
 from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
 from ringattn.transport.base import Operation, listed
-from ringattn.transport.nccl.device import Device, Event
+from ringattn.transport.device import Device, Event
 from ringattn.transport.peer.hop import PeerWorkHandle
 from ringattn.transport.peer.lane import ABORT_S, Lane
 from ringattn.transport.shared.group import SharedGroup

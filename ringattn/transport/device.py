@@ -1,6 +1,6 @@
-"""What the NCCL transport asks of CUDA: streams, events, memory, in torch's own words.
+"""What transports on GPUs ask of CUDA: streams, events, memory, in torch's own words.
 
-Guarantees: the transport itself touches no other CUDA call, so that a simulated device can stand in for a real one.
+Guarantees: the NCCL transport touches no other CUDA call, so that a simulated device can stand in for a real one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from typing import Protocol, cast
 import torch
 
 from ringattn.errors import UnsupportedError
-from ringattn.transport.deadline import LONGEST_NAP_S as LONGEST_NAP_S
-from ringattn.transport.deadline import Deadline as Deadline
-from ringattn.transport.deadline import wait_until as wait_until
 
 RELAXED = 2
 """`cudaStreamCaptureModeRelaxed`."""
