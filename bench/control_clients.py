@@ -24,8 +24,8 @@ from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.heartbeat import Heartbeat, HeartbeatMonitor
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.attribution import Attribution, Waits, told_place
-from ringattn.transport.nccl.bootstrap import Arrival, CallHistory, all_ready, meet, share_unique_id
+from ringattn.transport.nccl.attribution import Attribution, CallHistory, Waits, told_place
+from ringattn.transport.nccl.bootstrap import Arrival, all_ready, meet, share_unique_id
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.supervisor import TELLING_S
 

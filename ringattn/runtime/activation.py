@@ -13,18 +13,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.sequence import Sequence
 
-if TYPE_CHECKING:
-    from ringattn.sequence import Sequence
-
-Activation = tuple["Sequence | None"]
+Activation = tuple[Sequence | None]
 """What one `Ring.activate` asked for; None: local attention."""
 
 _active: ContextVar[Activation | None] = ContextVar("ringattn_activation", default=None)

@@ -9,22 +9,16 @@ that is started later.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
+from ringattn.errors import ClosedError, InputError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord
 from ringattn.observe.sigterm import leave_records
-
-if TYPE_CHECKING:
-    from ringattn.transport.location import Location
-
-
-RESTATED = re.compile(r"rank \d+ failed first: .*", re.DOTALL)
+from ringattn.transport.location import Location
 
 
 class Message(NamedTuple):
@@ -143,7 +137,19 @@ class Rebound:
         return self._transport.exchange(self._sends, self._recvs)
 
 
-class HostTransport:
+class Ending:
+    """Why a transport has ended, once it has."""
+
+    rank: int
+    _end: BaseException | None = None
+
+    def _check_open(self) -> None:
+        """Raise `ClosedError` if it has ended."""
+        if self._end is not None:
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+
+
+class HostTransport(Ending):
     """What transports have in common whose `wait` holds the host until the bytes are there."""
 
     stream: Any = None
@@ -179,12 +185,9 @@ class HostTransport:
 class ProcessTransport(HostTransport):
     """A host transport between processes, each of which leaves a flight record in `flight_dir` when it fails."""
 
-    rank: int
-
     def __init__(self, flights: FlightRecord, flight_dir: Path | None) -> None:
         self._flights, self._flight_dir = flights, flight_dir
         leave_records(flights, flight_dir)
-        self._end: BaseException | None = None
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
@@ -263,9 +266,3 @@ def operations(
 def listed(pending: Sequence[Operation]) -> str:
     """The operations, in one line."""
     return "; ".join(str(operation) for operation in pending) or "nothing pending"
-
-
-def first_cause(rank: int, cause: BaseException) -> str:
-    """How all other ranks re-state the failure of `rank`. What only re-states another's is handed on as it is."""
-    handed_on = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
-    return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"

@@ -9,6 +9,7 @@ process groups and before or after them; a restarted job never reads the keys of
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,7 @@ from hashlib import sha256
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ringattn.errors import DeadlineError, InputError
-from ringattn.transport.base import first_cause
+from ringattn.errors import DeadlineError, InputError, RingError
 from ringattn.transport.bounded_store import BoundedStore, bounded, host_of
 from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 
@@ -30,6 +30,13 @@ GRACE_S = 1.0
 """What a call that decides a deadline has after it: one that began just before it must not count as unanswered."""
 NAPS_PER_RANK_S = 4e-5, 5e-4
 """The first and the longest nap between two looks of `gather`, for each rank: all together ask 2,000 times a second."""
+RESTATED = re.compile(r"rank \d+ failed first: .*", re.DOTALL)
+
+
+def first_cause(rank: int, cause: BaseException) -> str:
+    """How all other ranks re-state the failure of `rank`. What only re-states another's is handed on as it is."""
+    handed_on = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
+    return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
 
 
 class ControlStore:

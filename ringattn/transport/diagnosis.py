@@ -19,6 +19,7 @@ from ringattn.transport.heartbeat import (
     LastHeartbeat,
     SilenceCheck,
     interval_s,
+    silence,
 )
 
 HEARTBEAT_S = 0.25
@@ -172,8 +173,7 @@ def _lost_store(error: RuntimeError) -> str:
 
 
 def _silences(last: Mapping[int, LastHeartbeat], silent: Iterable[int]) -> list[str]:
-    words = {rank: f"last heard in '{last[rank].status}'" if rank in last else "never heard" for rank in silent}
-    return [f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}" for rank, heard in words.items()]
+    return [silence(rank, f"'{last[rank].status}'" if rank in last else None) for rank in silent]
 
 
 def _whereabouts(reader: Heartbeat, rank: int) -> str:

@@ -335,10 +335,6 @@ class GlooTransport(ProcessTransport):
                 self._beating.abandon()  # a heartbeat under way would be waited for in vain
             self._sender.stop(END_S if isinstance(end, ClosedError) else STOP_S)
 
-    def _check_open(self) -> None:
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
-
 
 def _unfinished(operation: _Operation) -> bool:
     """Whether an operation is still pending after the deadline. Asking may end it, so the ring must end too."""

@@ -65,6 +65,12 @@ class LastHeartbeat:
         return f"{self.count}{CLOSED if self.closed else ''} {self.status}"
 
 
+def silence(rank: int, last: str | None) -> str:
+    """A silent rank, in words. `last`: where it was in its last heartbeat, None before its first."""
+    heard = "never heard" if last is None else f"last heard in {last}"
+    return f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}"
+
+
 class Heartbeat:
     """Writes one rank's heartbeat and reads those of others. One thread uses `store`: clone it for another."""
 

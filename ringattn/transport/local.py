@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
-from ringattn.transport.base import HostTransport, Message, Operation, first_cause, listed, operations
+from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
+from ringattn.transport.control_store import first_cause
 
 
 class _Operation(Operation):
@@ -157,7 +158,6 @@ class LocalTransport(HostTransport):
         self.world_size = world.world_size
         self._world = world
         self._all_gathers = 0
-        self._end: BaseException | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -240,7 +240,3 @@ class LocalTransport(HostTransport):
             error = PeerLostError(f"rank {self.rank} must stop: {first_cause(rank, cause)}")
             self.abort(error)
             raise error from cause
-
-    def _check_open(self) -> None:
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end

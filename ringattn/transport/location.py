@@ -15,16 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ringattn.planner.links import LinkClass, Links, numbered, placement
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.nvml import gpu_links
-
-if TYPE_CHECKING:
-    from ringattn.transport.control_store import ControlStore
-    from ringattn.transport.deadline import Deadline
 
 
 class Nic(NamedTuple):

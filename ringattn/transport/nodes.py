@@ -28,7 +28,7 @@ from torch.distributed import Store
 
 from ringattn.errors import ClosedError, DeadlineError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Hop, Message, Transport, WorkHandle
+from ringattn.transport.base import Ending, Hop, Message, Transport, WorkHandle
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.location import Location, node_of, sharing_obstacle
 from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
@@ -73,7 +73,7 @@ class NodesHop:
             return NodesWorkHandle(ring, between, self.inside.start() if self.inside is not None else None)
 
 
-class NodesTransport:
+class NodesTransport(Ending):
     """One rank's end. `inside` and `between` have the rank and the world size of the whole ring."""
 
     def __init__(self, inside: Transport, between: Transport, node: Sequence[int]) -> None:
@@ -83,7 +83,6 @@ class NodesTransport:
         self.rank, self.world_size, self.device = between.rank, between.world_size, between.device
         self.stream: Any = between.stream
         self.locations = between.locations
-        self._end: BaseException | None = None
         self._pid = os.getpid()
 
     @property
@@ -163,8 +162,7 @@ class NodesTransport:
     @contextmanager
     def joint(self) -> Iterator[None]:
         """Whatever ends one transport ends both. Raises `ClosedError` once they have ended."""
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        self._check_open()
         try:
             yield
         except (TransportError, DisagreementError) as error:

@@ -19,7 +19,7 @@ from ringattn.errors import PeerLostError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl import supervisor, transport
-from ringattn.transport.nccl.store_all_gather import StoreAllGather
+from ringattn.transport.nccl.bootstrap import StoreAllGather
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_gpus, on_rings, open_on, results
@@ -171,7 +171,7 @@ def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -
 
 def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
     control = ControlStore(HashStore(), 0, 2)
-    watched: Any = SimpleNamespace(watch=lambda: None, missing=frozenset({1}), closed={1})
+    watched: Any = SimpleNamespace(raise_failure=lambda: None, missing=frozenset({1}), closed={1})
     gather = StoreAllGather(control, watched, 20.0)
     gather._next_look = Deadline(60.0)
     with pytest.raises(PeerLostError, match="rank 1 closed its ring"):

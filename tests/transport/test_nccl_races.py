@@ -25,7 +25,7 @@ from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
 from ringattn.runtime.records import LocalTensors, PackedBuffer
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from ringattn.transport.nccl.hop import NcclWorkHandle
+from ringattn.transport.stream import StreamWorkHandle
 from tests.schedules import schedule_params
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream
@@ -136,7 +136,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def no_wait_for_arrival(patch: pytest.MonkeyPatch) -> None:
     """A dropped wait: work begins before the bytes are there."""
-    patch.setattr(NcclWorkHandle, "wait", lambda self: setattr(self, "waited", True))
+    patch.setattr(StreamWorkHandle, "wait", lambda self: setattr(self, "waited", True))
 
 
 def no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:

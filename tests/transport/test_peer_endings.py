@@ -10,7 +10,6 @@ import pytest
 
 from ringattn.errors import RingError
 from ringattn.observe.flight import FlightRecord
-from ringattn.transport.peer import watch as watches
 from ringattn.transport.peer.driver import DriverError
 from ringattn.transport.peer.lane import Lane
 from ringattn.transport.peer.program import push_exchange
@@ -123,7 +122,7 @@ def test_a_start_that_breaks_off_is_painted_until_what_it_enqueued_has_run() -> 
 
 
 def test_no_caller_has_the_error_before_the_poison_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "END_S", 0.01)
+    monkeypatch.setattr(Watch, "stop_s", 0.01)
     rank = Rank()
     rank.poisoning.clear()
     failing = threading.Thread(target=rank.watch.fail, args=(RingError("broken"),))

@@ -1,8 +1,10 @@
-"""Which rank is at fault when an exchange reached its deadline: from where all ranks are, by one of them.
+"""What heartbeats tell: where ranks are, so which is at fault at a deadline; and their calls, so which makes another.
 
 All ranks reach the deadline at about the same time. The first to claim it investigates: it reads every rank's
 heartbeat and publishes what it found with the cause; the others wait for that cause. A rank that already knows that
 one it waits for is silent publishes at once.
+Each heartbeat also tells of some of the rank's calls, so that ranks need not check a call again that they have checked
+once.
 Guarantees: a rank that only waits for another is never named as the one at fault; a number of requests that grows as
 the ranks; it ends in time, also when the store does not answer.
 """
@@ -13,11 +15,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from hashlib import sha256
+from typing import Any, Protocol
 
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatMonitor, LastHeartbeat
+from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatMonitor, LastHeartbeat, silence
 
 ALL_PEERS = 16
 """A launch with more peers than this says that it waits for all ranks."""
@@ -79,11 +82,7 @@ def at_fault(places: Mapping[int, Place], silent: Iterable[int], missing: Iterab
     follows: ranks that are silent; ranks that have not arrived at the exchange, in Python or in their own kernels;
     ranks stuck in a launch that no other rank's absence explains.
     """
-    found = []
-    for rank in sorted(silent):
-        last = f"last heard in {places[rank]}" if rank in places else "never heard"
-        found.append(f"rank {rank} is silent (stopped, stuck, gone or out of reach), {last}")
-    if found:
+    if found := [silence(rank, str(places[rank]) if rank in places else None) for rank in sorted(silent)]:
         return found
     here = {rank: place for rank, place in places.items() if not place.left}
     newest = max((place.call for place in here.values()), default=0)
@@ -167,3 +166,54 @@ class Attribution:
 
 def _joined(found: Iterable[str]) -> str:
     return "".join(f"; {each}" for each in found)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+KEPT = 8192
+"""Calls that a rank remembers."""
+BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
+"""How far the calls lie back that a heartbeat tells of, besides the first: ranks are compared however far one is
+ahead."""
+WORDS = 120
+
+
+class CallHistory:
+    """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
+
+    The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
+    """
+
+    def __init__(self) -> None:
+        self._chains: dict[int, str] = {}
+        self._chain = b""
+        self.words = ""
+        self.number = 0
+
+    def announce(self, number: int, digest: bytes, words: str) -> None:
+        """This rank now makes its call `number`."""
+        self._chain = sha256(self._chain + digest).digest()[:8]
+        self._chains[number] = self._chain.hex()
+        self._chains.pop(number - KEPT, None)
+        self.words, self.number = words[:WORDS], number
+
+    def told(self) -> dict[str, object]:
+        """For the heartbeat: a few hundred bytes, however many calls there were."""
+        number = self.number
+        return {"call": number, "words": self.words, "calls": [self._chains.get(n, "") for n in _told_of(number)]}
+
+    def differs(self, theirs: dict[str, Any]) -> str | None:
+        """The first call that the rank which told `theirs` is known to have made otherwise, in words; None if none."""
+        equal = 0
+        for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
+            mine = self._chains.get(number, "")
+            if mine and chain and mine != chain:
+                which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
+                return f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
+            equal = number if mine and chain else equal
+        return None
+
+
+def _told_of(number: int) -> list[int]:
+    """The calls of which a rank tells that makes its call `number`, ascending."""
+    return sorted({max(number - back, 1) for back in BACK}) if number else []

@@ -1,9 +1,7 @@
-"""What the ranks of a ring tell each other through the control store: at opening, and at each call.
+"""What the ranks of a ring tell each other through the control store: at opening, and in all-gathers.
 
 Opening: each rank's facts are compared, then rank 0 shares the communicator's unique id. Ranks that do not arrive are
 named at the deadline; ranks that do not fit together are refused before NCCL is asked, on every rank alike.
-Calls: each heartbeat tells of some of the rank's calls, so that ranks need not check a call again that they have
-checked once.
 """
 
 from __future__ import annotations
@@ -12,15 +10,14 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
-from typing import Any
 
-from ringattn.errors import DeadlineError, DisagreementError, InputError
+from ringattn.errors import DeadlineError, DisagreementError, InputError, PeerLostError, RingError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import version_text
 from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.supervisor import LOOK_PER_RANK_S, LOOK_S, Supervisor
 
 FailureCheck = Callable[[], None]
 
@@ -126,50 +123,59 @@ def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) ->
         control.store.delete_key("unique_id")
 
 
-KEPT = 8192
-"""Calls that a rank remembers."""
-BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
-"""How far the calls lie back that a heartbeat tells of, besides the first: ranks are compared however far one is
-ahead."""
-WORDS = 120
+class StoreAllGather:
+    """The all-gather of a few bytes through the control store, counted from 0.
 
-
-class CallHistory:
-    """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
-
-    The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
+    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call; the store
+    keeps the bytes of two of them at most.
     """
 
-    def __init__(self) -> None:
-        self._chains: dict[int, str] = {}
-        self._chain = b""
-        self.words = ""
-        self.number = 0
+    def __init__(self, control: ControlStore, supervisor: Supervisor, timeout_s: float) -> None:
+        self._control, self._supervisor, self._timeout_s = control, supervisor, timeout_s
+        self._number = 0
+        # All ranks that wait look for the missing ones, so that they ask less often the more they are.
+        self._look_s = max(LOOK_S, LOOK_PER_RANK_S * control.world_size)
+        self._next_look = Deadline(0.0)
 
-    def announce(self, number: int, digest: bytes, words: str) -> None:
-        """This rank now makes its call `number`."""
-        self._chain = sha256(self._chain + digest).digest()[:8]
-        self._chains[number] = self._chain.hex()
-        self._chains.pop(number - KEPT, None)
-        self.words, self.number = words[:WORDS], number
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Everyone's payload, by rank. Raises `DeadlineError`, `PeerLostError`, and what the supervisor has found."""
+        control, supervisor, stem = self._control, self._supervisor, f"all_gather/{self._number}"
+        label = f"rank {control.rank} in all-gather {self._number}"
+        supervisor.where, supervisor.gathering = f"all-gather {self._number}", True
+        self._next_look = Deadline(self._look_s)
+        try:
+            answers = control.gather(stem, payload, Deadline(self._timeout_s), lambda: self._watch(stem))
+            if self._number:  # every rank has reached this one, so the one before is read no more
+                control.forget(f"all_gather/{self._number - 1}")
+        except DeadlineError as error:
+            raise DeadlineError(f"{label}: {self._late(stem)}") from error
+        except RingError as error:
+            kind = type(error) if isinstance(error, DisagreementError) else PeerLostError
+            raise kind(f"{label}: {error}") from error
+        except RuntimeError as error:
+            raise PeerLostError(f"{label}: the store's host is gone: {error}") from error
+        # Not after an error: whom it waited for is asked when the failure is attributed.
+        supervisor.gathering, supervisor.missing = False, frozenset()
+        self._number += 1
+        return answers
 
-    def told(self) -> dict[str, object]:
-        """For the heartbeat: a few hundred bytes, however many calls there were."""
-        number = self.number
-        return {"call": number, "words": self.words, "calls": [self._chains.get(n, "") for n in _told_of(number)]}
+    def _late(self, stem: str) -> str:
+        """Who is missing at the deadline, in words."""
+        try:
+            missing = self._control.missing(stem)
+        except RuntimeError as unanswered:
+            return str(unanswered)
+        self._supervisor.missing = frozenset(missing)
+        return f"no answer from ranks {missing} within {self._timeout_s} s"
 
-    def differs(self, theirs: dict[str, Any]) -> str | None:
-        """The first call that the rank which told `theirs` is known to have made otherwise, in words; None if none."""
-        equal = 0
-        for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
-            mine = self._chains.get(number, "")
-            if mine and chain and mine != chain:
-                which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
-                return f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
-            equal = number if mine and chain else equal
-        return None
-
-
-def _told_of(number: int) -> list[int]:
-    """The calls of which a rank tells that makes its call `number`, ascending."""
-    return sorted({max(number - back, 1) for back in BACK}) if number else []
+    def _watch(self, stem: str) -> None:
+        """Raise a failure of the ring, or that a missing rank has closed. The supervisor compares calls."""
+        supervisor = self._supervisor
+        supervisor.raise_failure()
+        if self._next_look.passed:
+            self._next_look = Deadline(self._look_s)
+            supervisor.missing = frozenset(self._control.missing(stem))
+        for rank in sorted(supervisor.missing & supervisor.closed):
+            # It may have arrived since it was found missing, and closed after that.
+            if not self._control.holds(f"{stem}/{rank}"):
+                raise PeerLostError(f"rank {rank} closed its ring")

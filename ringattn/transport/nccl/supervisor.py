@@ -10,30 +10,24 @@ reach an exchange names no other rank: its peers name it.
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
-from ringattn.observe.flight import DONE, FAILED, RUNNING, FlightRecord
+from ringattn.observe.flight import FlightRecord
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import Device, Event
+from ringattn.transport.device import Device
 from ringattn.transport.heartbeat import ENDED, INTERVAL_S, HeartbeatMonitor, LastHeartbeat
-from ringattn.transport.nccl.attribution import Attribution, Beside, Waits, told_place
-from ringattn.transport.nccl.bootstrap import CallHistory
+from ringattn.transport.nccl.attribution import Attribution, Beside, CallHistory, Waits, told_place
 from ringattn.transport.nccl.communicator import Communicator
-from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle
+from ringattn.transport.stream import StreamHop, StreamWatch, StreamWorkHandle, bare
 
 TELLING_S = 0.2
 """What publishing may take, besides the attribution."""
-STOP_S = 0.3
-"""How long the watch may take to end."""
 STANDSTILL_S = 2.0
 """How long an exchange may stand still after all its peers have closed: their bytes may have left and wait for room."""
 LOST_S = 5.0
@@ -53,8 +47,11 @@ class BrokenCommunicatorError(PeerLostError):
     """NCCL reports that a communicator is broken: some rank is at fault."""
 
 
-class Supervisor:
+class Supervisor(StreamWatch[StreamWorkHandle]):
     """The watch of one rank. `communicators` may be filled after it has started: opening is watched too."""
+
+    interval_s = INTERVAL_S
+    stop_s = 0.3
 
     def __init__(
         self,
@@ -68,46 +65,29 @@ class Supervisor:
         leave: Callable[[str], None],
         job_size: int,
     ) -> None:
-        """`leave` is called with the reason when even an abort is stuck, and ends the process. `job_size` ranks share
-        the store."""
-        self.failure: BaseException | None = None
+        """See `StreamWatch`. `job_size` ranks share the store."""
+        super().__init__(control.rank, gpu, record, timeout_s, flight_dir, leave)
         self.where = "opening"
-        self.handles: deque[NcclWorkHandle] = deque()
-        self.free: deque[tuple[Event, Event]] = deque()
-        self.launching: tuple[NcclHop, float] | None = None
+        self.launching: tuple[StreamHop, float] | None = None
         """The hop that NCCL is being given, and since when on the monotonic clock."""
         self.missing: frozenset[int] = frozenset()
         """Ranks that an all-gather through the store waits for."""
         self.leaving: frozenset[int] = frozenset()
         """Ranks that have not closed, while this one waits for all to close."""
         self.gathering = False
-        self.ended = threading.Event()
-        """Set when the aborts after a failure have ended or are stuck."""
         self.stuck: list[Communicator] = []
         self.beside: Beside | None = None
         """Another transport of this rank, which ends with this one."""
-        self._rank, self._communicators, self._gpu, self._record, self._calls = (
-            control.rank,
-            communicators,
-            gpu,
-            record,
-            calls,
-        )
+        self._communicators, self._calls = communicators, calls
         self._others = {rank for rank in control.everyone() if rank != control.rank}
         # Clones: a store that does not answer holds up only the thread that waits for it.
         self._control, self._telling = control, control.clone()
         self._monitor = HeartbeatMonitor(control.clone(), self._status, job_size)
         self._attribution = Attribution(self._telling, self._status, self._monitor)
-        self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
-        self._unwaited: list[NcclWorkHandle] = []
-        self._ticking = threading.Lock()
-        # Taken by the first failure and never given back: locked means failed.
-        self._first = threading.Lock()
-        self._told, self._stopped = threading.Event(), threading.Event()
-        self._standing: tuple[NcclWorkHandle | None, float] = None, 0.0
+        self.patience_s = 2 * self.tell_s
+        self._standing: tuple[StreamWorkHandle | None, float] = None, 0.0
         # By rank of `leaving`: its last heartbeat, and when it was new, by the clock and in rounds.
         self._beats: dict[int, tuple[LastHeartbeat | None, float, int]] = {}
-        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{control.rank}", daemon=True)
 
     @property
     def tell_s(self) -> float:
@@ -117,7 +97,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the watch and the heartbeat."""
         self._monitor.start()
-        self._thread.start()
+        super().start()
 
     def leave(self, deadline: Deadline) -> None:
         """Say that this rank has closed its ring: it waits for no message any more."""
@@ -147,24 +127,13 @@ class Supervisor:
     def stop(self) -> None:
         """End both threads. Idempotent."""
         self._stopped.set()
-        self._monitor.stop(STOP_S)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(STOP_S)
+        self._monitor.stop(self.stop_s)
+        super().stop()
 
     @property
     def failed(self) -> bool:
         """Whether the ring has failed, or is failing."""
         return self._first.locked()
-
-    def watch(self) -> None:
-        """Raise the failure, if there is one. What every wait on the host does between its naps."""
-        # The failure may still be being attributed, so this waits for its words, but not for ever.
-        if self._first.locked():
-            self._told.wait(2 * self.tell_s)
-            if self.failure is None:
-                raise RingError(f"rank {self._rank}: this ring is failing")
-            # A copy: what is raised collects the frames that it passes, and those view the ring's memory.
-            raise bare(self.failure)
 
     def fail(self, error: BaseException, attribute: bool = False) -> None:
         """End the ring, for `error` unless it has failed already. Returns when the reason is known. Never raises.
@@ -173,13 +142,9 @@ class Supervisor:
 
         `attribute`: find out which rank is at fault, and name it in the error.
         """
-        # A later failure follows from the first: it waits until that has its words.
-        if not self._first.acquire(blocking=False):
-            self._told.wait(2 * self.tell_s)
+        if not self._is_first():
             self.ended.wait(ABORT_GRACE_S)
             return
-        for handle in list(self.handles):
-            handle.flight.state = FAILED
         unasked = threading.current_thread() is self._thread
         aborting = threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True)
         # Aborts begin before the store is asked: they free kernels that wait for a peer, whatever the store does.
@@ -206,20 +171,6 @@ class Supervisor:
     def closed(self) -> set[int]:
         """Of the ranks whose heartbeats are read, those that have closed their ring."""
         return self._monitor.closed
-
-    def tick(self) -> None:
-        """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
-        with self._ticking:
-            # Hops run in order on one stream, so the first that has not arrived ends the search.
-            while self.handles and self.handles[0].done.query():
-                handle = self.handles.popleft()
-                handle.flight.state, handle.flight.done_s = DONE, time.time()
-                handle.release()
-                self._unwaited.append(handle)
-            # Events are used again only when the caller has waited: its wait may still be to come.
-            waited = [handle for handle in self._unwaited if handle.waited]
-            self._unwaited = [handle for handle in self._unwaited if not handle.waited]
-            self.free.extend((handle.ready, handle.done) for handle in waited)
 
     def let_go(self) -> None:
         """Let go of the buffers of exchanges that are not going to arrive. All communicators have ended."""
@@ -253,7 +204,7 @@ class Supervisor:
         self.ended.set()
         # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
         if self.stuck and unasked:
-            self._told.wait(2 * self.tell_s)
+            self._told.wait(self.patience_s)
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     def _abort(self, communicator: Communicator) -> None:
@@ -274,20 +225,8 @@ class Supervisor:
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
-        try:
-            self._gpu.activate()
-            self._gpu.watch_captures()
-            while not self._stopped.wait(INTERVAL_S):
-                self._look()
-        except (DeadlineError, BrokenCommunicatorError) as error:
-            self._end(error, attribute=True)
-        except BaseException as error:  # a device that is lost raises whatever it likes
-            self._end(error, attribute=False)
-
-    def _end(self, error: BaseException, attribute: bool) -> None:
-        if not self._stopped.is_set():
-            self.fail(error, attribute)
+    def _found(self, error: BaseException) -> None:
+        self.fail(error, attribute=isinstance(error, (DeadlineError, BrokenCommunicatorError)))
 
     def _look(self) -> None:
         """One round. Raises what ends the ring."""
@@ -323,11 +262,8 @@ class Supervisor:
         if not self.handles:
             return
         handle = self.handles[0]
-        # Own computation before the exchange does not count: the time begins when `ready` has passed.
         if not handle.started_at:
-            if handle.ready.query():
-                handle.started_at = time.monotonic()
-                handle.flight.started_s, handle.flight.state = time.time(), RUNNING
+            handle.look()
             return
         peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
         # All peers have left, and what they sent before is not moving: it is not going to arrive.
@@ -371,25 +307,6 @@ class Supervisor:
             return ""
         handle = self.handles[0]
         return f"; pending: exchange {handle.flight.sequence}: {handle.hop}"
-
-    def _write_record(self, failure: BaseException, error: BaseException) -> None:
-        """Where the record is, is a note of what later calls raise, and of what the caller raises itself."""
-        if self._flight_dir is None:
-            return
-        try:
-            note = f"flight record: {self._record.dump(self._flight_dir, str(failure))}"
-            failure.add_note(note)
-            error.add_note(note)
-        except OSError as trouble:
-            print(f"ringattn rank {self._rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
-
-
-def bare(error: BaseException) -> BaseException:
-    """The error without its traceback, whose frames would keep alive all that they name."""
-    try:
-        return copy.copy(error)
-    except Exception:  # a class of the user's that cannot be copied
-        return RingError(f"{type(error).__name__}: {error}")
 
 
 def _said(error: BaseException, words: str) -> BaseException:

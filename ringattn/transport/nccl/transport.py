@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,26 +23,20 @@ import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
 from ringattn.observe.flight import FlightRecord
-from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import Device
 from ringattn.transport.location import Location
+from ringattn.transport.nccl.attribution import CallHistory
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
-from ringattn.transport.nccl.bootstrap import (
-    Arrival,
-    CallHistory,
-    all_ready,
-    meet,
-    share_unique_id,
-)
+from ringattn.transport.nccl.bootstrap import Arrival, StoreAllGather, all_ready, meet, share_unique_id
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall
-from ringattn.transport.nccl.hop import NcclHop, NcclWorkHandle, Replay, Started
+from ringattn.transport.nccl.hop import HopTransport, NcclHop, Replay
 from ringattn.transport.nccl.memory import RingMemory, say
 from ringattn.transport.nccl.options import NcclOptions, config_of
-from ringattn.transport.nccl.store_all_gather import StoreAllGather
-from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor, bare
+from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor
+from ringattn.transport.stream import StreamWorkHandle, bare, end_process
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""
@@ -52,12 +45,11 @@ GRACE_S = 5.0
 """What a wait on the host grants the supervisor, which knows better what went wrong."""
 ANSWER_S = 0.5
 """How long after the end of its patience a rank that closes waits for an answer of the store."""
-STUCK_ABORT_EXIT_CODE = 75
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
 
-class NcclTransport:
+class NcclTransport(HopTransport):
     """One rank of a ring over NCCL. Made by `open`."""
 
     name = "nccl"
@@ -75,24 +67,20 @@ class NcclTransport:
         record: FlightRecord | None = None,
     ) -> None:
         """Not connected yet; see `open`."""
-        self.rank, self.world_size, self.device = control.rank, control.world_size, gpu.torch_device
-        self.gpu, self.options = gpu, options
-        self.locations: tuple[Location, ...] = ()
-        self.record = record or FlightRecord(control.rank, control.world_size, self.name)
-        leave_records(self.record, flight_dir)
+        record = record or FlightRecord(control.rank, control.world_size, self.name)
+        super().__init__(control.rank, control.world_size, gpu, record, timeout_s)
+        self.options = options
         self.stream = gpu.new_stream()
         self._control, self._binding = control, binding
         # Shared with the supervisor and the memory; filled when ranks have met.
         self._communicators: list[Communicator] = []
         self._calls = CallHistory()
         self.supervisor = Supervisor(
-            control, self._communicators, gpu, self.record, self._calls, timeout_s, flight_dir, leave, job_size
+            control, self._communicators, gpu, record, self._calls, timeout_s, flight_dir, leave, job_size
         )
         self._memory = RingMemory(binding, gpu, self._communicators, self.can_register, self.rank)
         self.order = self._memory.order
-        self._timeout_s = timeout_s
         self._all_gather = StoreAllGather(control, self.supervisor, timeout_s)
-        self._end: BaseException | None = None
         self.look_around: Callable[[], None] = lambda: None  # at each call of the ring
 
     @classmethod
@@ -121,7 +109,7 @@ class NcclTransport:
         `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
-        control, leave = ControlStore(store, rank, world_size, timeout_s), leave or _leave
+        control, leave = ControlStore(store, rank, world_size, timeout_s), leave or end_process
         ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size, record)
         ring.locations = tuple(locations)
         try:
@@ -158,19 +146,15 @@ class NcclTransport:
         """See `Transport.bind`."""
         return NcclHop(self, operations(Operation, self.rank, self.world_size, self.device, sends, recvs))
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Started:
-        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
-        return self.bind(sends, recvs).start()
-
     def replay(self, run: Callable[[], None]) -> None:
         """See `Transport.replay`."""
         self.check()
-        Replay(self).run(run)
+        Replay(self, run).start()
 
     def launch(self, calls: Sequence[PeerCall]) -> None:
-        """Put one group on the communication stream; `NcclHop` does the rest."""
+        """See `HopTransport.launch`."""
         try:
-            self.communicator.launch(calls, self.stream.cuda_stream, self.supervisor.watch)
+            self.communicator.launch(calls, self.stream.cuda_stream, self.supervisor.raise_failure)
         except NcclError as error:
             if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is at fault
                 self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
@@ -196,14 +180,6 @@ class NcclTransport:
         self.look_around()
         return True
 
-    def begin_pass(self) -> None:
-        """See `Transport.begin_pass`."""
-        self.order.begin()
-
-    def end_pass(self) -> None:
-        """See `Transport.end_pass`."""
-        self.order.end()
-
     def drain(self) -> None:
         """Return when every exchange has arrived. Raises what has failed.
 
@@ -212,12 +188,11 @@ class NcclTransport:
         self._arrive(math.inf)
 
     def check(self) -> None:
-        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        """See `StreamTransport.check`."""
+        self._check_open()
         # The first time the failure itself, later `ClosedError` with it as the cause.
         try:
-            self.supervisor.watch()
+            self.supervisor.raise_failure()
         except RingError as failure:
             self._end = bare(failure)
             raise
@@ -262,7 +237,7 @@ class NcclTransport:
         together, lost = False, None
         try:
             asked = self.supervisor.all_closed(self._control.until(linger.plus(ANSWER_S)))
-            together = wait_until(asked, linger, self.supervisor.watch, self._control.naps_s)
+            together = wait_until(asked, linger, self.supervisor.raise_failure, self._control.naps_s)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
@@ -285,7 +260,7 @@ class NcclTransport:
             self._await(handle, ready_s)
         self.check()
 
-    def _await(self, handle: NcclWorkHandle, ready_s: float) -> None:
+    def _await(self, handle: StreamWorkHandle, ready_s: float) -> None:
         if not wait_until(lambda: handle.ready.query() or handle.done.query(), Deadline(ready_s), self.check):
             raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {ready_s} s, before {handle.hop}")
         # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
@@ -324,7 +299,7 @@ class NcclTransport:
 
     def _meet(self, nccl_id: str) -> None:
         """From the store to a warm communicator."""
-        control, watch, deadline = self._control, self.supervisor.watch, Deadline(self._timeout_s)
+        control, watch, deadline = self._control, self.supervisor.raise_failure, Deadline(self._timeout_s)
         mine = Arrival(
             self.rank, nccl_id, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
@@ -360,12 +335,6 @@ class NcclTransport:
         if not aborted or not all(ended):
             say(self.rank, "a communicator does not end; is a CUDA graph of it still alive?")
         return aborted and all(ended)
-
-
-def _leave(why: str) -> None:
-    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
-    print(f"ringattn: {why}", file=sys.stderr, flush=True)
-    os._exit(STUCK_ABORT_EXIT_CODE)
 
 
 def _version() -> str:

@@ -8,63 +8,69 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ringattn.errors import UnsupportedError
 from ringattn.observe.flight import LAUNCHING, POSTED, Flight
-from ringattn.transport.base import Operation, listed
+from ringattn.transport.base import Operation
 from ringattn.transport.device import Event
-from ringattn.transport.nccl.hop import Arrived
-from ringattn.transport.peer.arena import Place
-from ringattn.transport.peer.lane import MOST_TO_ONE_PEER
+from ringattn.transport.peer.arena import Arena, Place
+from ringattn.transport.peer.lane import MOST_TO_ONE_PEER, Lane
 from ringattn.transport.peer.program import push_exchange
-
-if TYPE_CHECKING:
-    from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.stream import Arrived, StreamHop, StreamTransport, StreamWatch, StreamWorkHandle
 
 ALIGNMENT_BYTES = 256
 
 
-class PeerWorkHandle:
-    """A started hop. Keeps its buffers alive until it has arrived."""
+class HopTransport(StreamTransport):
+    """What hops ask of the transport that they belong to."""
 
-    arrived_s = None
-    __slots__ = ("done", "flight", "hop", "pending", "ready", "started_at", "transport", "waited")
+    lane: Lane
+    arena: Arena
+    staging: Staging
+    watch: StreamWatch[PeerWorkHandle]
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
+
+    def refuse_capture(self) -> None:
+        """Raise `UnsupportedError` while the current stream is being captured: numbers would stand in the graph."""
+        if self.gpu.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
+            )
+
+
+class PeerWorkHandle(StreamWorkHandle):
+    """A started hop, and which of its messages wait for their peer."""
+
+    __slots__ = ("pending",)
 
     def __init__(self, hop: PeerHop, flight: Flight, ready: Event, done: Event) -> None:
-        self.transport, self.hop, self.flight, self.ready, self.done = hop.transport, hop, flight, ready, done
-        bases = hop.transport.lane.numbers.bases(hop.program)
-        self.pending: Callable[[], list[Operation]] = lambda: hop.transport.lane.pending(hop, bases)
-        self.started_at = 0.0
-        self.waited = False
-
-    def wait(self) -> None:
-        """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
-        transport = self.transport
-        transport.check()
-        if not self.waited:
-            transport.gpu.current_stream().wait_event(self.done)
-            self.waited = True
-            # Again: a failure meanwhile is raised before its results are used. Only `drain` is certain.
-            transport.check()
+        super().__init__(hop, flight, ready, done)
+        lane = hop.transport.lane
+        bases = lane.numbers.bases(hop.program)
+        self.pending: Callable[[], list[Operation]] = lambda: lane.pending(hop, bases)
 
     def release(self) -> None:
-        """It has arrived: let go of the buffers."""
+        """See `StreamWorkHandle.release`."""
         self.pending = list
-        del self.hop
+        super().release()
 
 
-class PeerHop:
+class PeerHop(StreamHop):
     """The messages of one hop with everything worked out beforehand."""
 
-    def __init__(self, transport: PeerTransport, operations: Sequence[Operation]) -> None:
-        self.transport = transport
+    transport: HopTransport
+
+    def __init__(self, transport: HopTransport, operations: Sequence[Operation]) -> None:
+        super().__init__(transport, operations)
         self.sends = [operation for operation in operations if operation.sends]
         self.recvs = [operation for operation in operations if not operation.sends]
-        self.peers = {operation.peer for operation in operations}
         self.program = push_exchange(transport.rank, [o.peer for o in self.sends], [o.peer for o in self.recvs])
         for (src, dst), count in self.program.counts:
             if count > MOST_TO_ONE_PEER:
@@ -74,21 +80,17 @@ class PeerHop:
                 )
         self.unstaged: list[tuple[int, int, int]] = []
         self.places = self._placed()
-        self._parts = tuple(operation.record() for operation in operations)
-
-    def __str__(self) -> str:
-        return listed([*self.recvs, *self.sends])
 
     def start(self) -> PeerWorkHandle | Arrived:
         """Put the hop on the lane, behind what the current stream holds now."""
         transport = self.transport
         transport.check()
-        if not self._parts:
+        if not self.parts:
             return Arrived()
         gpu, watch = transport.gpu, transport.watch
         transport.refuse_capture()
         ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
-        flight = transport.record.begin(0, self._parts, transport.name)
+        flight = transport.record.begin(0, self.parts, transport.name)
         flight.state = LAUNCHING
         handle = PeerWorkHandle(self, flight, ready, done)
         try:
@@ -129,7 +131,7 @@ class PeerHop:
 class Staging:
     """Memory that other ranks can map, for receives into memory that they cannot. Used again, by its size."""
 
-    def __init__(self, transport: PeerTransport) -> None:
+    def __init__(self, transport: HopTransport) -> None:
         self._transport = transport
         self._free: dict[int, list[torch.Tensor]] = {}
 

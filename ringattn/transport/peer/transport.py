@@ -9,9 +9,7 @@ spoiled. A wait orders streams and returns at once: call `drain` before results 
 from __future__ import annotations
 
 import atexit
-import copy
 import os
-import sys
 import threading
 import time
 import weakref
@@ -23,31 +21,27 @@ import torch
 
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
-from ringattn.observe.sigterm import leave_records
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import Device, PassOrder
-from ringattn.transport.location import Location
-from ringattn.transport.nccl.hop import Arrived
 from ringattn.transport.peer.arena import Arena
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
-from ringattn.transport.peer.hop import PeerHop, PeerWorkHandle, Staging
+from ringattn.transport.peer.hop import HopTransport, PeerHop, Staging
 from ringattn.transport.peer.lane import NEVER, Lane
 from ringattn.transport.peer.watch import Watch
 from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shared.page import FREED
-
-STUCK_ABORT_EXIT_CODE = 75
+from ringattn.transport.stream import bare, end_process
 
 _open: weakref.WeakSet[PeerTransport] = weakref.WeakSet()
 
 
-class PeerTransport:
+class PeerTransport(HopTransport):
     """One rank of a ring over copy engines. Made by `peer.opening.open_peer`."""
 
     name = "peer"
     sm_margin = 0
-    locations: tuple[Location, ...] = ()
+    watch: Watch
 
     def __init__(
         self,
@@ -61,10 +55,8 @@ class PeerTransport:
         leave: Callable[[str], None] | None = None,
     ) -> None:
         """Takes over an open group, which it closes with itself. `leave` ends the process when an abort is stuck."""
-        self.rank, self.world_size, self.device = group.rank, group.world_size, gpu.torch_device
-        self.gpu, self.group, self.record, self.driver = gpu, group, record, driver
-        self._timeout_s, self._pid = timeout_s, os.getpid()
-        self._end: BaseException | None = None
+        super().__init__(group.rank, group.world_size, gpu, record, timeout_s)
+        self.group, self.driver, self._pid = group, driver, os.getpid()
         self._all_gathers = 0
         self._closing = threading.Lock()
         gpu.activate()
@@ -73,13 +65,12 @@ class PeerTransport:
         self.order = PassOrder(gpu)
         self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
         self.staging = Staging(self)
-        self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or _leave)
+        self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or end_process)
         self.watch.start()
         _open.add(self)
-        leave_records(record, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
+        """See `HopTransport.allocate`."""
         self.check()
         self.refuse_capture()
         self.watch.tick()  # lets go of the buffers of what has arrived
@@ -95,17 +86,6 @@ class PeerTransport:
         self.check()
         self.refuse_capture()
         return PeerHop(self, operations(Operation, self.rank, self.world_size, self.device, sends, recvs))
-
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerWorkHandle | Arrived:
-        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
-        return self.bind(sends, recvs).start()
-
-    def refuse_capture(self) -> None:
-        """Raise `UnsupportedError` while the current stream is being captured: numbers would stand in the graph."""
-        if self.gpu.is_capturing():
-            raise UnsupportedError(
-                f"rank {self.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
-            )
 
     def replay(self, run: Callable[[], None]) -> None:
         """See `Transport.replay`."""
@@ -133,14 +113,6 @@ class PeerTransport:
             self.abort(error)
             raise
 
-    def begin_pass(self) -> None:
-        """See `Transport.begin_pass`."""
-        self.order.begin()
-
-    def end_pass(self) -> None:
-        """See `Transport.end_pass`."""
-        self.order.end()
-
     def drain(self) -> None:
         """Return when every exchange has arrived and what was computed from it is sound. Raises what has failed.
 
@@ -160,18 +132,17 @@ class PeerTransport:
         self.check()
 
     def check(self) -> None:
-        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+        """See `StreamTransport.check`."""
         if os.getpid() != self._pid:
             raise RingError(
                 f"rank {self.rank}: this ring belongs to process {self._pid}, and this is {os.getpid()}, its fork; "
                 "start processes with spawn and open a Ring in each"
             )
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        self._check_open()
         try:
             self.watch.raise_failure()
         except RingError as failure:
-            self._end = copy.copy(failure)  # without a traceback, whose frames may view memory
+            self._end = bare(failure)
             self._finish(failed=True)
             raise
 
@@ -244,12 +215,6 @@ class PeerTransport:
     def _emptied(self) -> None:
         self._quiet()
         self.gpu.release_cached()
-
-
-def _leave(why: str) -> None:
-    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
-    print(f"ringattn: {why}", file=sys.stderr, flush=True)
-    os._exit(STUCK_ABORT_EXIT_CODE)
 
 
 @atexit.register

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, UnsupportedError
-from ringattn.transport.base import first_cause
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.control_store import ControlStore, first_cause
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.shared.monitor import BEAT_S, BeatMonitor
 from ringattn.transport.shared.page import (

@@ -334,8 +334,7 @@ class ShmTransport(ProcessTransport):
     def _check_open(self) -> None:
         if os.getpid() != self._group.pid:
             raise ClosedError(f"rank {self.rank}: this process was forked from the ring's; open a ring of its own here")
-        if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+        super()._check_open()
 
 
 def obstacle(locations: Sequence[Location]) -> str | None:
