@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringattn.errors import RingError
-from ringattn.observe.flight import FlightRecord
+from ringattn.observe.flight import FAILED, Flight, FlightRecord
 from ringattn.transport.peer.driver import DriverError
 from ringattn.transport.peer.lane import Lane
 from ringattn.transport.peer.program import push_exchange
@@ -144,3 +144,31 @@ def test_no_caller_has_the_error_before_the_poison_is_everywhere(monkeypatch: py
     calling.join(10.0)
     failing.join(10.0)
     assert EndStep.POISON in told[0]
+
+
+def started(rank: Rank) -> Any:
+    """An exchange that has arrived, and that the caller has waited for."""
+    done = FakeEvent([])
+    done.record(None)
+    handle = SimpleNamespace(
+        ready=FakeEvent([]), done=done, waited=True, flight=Flight(0, 0, ()), release=lambda: None
+    )  # fmt: skip
+    rank.watch.handles.append(handle)  # type: ignore[arg-type]
+    return handle
+
+
+def test_what_had_not_arrived_at_the_failure_stays_failed_though_an_abort_lets_it_pass() -> None:
+    rank = Rank()
+    handle = started(rank)
+    rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
+    rank.watch.tick()
+    assert not rank.watch.handles and handle.flight.state == FAILED
+
+
+def test_events_are_used_again_but_for_the_newest_which_says_whether_the_lane_is_empty() -> None:
+    rank = Rank()
+    older, newest = started(rank), started(rank)
+    rank.lane.newest = newest.done
+    rank.watch.tick()
+    assert list(rank.watch.free) == [(older.ready, older.done)]
