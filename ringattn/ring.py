@@ -25,6 +25,7 @@ from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.layouts import suits_at_once
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
+from ringattn.runtime.spec import check_dropout_seed
 from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
@@ -170,7 +171,7 @@ class Ring(Runtime):
     dilated_attention = dilated.dilated_attention
     explain = explain.explain
 
-    def activate(self, seq: Sequence | None) -> AbstractContextManager[None]:
+    def activate(self, seq: Sequence | None, *, dropout_seed: int | None = None) -> AbstractContextManager[None]:
         """Makes `seq` what adapters find with `ringattn.active_sequence()` inside of the `with`; nests.
 
         Under a sequence of several ranks an operator that attends to a shard alone is refused where it is called.
@@ -179,13 +180,16 @@ class Ring(Runtime):
 
         Args:
             seq: A sequence of this ring. None: ask for local attention.
+            dropout_seed: From 0 to 2**64 - 1, the same on all ranks, best the number of the step. Every attention
+                with dropout inside draws a seed of its own from it, and where it was given before the draws go on.
+                None: attention with dropout is refused.
 
         Returns:
             A context manager.
 
         Raises:
-            InputError: `seq` belongs to another ring; or, at the end of the `with`, a model ran inside and no attention
-                went over a ring.
+            InputError: `seq` belongs to another ring, `dropout_seed` is none, or is given for local attention; or, at
+                the end of the `with`, a model ran inside and no attention went over a ring.
             UnsupportedError: Inside, an operator would attend to this rank's tokens alone.
 
         Example:
@@ -194,7 +198,10 @@ class Ring(Runtime):
         """
         if seq is not None and (not isinstance(seq, Sequence) or seq.ring is not self):
             raise InputError(f"rank {self.rank}: activate takes a sequence of this ring, got {seq!r}")
-        return activate(seq)
+        check_dropout_seed(dropout_seed)
+        if seq is None and dropout_seed is not None:
+            raise InputError("local attention drops by torch's own generator; leave dropout_seed out of activate(None)")
+        return activate(seq, dropout_seed=dropout_seed)
 
     def memory_monitor(
         self,

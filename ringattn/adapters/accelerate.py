@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch import Tensor, nn
 
+from ringattn.adapters.dropout import told_seed
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.adapters.peft import base_of
@@ -158,7 +159,8 @@ def _shard_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
     seq, mine = shard_batch(step.ring, batch, model=base)
     step.seqs.append(seq)
-    step.active.enter_context(step.ring.activate(seq))  # to the end of the step, backward included
+    active = step.ring.activate(seq, dropout_seed=told_seed(step.ring))
+    step.active.enter_context(active)  # to the end of the step, backward included
     return args, {**kwargs, **mine}
 
 

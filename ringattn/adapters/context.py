@@ -111,14 +111,14 @@ def sequence_of(query: Tensor, dim: int, owner: object = ANYONE) -> Sequence | N
     tokens = query.shape[dim]
     if torch._C._current_graph_task_id() != -1:  # inside backward
         again = _recomputed.get()
-        return again[0] if again is not None else _noted(tokens, owner)
+        return again.seq if again is not None else _noted(tokens, owner)
     active = activation()
     if active is None and shared_ring_is_open():
         raise InputError(
             "a ring of several ranks is open and no sequence is active, so this model may hold shards: call it inside "
             "`with ring.activate(seq):`, or inside `with ring.activate(None):` for local attention"
         )
-    seq = None if active is None else active[0]
+    seq = None if active is None else active.seq
     _note(query, seq, tokens, owner)
     return seq
 
@@ -135,7 +135,7 @@ def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextMa
         with ring.activate(seq):
             out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
-    return nullcontext(), _recompute_over(activation() or (None,))
+    return nullcontext(), _recompute_over(activation() or Activation(None))
 
 
 def attends_locally(module: _Module) -> _Module:

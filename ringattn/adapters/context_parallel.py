@@ -26,6 +26,7 @@ from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
 from ringattn.runtime.activation import activate, active_sequence
+from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence
 
 __all__ = ["context_parallel", "context_parallel_unshard", "recompute_context"]
@@ -42,6 +43,7 @@ def context_parallel(
     buffer_seq_dims: Many[int] | None = None,
     no_restore_buffers: Iterable[Tensor] | None = None,
     cu_seqlens: Many[int] | None = None,
+    dropout_seed: int | None = None,
 ) -> Iterator[Sequence]:
     """Inside, `buffers` hold this rank's tokens, and SDPA attends over all ranks' tokens.
 
@@ -56,13 +58,14 @@ def context_parallel(
         buffer_seq_dims: The dimension of the tokens, for each buffer.
         no_restore_buffers: Those of `buffers` that keep their shards afterwards. None: none.
         cu_seqlens: Cumulative document lengths [0, ..., length]. None: one sequence.
+        dropout_seed: As in `Ring.activate`, where SDPA is called with dropout_p.
 
     Returns:
         A context manager that gives the sequence.
 
     Raises:
-        InputError: The buffers cannot be sharded, before anything has changed; the mesh has several dimensions and none
-            called cp; or what `Ring.activate` raises at its end.
+        InputError: The buffers cannot be sharded, or `dropout_seed` is none, before anything has changed; the mesh has
+            several dimensions and none called cp; or what `Ring.activate` raises at its end.
         UnsupportedError: A buffer is no tensor; or, inside, a call would attend to this rank's tokens alone.
 
     Example:
@@ -72,6 +75,7 @@ def context_parallel(
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = {id(one) for one in no_restore_buffers or ()}
     _check(buffers, dims, kept)
+    check_dropout_seed(dropout_seed)
     ring = ring_of(mesh)
     seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
     _last[ring] = seq.layout, seq.documents
@@ -81,7 +85,7 @@ def context_parallel(
         for one, shard in zip(buffers, shards, strict=True):
             _hold(one, shard)
     try:
-        with activate(seq, throughout=True), _Redirected(torch.is_grad_enabled()):
+        with activate(seq, dropout_seed=dropout_seed, throughout=True), _Redirected(torch.is_grad_enabled()):
             yield seq
     except RuntimeError as error:
         if _FLEX not in str(error) or isinstance(error, UnsupportedError):

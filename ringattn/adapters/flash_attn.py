@@ -3,14 +3,15 @@
     from ringattn.adapters.flash_attn import zigzag_ring_flash_attn_func
 
 Names, orders of arguments and layouts are those of `CHECKED`; `softcap`, which flash_attn has and that package has not,
-is by keyword only. Every function takes one rank's equal part: (batch, tokens, heads, head_dim), or packed (tokens,
-heads, head_dim) for varlen; `*_kvpacked_func` and `*_qkvpacked_func` take k and v, or all three, stacked before the
-heads. It returns out, and with `return_attn_probs` (out, lse, None), lse being (batch, heads, tokens) or (heads,
-tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default group; see `groups.ring_of` for its ring.
+and `dropout_seed`, which `dropout_p` needs, are by keyword only. Every function takes one rank's equal part: (batch,
+tokens, heads, head_dim), or packed (tokens, heads, head_dim) for varlen; `*_kvpacked_func` and `*_qkvpacked_func` take
+k and v, or all three, stacked before the heads. It returns out, and with `return_attn_probs` (out, lse, None), lse
+being (batch, heads, tokens) or (heads, tokens). `group`: a ProcessGroup, DeviceMesh or Ring, None for the default
+group; see `groups.ring_of` for its ring.
 `deterministic` asks for nothing more: what a ring adds repeats its bits, and so do its own kernels; in backward on
 CUDA, torch's and flash-attn's (engines `aten`, `flash`) do only under `torch.use_deterministic_algorithms(True)`.
 Guarantees: every mask is exact in every layout, windows across ranks included, and so is ALiBi by slopes
-(heads,); slopes of each row of a batch and dropout raise `InputError`.
+(heads,); dropout follows from its seed and the places of pairs; slopes of each row of a batch raise `InputError`.
 The way into Hugging Face models, `substitute_hf_flash_attn`, is in `flash_attn_hf`.
 """
 
@@ -52,12 +53,13 @@ class _Options:
     group: Any = None
     _: KW_ONLY
     softcap: float = 0.0
+    dropout_seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dropout_p:
+        if self.dropout_p and self.dropout_seed is None:
             raise InputError(
-                f"dropout_p={self.dropout_p}: these functions take no seed, without which ranks would drop other "
-                "weights than one does; pass 0.0, or call ring.attention with dropout_p and dropout_seed"
+                f"dropout_p={self.dropout_p}: pass dropout_seed=..., a number that is the same on all ranks, another "
+                "one for each layer and step, and the same again where a checkpoint computes the call again; or 0.0"
             )
 
 
@@ -183,7 +185,7 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
             q, k, v, seq, causal=o.causal, scale=o.softmax_scale,
             # flash_attn takes a causal window to end at the query, whatever its right side is.
             window=(left, 0 if o.causal else right), softcap=o.softcap or None,
-            alibi_slopes=o.alibi_slopes, return_lse=True,
+            alibi_slopes=o.alibi_slopes, dropout_p=o.dropout_p, dropout_seed=o.dropout_seed, return_lse=True,
         )  # fmt: skip
         out, lse = (out[0], lse[0]) if packed else (out, lse)
         return (out, lse, None) if o.return_attn_probs else out

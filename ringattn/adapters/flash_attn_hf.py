@@ -21,7 +21,8 @@ from ringattn.adapters.transformers_mask import mask_spec
 from ringattn.core.layout import make_layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
-from ringattn.runtime.activation import activate
+from ringattn.runtime.activation import Activation, activate
+from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence, check_documents
 
 __all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params", "use_ring_attn"]
@@ -29,7 +30,7 @@ __all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params", "use_rin
 NAME = "flash_attention_2"
 
 _ring: ContextVar[Ring | None] = ContextVar("ringattn_flash_hf_ring", default=None)
-_told: ContextVar[Sequence | None] = ContextVar("ringattn_flash_hf_sequence", default=None)
+_told: ContextVar[Activation | None] = ContextVar("ringattn_flash_hf_sequence", default=None)
 _is_on: ContextVar[bool] = ContextVar("ringattn_flash_hf_is_on", default=True)
 
 
@@ -60,7 +61,7 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
     AttentionMaskInterface.register(NAME, mask_spec)
 
 
-def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> None:
+def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any, *, dropout_seed: int | None = None) -> None:
     """Names the documents of the batch that comes next; every rank holds its equal, contiguous part of the packed row.
 
     Holds until the next call, in this thread. Checkpointed layers that backward computes again keep the documents that
@@ -69,9 +70,12 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> Non
     Args:
         cu_seqlens: Cumulative lengths [0, ..., tokens of all ranks].
         process_group: That of `substitute_hf_flash_attn`.
+        dropout_seed: As in `Ring.activate`, for models that train with attention dropout. That package has no such
+            argument.
 
     Raises:
-        InputError: The tokens do not divide by the ranks, the cuts do not ascend from 0, or the group is another one.
+        InputError: The tokens do not divide by the ranks, the cuts do not ascend from 0, the group is another one, or
+            `dropout_seed` is none.
 
     Example:
         update_ring_flash_attn_params(cu_seqlens, group)
@@ -84,10 +88,11 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> Non
             "update_ring_flash_attn_params: this is not the process_group of substitute_hf_flash_attn, which has to be "
             "called first, in the same thread"
         )
+    check_dropout_seed(dropout_seed)
     cuts = check_documents(cu_seqlens, None)
     if cuts[-1] % ring.world_size:
         raise InputError(f"{cuts[-1]} tokens do not divide by {ring.world_size} ranks; pad the last document")
-    _told.set(Sequence(ring, make_layout("contiguous", cuts[-1], ring.world_size), cuts))
+    _told.set(Activation(Sequence(ring, make_layout("contiguous", cuts[-1], ring.world_size), cuts), dropout_seed))
 
 
 def use_ring_attn(flag: bool) -> None:
@@ -114,11 +119,11 @@ def _forward(
     given = (module, query, key, value, attention_mask, dropout, scaling)
     if torch._C._current_graph_task_id() != -1:  # a layer is computed again, over what it attended over before
         return adapter.attention_forward(*given, **kwargs)
-    seq = _told.get() if _is_on.get() else None
-    if seq is None and _is_on.get():
+    told = _told.get() if _is_on.get() else Activation(None)
+    if told is None:
         raise InputError(
             "no documents are known: call update_ring_flash_attn_params(cu_seqlens, process_group) before the model, "
             "in the same thread, or use_ring_attn(False) for local attention"
         )
-    with activate(seq):
+    with activate(told.seq, dropout_seed=told.dropout_seed):
         return adapter.attention_forward(*given, **kwargs)

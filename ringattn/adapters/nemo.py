@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 
 from ringattn.adapters import transformers
 from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.dropout import told_seed
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
 from ringattn.adapters.transformers_batches import shard_batch
@@ -107,8 +108,9 @@ class _Shards:
         # NeMo's labels stand at the token that predicts them already.
         seq, mine = shard_batch(ring, given | {"shift_labels": batch["labels"]}, model=self._model)
         del mine["shift_labels"]  # the same as labels, which NeMo takes out before it calls the model
-        self._seq = seq
-        return lambda: ring.activate(seq), mine, ShardLayout(original_seq_len=seq.length, padded_seq_len=seq.length)
+        self._seq, seed = seq, told_seed(ring)
+        layout = ShardLayout(original_seq_len=seq.length, padded_seq_len=seq.length)
+        return lambda: ring.activate(seq, dropout_seed=seed), mine, layout
 
     def indices(self, cp_mesh: Any, padded_seq_len: int, device: torch.device | None = None) -> Tensor:
         """Positions of this rank's tokens in the whole sequence."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.dropout import drawn_seed, refuse_without_seed
 from ringattn.adapters.tensor_parallel import local_heads
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.errors import InputError, UnsupportedError
@@ -35,7 +36,7 @@ def ring_sdpa(
         key: Like query.
         value: Like query.
         attn_mask: None; a ring takes no mask tensor.
-        dropout_p: 0; over a ring dropout needs a seed, which this function does not take.
+        dropout_p: Each weight is dropped with this probability, over a ring by a seed drawn from the activation's.
         is_causal: A query meets the keys at its global position and before, within documents.
         scale: Factor of the scores. None: 1 / sqrt(head_dim).
         enable_gqa: Key and value may have fewer heads.
@@ -49,8 +50,10 @@ def ring_sdpa(
         (batch, heads, tokens, value_dim).
 
     Raises:
-        UnsupportedError: A mask, dropout, other dimensions, or other keys than the queries' are given.
-        InputError: Heads do not fit each other, or nothing is active while a ring of several ranks is open.
+        UnsupportedError: A mask, other dimensions, or other keys than the queries' are given; or dropout inside
+            torch.compile.
+        InputError: Heads do not fit each other, or nothing is active while a ring of several ranks is open, or the
+            activation names no seed for dropout.
 
     Example:
         with ring.activate(seq):
@@ -65,8 +68,15 @@ def ring_sdpa(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             ))  # fmt: skip
     _refuse(q, k, v, attn_mask, dropout_p, enable_gqa)
+    seed = None
+    if dropout_p and seq is not None:
+        with seq.ring.refused_by_all():
+            refuse_without_seed(f"dropout_p={dropout_p}", "set dropout_p=0.0")
+            seed = drawn_seed(seq.ring)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = ring_attention(q, k, v, seq, causal=is_causal, scale=scale).transpose(1, 2)
+    out = ring_attention(q, k, v, seq, causal=is_causal, scale=scale, dropout_p=dropout_p, dropout_seed=seed).transpose(
+        1, 2
+    )
     # Reentrant checkpointing calls this without gradients and returns the result from an autograd function of its own:
     # a view could then not be changed in place, as torch's result can.
     return whole(out if torch.is_grad_enabled() else out.detach())
@@ -79,10 +89,11 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p
             "(ring.sequence(cu_seqlens=...)) and ring.attention(window=...) are computed without one, and a BlockMask "
             "of them by ringattn.adapters.flex.flex_attention"
         )
-    if dropout_p:
+    if dropout_p and torch.compiler.is_compiling():
         raise UnsupportedError(
-            f"dropout_p={dropout_p}: this function takes no seed; set it to 0, or call ring.attention with "
-            "dropout_p and dropout_seed"
+            f"dropout_p={dropout_p}: compiled code would keep one seed for all its calls; call "
+            "ringattn.adapters.torch_ops.ring_attention with dropout_p and a dropout_seed, which the compiled function "
+            "takes as an argument"
         )
     check_heads_first(q, k, v, enable_gqa)
 

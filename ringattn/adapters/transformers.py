@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.dropout import drawn_seed, seed_from
 from ringattn.adapters.liger import know_liger
 from ringattn.adapters.peft import base_of
 from ringattn.adapters.tensor_parallel import local_sinks
@@ -145,7 +146,7 @@ def attention_forward(
         key: Like query.
         value: Like query.
         attention_mask: What `mask_spec` made, or a mask tensor of local attention.
-        dropout: 0 over a ring.
+        dropout: Each weight is dropped with this probability, over a ring by a seed drawn from the activation's.
         scaling: Factor of the scores. None: 1 / sqrt(d_k).
         kwargs: What else transformers passes: softcap, s_aux, position_ids and others. Unknown ones are refused.
 
@@ -178,23 +179,30 @@ def attention_forward(
         check_tokens(seq, query.shape[2])
         if is_cross_attention(module):
             check_encoder(seq, spec.padding)
+        seed = drawn_seed(seq.ring) if dropout else None
     call = attending()
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
-               "sinks": None if sinks is None else local_sinks(sinks, q.shape[2]).to(q.dtype)}  # fmt: skip
+               "sinks": None if sinks is None else local_sinks(sinks, q.shape[2]).to(q.dtype),
+               "dropout_p": dropout}  # fmt: skip
     ids = kwargs.get("position_ids")  # some models hand on None
     if ids is None and call is not None:
         ids = call.positions
     rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs, call))
-    return _by_rows(rows, q, k, v, options).contiguous(), None
+    return _by_rows(rows, q, k, v, seed, options).contiguous(), None
 
 
-def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Rows with other documents are attended one after the other."""
+def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, seed: int | None, options: dict[str, Any]) -> Tensor:
+    """Rows with other documents are attended one after the other.
+
+    `seed`: of dropout; each part has its own, for its rows count from 0.
+    """
     if len(rows) == 1:
-        return attend(rows[0][0], q, k, v, **options)
-    parts = [attend(cut, *(x[list(mine)] for x in (q, k, v)), **options) for cut, mine in rows]
+        return attend(rows[0][0], q, k, v, dropout_seed=seed, **options)
+    seeds = [None if seed is None else seed_from(seed, part) for part in range(len(rows))]
+    parts = [attend(cut, *(x[list(mine)] for x in (q, k, v)), dropout_seed=one, **options)
+             for (cut, mine), one in zip(rows, seeds, strict=True)]  # fmt: skip
     order = torch.tensor([row for _, mine in rows for row in mine], device=q.device)
     return torch.cat(parts)[order.argsort()]
 

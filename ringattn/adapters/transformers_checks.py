@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ringattn.adapters.dropout import refuse_without_seed
 from ringattn.adapters.transformers_mask import MaskSpec, Rows
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
@@ -56,10 +57,7 @@ def refuse_alibi(model: nn.Module, text: Any) -> None:
 
 def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
-        raise UnsupportedError(
-            f"attention dropout is {dropout} and a model's call gives no seed for it, without which ranks would drop "
-            f"other weights than one process does: {_without_dropout(module, dropout)}"
-        )
+        refuse_without_seed(f"attention dropout is {dropout}", _without_dropout(module, dropout))
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
     if kwargs.get("position_bias") is not None:

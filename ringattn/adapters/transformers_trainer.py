@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.peft import base_of
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers_batches import shard_batch
@@ -305,4 +306,7 @@ class RingTrainerMixin:
         if not stands_around(prepared):
             prepare(prepared)  # Trainer applies Liger's kernels when training begins
         self._seq, mine = shard_batch(self.ring, inputs, self.layout, model=prepared)
-        return partial(self.ring.activate, self._seq), mine
+        # Batches of one step draw on from its seed, and a run that is resumed goes on with that of its step.
+        host = self
+        seed = seed_from(host.args.seed, self._rings()[1], host.state.global_step)
+        return partial(self.ring.activate, self._seq, dropout_seed=seed), mine

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,16 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
-Activation = tuple[Sequence | None]
-"""What one `Ring.activate` asked for; None: local attention."""
+
+class Activation(NamedTuple):
+    """What one `Ring.activate` asked for: over which sequence, None for local attention, and a seed of dropout."""
+
+    seq: Sequence | None
+    dropout_seed: int | None = None
+
 
 _active: ContextVar[Activation | None] = ContextVar("ringattn_activation", default=None)
 
 
 @contextmanager
-def activate(seq: Sequence | None, *, throughout: bool = False) -> Iterator[None]:
+def activate(seq: Sequence | None, *, dropout_seed: int | None = None, throughout: bool = False) -> Iterator[None]:
     """See `Ring.activate`. `throughout`: watch every operator, whatever has attended over a ring before."""
-    token = _active.set((seq,))
+    token = _active.set(Activation(seq, dropout_seed))
     try:
         if seq is None or seq.ring.world_size == 1:
             yield
@@ -54,7 +59,7 @@ def active_sequence() -> Sequence | None:
         That of the innermost `Ring.activate`, or None.
     """
     active = _active.get()
-    return None if active is None else active[0]
+    return None if active is None else active.seq
 
 
 # --- attention that does not go over the ring ------------------------------------------------------------------------

@@ -138,8 +138,7 @@ class AttentionSpec:
     def seed(self, softmax: Softmax, problem: Problem) -> int:
         """The seed of dropout; 0 without dropout. Raises `InputError` for none, and for sequences too long."""
         seed = self.dropout_seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
-            raise InputError(f"dropout_seed must be a whole number from 0 to 2**64 - 1, or None, got {seed!r}")
+        check_dropout_seed(seed)
         if softmax.dropout_p is None:
             return 0
         if seed is None:
@@ -150,6 +149,12 @@ class AttentionSpec:
         if max(problem.q_layout.length, problem.kv_layout.length) > MOST_TOKENS:
             raise InputError(f"dropout_p={softmax.dropout_p}: it takes sequences of at most 2**32 tokens")
         return seed
+
+
+def check_dropout_seed(seed: object) -> None:
+    """Raise `InputError` for what is neither a seed of dropout nor None."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+        raise InputError(f"dropout_seed must be a whole number from 0 to 2**64 - 1, or None, got {seed!r}")
 
 
 def _dropout(p: float) -> float | None:

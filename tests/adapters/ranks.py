@@ -104,10 +104,10 @@ def one_process(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return out.logits, out.loss
 
 
-def over_ranks(model: Any, batch: Batch, seq: Sequence) -> tuple[Tensor, Tensor]:
+def over_ranks(model: Any, batch: Batch, seq: Sequence, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
     """The same from this rank's shard: all logits, this rank's part of the loss."""
     shifted = seq.shard_labels(batch.labels)
-    with seq.ring.activate(seq):
+    with seq.ring.activate(seq, dropout_seed=dropout_seed):
         out = model(
             input_ids=seq.shard(batch.tokens), position_ids=seq.positions(per_document=True)[None],
             attention_mask=None if batch.mask is None else seq.shard(batch.mask),

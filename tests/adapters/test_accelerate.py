@@ -79,6 +79,22 @@ def test_buffers_keep_their_shards() -> None:
         torch.testing.assert_close(loss, true)
 
 
+def test_steps_drop_by_seeds_of_their_own() -> None:
+    """Alike on both ranks, or the ring would raise."""
+
+    def body(ring: Ring) -> list[float]:
+        model, found = _prepared(tiny_model("llama", "eager", attention_dropout=0.4), ring), []
+        for _ in range(2):
+            with _sharding(ring):
+                loss = model(input_ids=TOKENS, labels=TOKENS.clone(), num_items_in_batch=torch.tensor(13)).loss.detach()
+            ring.all_reduce([loss])
+            found.append(loss.item())
+        return found
+
+    first, other = run_ranks(2, body)
+    assert first == other and first[0] != first[1]
+
+
 def test_only_losses_are_gathered() -> None:
     state = SimpleNamespace(end_of_dataloader=True, remainder=1)
     whole = torch.tensor([1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 7.0, 7.0])  # of two replicas of two ranks, two texts each

@@ -23,6 +23,7 @@ from tests import oracle
 WORLD = 3
 HEADS, KV_HEADS, DIM = 4, 2, 8
 TAIL = "dropout_p softmax_scale causal window_size alibi_slopes deterministic return_attn_probs group softcap".split()
+TAIL.append("dropout_seed")
 LLAMA3 = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice".split()
 VARLEN = ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
 CUTS = [0, 6, 18, 36]
@@ -96,7 +97,7 @@ def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
         function = told(family + form)
         parameters = inspect.signature(function).parameters
         assert list(parameters) == [*tensors, *middle, *TAIL]
-        assert parameters["softcap"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in TAIL[-2:])
         defaults = [parameters[name].default for name in TAIL[:4]]
         assert defaults == [0.0, None, False, (-1, -1)]
         assert function.__name__ == f"{family}{form}_func" and function.__doc__
@@ -191,7 +192,7 @@ def test_what_is_refused() -> None:
     q = torch.zeros(1, 5, 1, 8)
     flat = q[0]
     with Ring() as ring:
-        with pytest.raises(InputError, match=r"dropout_p=0\.1: these functions take no seed"):
+        with pytest.raises(InputError, match=r"dropout_p=0\.1: pass dropout_seed=\.\.\., a number"):
             told("ring_flash_attn")(q, q, q, 0.1, group=ring)
         with pytest.raises(InputError, match=r"alibi_slopes must be a tensor of shape \(q_heads,\) .* alike for all"):
             told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1, 1), group=ring)

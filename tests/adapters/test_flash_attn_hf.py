@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn import InputError, Ring
 from ringattn.adapters import flash_attn
+from ringattn.adapters import transformers as adapter
 from ringattn.adapters.flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params, use_ring_attn
-from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import InDouble, gradients, restarting
@@ -116,7 +116,35 @@ def test_padding_with_holes_and_dropout() -> None:
     def dropping(ring: Ring, _: Any) -> Any:
         return run(ring, flash_model("llama", attention_dropout=0.1))
 
-    refused(dropping, r"attention dropout is 0\.1", UnsupportedError)
+    refused(dropping, r"attention dropout is 0\.1, .*update_ring_flash_attn_params take it too")
+    refused(
+        lambda ring, _: update_ring_flash_attn_params(torch.tensor(CUTS), ring, dropout_seed=-1), "dropout_seed must"
+    )
+
+
+def test_dropout_is_that_of_the_same_seed_elsewhere() -> None:
+    """As a prepared model drops; two batches of one seed drop otherwise."""
+
+    def body(ring: Ring) -> list[Tensor]:
+        substitute_hf_flash_attn(ring, 1)
+        model, found = flash_model("llama", attention_dropout=0.4), []
+        for _ in range(2):
+            update_ring_flash_attn_params(torch.tensor(CUTS, dtype=torch.int32), ring, dropout_seed=6)
+            found.append(run(ring, model).logits)
+        told(ring)
+        with pytest.raises(InputError, match="no dropout_seed"):
+            run(ring, model)
+        return found
+
+    def prepared(ring: Ring) -> list[Tensor]:
+        model = adapter.prepare(tiny_model("llama", "eager", attention_dropout=0.4))
+        with ring.activate(ring.sequence(cu_seqlens=CUTS, layout="contiguous"), dropout_seed=6):
+            return [run(ring, model).logits for _ in range(2)]
+
+    for found, expected in zip(run_ranks(2, body), run_ranks(2, prepared), strict=True):
+        assert not torch.equal(*found)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_calls_out_of_order() -> None:

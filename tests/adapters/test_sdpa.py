@@ -70,7 +70,7 @@ def test_sdpa_over_a_ring(is_causal: bool, scale: float | None, kv_heads: int) -
     ("shapes", "options", "error", "words"),
     [
         ([4, 4], {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, UnsupportedError, "attn_mask: .*cu_seqlens"),
-        ([4, 4], {"dropout_p": 0.1}, UnsupportedError, r"dropout_p=0\.1"),
+        ([4, 4], {"dropout_p": 0.1}, InputError, r"dropout_p=0\.1, and .* no dropout_seed"),
         ([4, 2], {}, InputError, "4 heads and key 2; enable_gqa"),
         ([4, 3], {"enable_gqa": True}, InputError, "4 query heads are no multiple of 3"),
     ],
@@ -165,7 +165,7 @@ def test_other_threads_attend_as_before() -> None:
         if ring.rank == 0:
             with Ring() as alone, context_parallel(alone, buffers=[x], buffer_seq_dims=[2]):
                 ring.barrier()
-                with pytest.raises(UnsupportedError, match="dropout"):
+                with pytest.raises(InputError, match="no dropout_seed"):
                     F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
                 ring.barrier()
         else:

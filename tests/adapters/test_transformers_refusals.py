@@ -237,7 +237,7 @@ def test_functions_of_a_mask_that_are_not_known() -> None:
 
 
 def test_options_that_attention_over_ranks_has_not() -> None:
-    refused(lambda ring, seq: forward(seq, llama(attention_dropout=0.1)), "attention dropout is 0.1", UnsupportedError)
+    refused(lambda ring, seq: forward(seq, llama(attention_dropout=0.1)), "attention dropout is 0.1")
     refused(lambda ring, seq: forward(seq, llama(), output_attentions=True), "output_attentions", UnsupportedError)
     bias = torch.zeros(1, 4, 14, 14)
     refused(lambda ring, seq: forward(seq, llama(), position_bias=bias), "adds a bias", UnsupportedError)
@@ -257,7 +257,8 @@ def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout:
     module = torch.nn.Module()
     module.config = config
     with pytest.raises(
-        UnsupportedError, match=rf"attention dropout is {dropout} and .* gives no seed.*: make the .*{told}"
+        InputError,
+        match=rf"attention dropout is {dropout}, .*activate\(seq, dropout_seed=step\).*; or make the .*{told}",
     ):
         refuse_options(module, dropout, {})
 
@@ -271,7 +272,7 @@ def test_attention_dropout_is_no_matter_in_evaluation() -> None:
 
     def body(ring: Ring) -> float:
         model, seq = adapter.prepare(make("ringattn")), ring.sequence(TOKENS)
-        with pytest.raises(UnsupportedError, match=r"attention dropout is 0\.1"):
+        with pytest.raises(InputError, match=r"attention dropout is 0\.1"):
             forward(seq, model.train())
         return (seq.gather(forward(seq, model.eval()).logits.detach()) - true).abs().max().item()
 

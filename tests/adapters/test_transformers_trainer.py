@@ -23,6 +23,7 @@ from accelerate.data_loader import IterableDatasetShard
 
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
@@ -114,6 +115,22 @@ def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring
         made(tmp_path, ring, model=model, compute_metrics=lambda found: {})
     with pytest.raises(UnsupportedError, match=r"^prediction needs logits, .* chunked_loss"):
         made(tmp_path, ring, model=model, eval_dataset=texts()).predict(texts())
+
+
+def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run which is resumed goes on as it would have; batches of one step draw on from one seed."""
+    seeds, inner = [], ring.activate
+
+    def seen(seq: Any, *, dropout_seed: int | None = None) -> Any:
+        seeds.append(dropout_seed)
+        return inner(seq, dropout_seed=dropout_seed)
+
+    monkeypatch.setattr(ring, "activate", seen)
+    monkeypatch.setattr(RingTrainer, "_rings", lambda self: (3, 2))
+    args = {"seed": 5, "max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    model = tiny_model("llama", "eager", attention_dropout=0.4)
+    made(tmp_path, ring, model=model, args=args).train()
+    assert seeds == [seed_from(5, 2, step) for step in (0, 0, 1, 1)]
 
 
 def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:

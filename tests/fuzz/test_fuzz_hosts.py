@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ringattn import Ring, Sequence
 from ringattn.adapters import flash_attn
 from ringattn.adapters.context_parallel import context_parallel, recompute_context
+from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.flex import flex_attention
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
@@ -34,6 +35,11 @@ from tests.fuzz import reference, session
 SECONDS, WITHIN = 6.0, 1e-10
 BATCHED = {"ring_flash_attn": "contiguous", "zigzag_ring_flash_attn": "zigzag", "stripe_flash_attn": "striped"}
 VARLEN = {"ring_flash_attn_varlen": "contiguous", "zigzag_ring_flash_attn_varlen": "zigzag"}
+
+
+def drawn_dropout(r: Random) -> tuple[float, int]:
+    """A probability, often 0, and a seed."""
+    return r.choice([0.0, 0.0, 0.1, 0.5]), r.choice([0, 7, 2**32 + 5, 2**64 - 1])
 
 
 def part(x: Tensor, layout: str, rank: int, ranks: int) -> Tensor:
@@ -89,10 +95,12 @@ def flash(seed: int) -> None:
         cuts = sorted({0, cuts[-1], *(r.randint(0, cuts[-1]) for _ in range(r.randint(0, 3)))})
     left, right = r.choice([(-1, -1), (-1, -1), (r.randint(0, 9), r.randint(0, 9)), (r.randint(0, 40), -1)])
     options = {"scale": r.choice([None, 0.3]), "softcap": r.choice([None, None, 2.0])}
+    p, dropout_seed = drawn_dropout(Random(f"dropout {seed}"))
     given = tensors(seed, cuts[-1], case)
     layout = {**BATCHED, **VARLEN}.get(family, "contiguous")
     pieces = [0, cuts[-1]] if family.startswith("llama3") else cuts
-    case |= {"seed": seed, "family": family + form, "cuts": cuts, "window": (left, right), **options}
+    case |= {"seed": seed, "family": family + form, "cuts": cuts, "window": (left, right), "p": p,
+             "dropout_seed": dropout_seed, **options}  # fmt: skip
 
     def body(ring: Ring) -> list[Tensor]:
         rows = torch.cat([part(torch.arange(a, b), layout, ring.rank, ranks) for a, b in pairwise(pieces)])
@@ -114,7 +122,7 @@ def flash(seed: int) -> None:
             batched = [x[None] for x in stacked] if family in BATCHED else stacked
             out: Tensor = function(
                 *batched, *told, softmax_scale=options["scale"], causal=case["causal"], window_size=(left, right),
-                group=ring, softcap=options["softcap"] or 0.0,
+                group=ring, softcap=options["softcap"] or 0.0, dropout_p=p, dropout_seed=dropout_seed,
             )  # fmt: skip
             return out[0] if family in BATCHED else out
 
@@ -125,7 +133,9 @@ def flash(seed: int) -> None:
 
     parts = run_ranks(ranks, body)
     window = (left, 0 if case["causal"] else right)
-    compare(case, [sum(x) for x in zip(*parts, strict=True)], wanted(given, cuts, case, window=window, **options))
+    kept = philox.kept(1, case["heads"], cuts[-1], cuts[-1], dropout_seed, p) if p else None
+    expected = wanted(given, cuts, case, window=window, kept=kept, **options)
+    compare(case, [sum(x) for x in zip(*parts, strict=True)], expected)
 
 
 def parallel(seed: int) -> None:
@@ -134,10 +144,12 @@ def parallel(seed: int) -> None:
     case, length = drawn(r), r.randint(1, 70)
     cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 3)))}) if r.random() < 0.5 else None
     features = 5
+    p, dropout_seed = drawn_dropout(Random(f"dropout {seed}"))
+    case["again"] &= not p  # threads share the generator that a checkpoint keeps
     x = torch.randn(length, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     weights = [w[:features].flatten(1) for w in tensors(seed + 1, features, case)[:3]]
     dout = tensors(seed + 2, length, case)[3]
-    case |= {"seed": seed, "length": length, "cuts": cuts}
+    case |= {"seed": seed, "length": length, "cuts": cuts, "p": p, "dropout_seed": dropout_seed}
 
     def body(ring: Ring) -> list[Tensor]:
         buffer, mine = x.clone()[None], [w.clone().requires_grad_() for w in weights]
@@ -145,10 +157,11 @@ def parallel(seed: int) -> None:
         def attend(buffer: Tensor, *mine: Tensor) -> Tensor:
             q, k, v = ((buffer @ w).unflatten(-1, (-1, case["dim"])).transpose(1, 2) for w in mine)
             return F.scaled_dot_product_attention(
-                q, k, v, is_causal=case["causal"], enable_gqa=case["heads"] != case["kv_heads"]
+                q, k, v, dropout_p=p, is_causal=case["causal"], enable_gqa=case["heads"] != case["kv_heads"]
             ).transpose(1, 2)
 
-        with context_parallel(ring, buffers=[buffer], buffer_seq_dims=[1], cu_seqlens=cuts) as seq:
+        sharding: dict[str, Any] = {"cu_seqlens": cuts, "dropout_seed": dropout_seed}
+        with context_parallel(ring, buffers=[buffer], buffer_seq_dims=[1], **sharding) as seq:
             how = {"use_reentrant": False, "context_fn": recompute_context}
             out = checkpoint(attend, buffer, *mine, **how) if case["again"] else attend(buffer, *mine)
             grads = torch.autograd.grad(out, mine, seq.shard(dout[None]))
@@ -158,7 +171,9 @@ def parallel(seed: int) -> None:
 
     leaves = [w.clone().requires_grad_() for w in weights]
     q, k, v = ((x @ w).unflatten(-1, (-1, case["dim"]))[None] for w in leaves)
-    out, _ = reference.attention(q, k, v, reference.plain_counts(length, cuts, length, cuts, case["causal"], None))
+    kept = philox.kept(1, case["heads"], length, length, seed_from(dropout_seed, 0), p) if p else None
+    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], None)
+    out, _ = reference.attention(q, k, v, counts, kept=kept)
     expected = [out[0].detach(), *torch.autograd.grad(out, leaves, dout[None])]
     for found in run_ranks(case["ranks"], body):
         compare(case, found, expected)
@@ -269,7 +284,7 @@ def operator(seed: int) -> None:
     more += [{"global_tokens": count}] if options["window"] is not None else []
     options |= r.choice(more)
     slopes, _ = drawn_slopes(r, case["heads"], False)
-    p, dropout_seed = r.choice([0.0, 0.1, 0.5]), r.choice([0, 7, 2**32 + 5, 2**64 - 1])
+    p, dropout_seed = drawn_dropout(r)
     layout = r.choice(["zigzag", "contiguous", "striped", *(["per_document"] if cuts else [])])
     case |= {"seed": seed, "length": length, "cuts": cuts, "slopes": slopes, "p": p, "dropout_seed": dropout_seed,
              "layout": layout, **options}  # fmt: skip
