@@ -21,12 +21,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ringattn.core.geometry import StridedRange, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
 from ringattn.engine.firsts import Piece, accumulators, as_slice, finish, first_pieces, own_sums_bytes
-from ringattn.engine.place import Place, Scaling, operand, put, scaling, times
+from ringattn.engine.place import Place, Scaling, operand, put, scaling, times, widened
 from ringattn.engine.plain import PlainEngine, PlainWork
 from ringattn.engine.rectangles import HeadGroup, Rectangle, head_groups, joined, rectangles
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, begin_, by_row, merge_, uninitialized
@@ -329,7 +328,8 @@ class AtenEngine(Accumulating):
         if seed.dlse is not None:
             # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
             # is the wanted p (dout.v + dlse - dout.out).
-            dout, v = torch.cat((dout, by_row(at.rows(seed.dlse)).to(dout.dtype)), -1), pad(v, (0, 1), value=1.0)
+            dout, v = (widened(x, x.shape[-1] + 1, value=1.0) for x in (dout, v))
+            dout[..., -1:] = by_row(at.rows(seed.dlse))
         dout, q_part, k, v, out = (
             operand(x, width) for x in (dout, times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
         )

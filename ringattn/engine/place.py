@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ringattn.core.geometry import StridedRange
 from ringattn.engine.firsts import as_slice
@@ -95,4 +94,12 @@ def times(x: Tensor, factor: float) -> Tensor:
 def operand(x: Tensor, width: int) -> Tensor:
     """(rows, batch, heads, dim) as (batch, heads, rows, width): a view, or a zero-padded copy of it."""
     # Zero columns add nothing to q . k and give output columns of 0, which `restored` cuts off.
-    return (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x).permute(1, 2, 0, 3)
+    return (widened(x, width) if x.shape[-1] < width else x).permute(1, 2, 0, 3)
+
+
+def widened(x: Tensor, width: int, value: float = 0.0) -> Tensor:
+    """x with columns of `value` up to `width`, in memory of its own with a contiguous last dimension."""
+    # torch's `pad` and `cat` keep what looks like channels_last, as a single column does where batches lie innermost.
+    wide = x.new_full((*x.shape[:-1], width), value)
+    wide[..., : x.shape[-1]] = x
+    return wide

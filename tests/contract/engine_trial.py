@@ -32,6 +32,9 @@ def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
     elif memory == "tokens":
         held = values.new_full((batch, rows + 2, heads, dim), NAN)
         view = held.transpose(0, 1)[1:-1]
+    elif memory == "batches" and dim == 1:  # more columns are not contiguous so
+        held = values.new_full((rows + 2, heads, dim, batch), NAN)
+        view = held.movedim(3, 1)[1:-1]
     else:
         held = values.new_full((batch, heads, rows + 2, dim), NAN)
         view = held.permute(2, 0, 1, 3)[1:-1]

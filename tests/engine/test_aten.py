@@ -188,6 +188,15 @@ def test_strided_operands_are_not_copied() -> None:
     assert seen and set(seen) <= own
 
 
+@pytest.mark.parametrize(("d_k", "d_v"), [(8, 1), (2, 1), (1, 1), (1, 8)])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_a_single_column_with_batches_innermost(d_k: int, d_v: int, with_dlse: bool) -> None:
+    """It looks like channels_last, which torch's `pad` and `cat` keep, and which the op reads as something else."""
+    scenario = SCENARIOS["causal"]._replace(d_k=d_k, d_v=d_v, batch=3, memory="batches")
+    trial = Trial(scenario, torch.float64, with_dlse)
+    trial.check(trial.run(AtenEngine(HOST)), 1e-10)
+
+
 def test_softcap_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"softcap=30\.0.*plain"):
         AtenEngine(HOST).prepare([()], Softmax(0.125, 1, 30.0), 1, 1)

@@ -19,6 +19,8 @@ GRID_SCHEDULES = ["ulysses", "ulysses_ring", "ulysses_ring", "ulysses_ring:", "u
 """Drawn apart again; a colon is followed by some ranks that divide all."""
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
 STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")
+BATCH_LAST = "batch_last"
+"""Batches innermost in memory, drawn apart and for heads of one column: of more it is refused."""
 MODES = ["train"] * 10 + ["inference", "no_grad", "checkpoint", "reentrant"]
 
 

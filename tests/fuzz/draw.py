@@ -21,7 +21,7 @@ from tests.fuzz.choices import (
     numbers,
     sequence,
 )
-from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_dropout, draw_mask, next_call, odd
+from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_dropout, draw_mask, draw_memory, next_call, odd
 
 KINDS = {
     "attention": 30,
@@ -75,6 +75,7 @@ def draw(seed: int) -> Case:
     if case["kind"] in ("attention", "dilated", "processes", "nan", "triton"):
         for call in case["calls"]:
             draw_alibi(Random(f"alibi {seed}"), call)
+            draw_memory(Random(f"memory {seed}"), call)
             if case["kind"] not in ("nan", "triton"):
                 draw_dropout(Random(f"dropout {seed}"), call)
     return case

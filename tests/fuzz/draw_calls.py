@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.fuzz.choices import LONGEST, MODES, SCHEDULES, STRIDES, Case, maybe, sequence
+from tests.fuzz.choices import BATCH_LAST, LONGEST, MODES, SCHEDULES, STRIDES, Case, maybe, sequence
 
 
 def call(r: Random, case: Case) -> Case:
@@ -151,6 +151,15 @@ def draw_dropout(r: Random, call: Case) -> None:
     """Dropout, which older seeds do not draw either; by the ring, for modules take the seed otherwise."""
     if call["via"] == "ring" and call["seq"]["length"] <= 100 and maybe(r, 0.12):
         call["options"] |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
+
+
+def draw_memory(r: Random, call: Case) -> None:
+    """Heads of one column with batches innermost, which older seeds do not draw; of alike calls alike."""
+    (d_k, d_v), strides = call["dims"], list(call["strides"])
+    for at, dim in enumerate((d_k, d_k, d_v)):
+        if dim == 1 and strides[at] == "plain" and not call["chained"] and maybe(r, 0.5):
+            strides[at] = BATCH_LAST
+    call["strides"] = strides
 
 
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.fuzz.choices import BATCH_LAST
 from tests.fuzz.draw import Case
 
 NAMES = "qkv"
@@ -66,6 +67,8 @@ def leaf_of(kind: str, x: Tensor) -> Tensor:
     if kind == "leaf":  # a leaf that is itself a view, with tokens before batches
         inner = x.new_full((tokens, batch, heads + 1, dim + 3), float("nan")).transpose(0, 1)[:, :, 1:, :dim]
         return inner.copy_(x).detach()
+    if kind == BATCH_LAST:
+        return x.movedim(0, 3).contiguous().movedim(3, 0)
     sizes = {
         "sliced": (batch, tokens, heads + 1, dim + 3),
         "every_second": (batch, 2 * tokens, heads, dim),
