@@ -27,7 +27,7 @@ from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.exchange import Exchange, exchanges
 from ringattn.planner.extent import check_extent
-from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_of
+from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
 from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
@@ -44,6 +44,7 @@ from ringattn.transport.nodes import NodesTransport
 class Explanation:
     """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
 
+    `pairs`: of queries and keys, times heads, that a rank computes forward, its own queries' or those that it receives.
     `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
     GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
     pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
@@ -260,7 +261,7 @@ def explain(
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
     plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
-    areas = pairs_of(problem)
+    computed = pairs_planned(plans[0])
     left = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
     margin = left if sm_margin is None else sm_margin
     whole = _exchange(ring, cluster, 0).on(cluster)
@@ -273,13 +274,13 @@ def explain(
         plans=plans,
         bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
-        pairs=areas,
+        pairs=computed,
         peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
         predicted_us=predicted_us,
         cluster=cluster,
         engine=chosen.engine.name,
         engine_why=chosen.why,
-        better_layout=better_layout(problem, seq.documents) if kv_seq is None else None,
+        better_layout=better_layout(problem, seq.documents, route, computed) if kv_seq is None else None,
         sm_margin=margin,
         margin_us=predicted_us - whole_us,
         crossed=tuple(crossed(one, cluster) for one in plans),

@@ -144,6 +144,31 @@ def test_explain_names_a_better_layout() -> None:
     assert run_ranks(4, body) == [("zigzag", None)] * 4
 
 
+@pytest.mark.parametrize(
+    ("schedule", "heads", "blocks", "better"),
+    [
+        ("ring", 4, (0, 4, 8, 12), "zigzag"),  # the pairs of its own queries
+        ("ulysses", 4, (6, 6, 6, 6), None),  # of its heads
+        ("ulysses", 1, (6, 0, 0, 0), None),  # heads are uneven, not the layout
+        ("pass_q", 4, (12, 8, 4, 0), "zigzag"),  # of its own keys
+        ("balanced", 4, (4, 4, 8, 8), "zigzag"),
+    ],
+)
+def test_explain_counts_pairs_where_they_are_computed(
+    schedule: str, heads: int, blocks: tuple[int, ...], better: str | None
+) -> None:
+    """Causal over contiguous shards of 64 tokens: whole blocks of a rank, over all heads, beside its own diagonal."""
+
+    def body(ring: Ring) -> tuple[tuple[int, ...], str | None]:
+        seq = ring.sequence(256, layout="contiguous")
+        told = ring.explain(seq, q_heads=heads, head_dim=8, causal=True, schedule=schedule)
+        return told.pairs, told.better_layout
+
+    found, named = run_ranks(4, body)[0]
+    assert found == tuple(one * 64 * 64 + heads * 64 * 65 // 2 for one in blocks)
+    assert named == better
+
+
 # --- active sequences, sums, copies ----------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def candidates(
     found: list[Candidate] = []
     (ring_s,), ring_bytes = played(problem, routed(RING.name), (cluster,), plan_of)
     best_s, most = ring_s, max(STAGE_AT_MOST * own_bytes(problem), STAGE_OVER_RING * ring_bytes)
-    for name in sorted(ROUTES, key=lambda name: (name != RING.name, _moves_queries(ROUTES[name]), name)):
+    for name in sorted(ROUTES, key=lambda name: (name != RING.name, moves_queries(ROUTES[name]), name)):
         candidate = _weighed(problem, name, (cluster, *others), routed, plan_of, best_s, most)
         found.append(candidate)
         if candidate.seconds is not None and not candidate.why:
@@ -159,7 +159,7 @@ def _weighed(
         return out("no segments or documents: it is the ring")
     if route.by_node and not route.by_head and len(set(map(cluster.node_of, range(problem.world_size)))) == 1:
         return out("one node: its hops cross the same links as the ring's")
-    if _moves_queries(route):
+    if moves_queries(route):
         least, tiles = least_s(problem, cluster), _single_tiles(problem)
         quick = problem.world_size <= 4 and tiles <= PLACED_TILES
         gain = must_gain(cluster) if quick else max(must_gain(cluster), SLOW_MUST_GAIN)
@@ -180,7 +180,7 @@ def _weighed(
     return Candidate(name, route, seconds, peak, why if name != RING.name else "", tuple(elsewhere))
 
 
-def _moves_queries(route: Route) -> bool:
+def moves_queries(route: Route) -> bool:
     """Whether a plan moves queries or outputs, and takes long to make."""
     return route.by_head or route.place is not None
 

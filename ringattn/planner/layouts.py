@@ -14,10 +14,11 @@ from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.planner.candidates import known, playable, played
+from ringattn.planner.candidates import known, moves_queries, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.extent import excess
+from ringattn.planner.plan import Add, Plan
 from ringattn.schedule.routes import RING, Route, route_named
 
 Documents = tuple[int, ...] | None
@@ -83,25 +84,42 @@ def by_layout(found: tuple[InLayout, ...]) -> str:
     return f"ms by layout: {own.layout} {own.seconds * 1e3:.3f} ({own.schedule}), as sharded{told}"
 
 
-def better_layout(problem: Problem, documents: Documents) -> str | None:
-    """A layout with a clearly lower greatest share of pairs, or None. Layouts too large to plan are passed over."""
+def better_layout(problem: Problem, documents: Documents, route: Route, computed: tuple[int, ...]) -> str | None:
+    """A layout with a clearly lower greatest share of pairs, or None. Layouts too large to plan are passed over.
+
+    `computed`: pairs by rank as the call is (`pairs_planned`).
+    """
     if problem.world_size == 1:
         return None
-    best, least = None, CLEARLY * max(pairs_of(problem))
+    best, most = None, CLEARLY * max(computed)
+    least = most
     for name in LAYOUTS:
         if name == problem.q_layout.name or (name in OF_DOCUMENTS and documents is None):
             continue
         other = _laid_out(problem, name, documents)
-        if excess(other):
+        if excess(other, by_head=route.by_head):
             continue
         greatest = max(pairs_of(other))
         if greatest < least:
             best, least = name, greatest
+    if best is not None and moves_queries(route):
+        # Ranks do not compute the pairs of their own queries, so only plans tell: heads may be what is uneven.
+        other = _laid_out(problem, best, documents)
+        plans = tuple(plan_of(other, route, rank, False) for rank in range(problem.world_size))
+        return best if max(pairs_planned(plans)) < most else None
     return best
 
 
+def pairs_planned(plans: tuple[Plan, ...]) -> tuple[int, ...]:
+    """(q, k) pairs times heads that each rank computes in a forward pass, of whichever rank the queries are."""
+    return tuple(
+        sum(item.tiles.area() for step in plan.steps for item in step.work if not isinstance(item, Add))
+        for plan in plans
+    )
+
+
 def pairs_of(problem: Problem) -> tuple[int, ...]:
-    """(q, k) pairs times heads of each rank."""
+    """(q, k) pairs times heads of the queries of each rank."""
     return tuple(sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size))
 
 
