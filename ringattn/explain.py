@@ -25,6 +25,7 @@ from ringattn.planner.candidates import Candidate, followed, how_chosen, known, 
 from ringattn.planner.choose import choose_route, compared, plan_of
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
+from ringattn.planner.durations import duration
 from ringattn.planner.exchange import Exchange, exchanges
 from ringattn.planner.extent import check_extent
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
@@ -102,8 +103,8 @@ class Explanation:
             lines += ["", *_steps(head, self.backward)]
         lines += ["", *_table(self)]
         lines.append(
-            f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B of slots "
-            "on a rank" + (f", predicted {self.predicted_us:.0f} us on {self.cluster.name}" if self.predicts else "")
+            f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B staged on a rank"
+            + (f", predicted {duration(self.predicted_us / 1e6)} on {self.cluster.name}" if self.predicts else "")
         )
         lines += _links(self)
         if self.automatic:
@@ -120,7 +121,8 @@ class Explanation:
         if self.predicts and self.sm_margin and self.cluster.sms:
             lines.append(
                 f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
-                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: {self.margin_us:.0f} us of that prediction"
+                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: "
+                f"{duration(self.margin_us / 1e6)} of that prediction"
             )
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
             lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
@@ -251,6 +253,9 @@ def explain(
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
     machines = ring.cluster if own else cluster
+    # The engine is this device's; the times are of the kernels that the constants of named GPUs were taken from.
+    named_gpus = known(cluster) and cluster.sms is not None and device.type == "cpu"
+    elsewhere = f"; times are of the kernels on {cluster.name}" if named_gpus else ""
     over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
     chooser, *others = (one.on(machines) for one in over) if known(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
@@ -279,7 +284,7 @@ def explain(
         predicted_us=predicted_us,
         cluster=cluster,
         engine=chosen.engine.name,
-        engine_why=chosen.why,
+        engine_why=chosen.why + elsewhere,
         better_layout=better_layout(problem, seq.documents, route, computed) if kv_seq is None else None,
         sm_margin=margin,
         margin_us=predicted_us - whole_us,
@@ -346,7 +351,8 @@ def _links(e: Explanation) -> list[str]:
             told = ", ".join(f"{len(one.pairs)} over {names[one.kind]} ({_si(one.nbytes)}B)" for one in links)
             lines.append(
                 f"{name} sends from rank to rank: {told}; the slowest hop, rank {src} to {dst} over "
-                f"{names[slowest.kind]}, takes {slowest.slowest_us:.3g} us, {slowest.latency_us:.3g} of them latency"
+                f"{names[slowest.kind]}, takes {duration(slowest.slowest_us / 1e6)}, "
+                f"{duration(slowest.latency_us / 1e6)} of them latency"
             )
     if known and any(one.kind is LinkClass.UNKNOWN for links in e.crossed for one in links):
         lines.append("unknown links could not be found out on this machine; they count as any inside a node")
@@ -356,12 +362,12 @@ def _links(e: Explanation) -> list[str]:
 
 
 def _table(e: Explanation) -> list[str]:
-    """One line a rank: tokens, pairs, messages, bytes, slots."""
-    rows = [["rank", "tokens", "pairs", "messages", "sends", "slots"]]
+    """One line a rank: tokens, pairs, messages, bytes sent and staged."""
+    rows = [["rank", "tokens", "pairs", "messages", "sends", "staged"]]
     for rank, tokens in enumerate(e.problem.q_layout.counts):
-        slots = max(plans[rank].arena_bytes for plans in e.plans)
+        staged = max(plans[rank].arena_bytes for plans in e.plans)
         sends = _si(e.bytes_sent[rank]) + "B"
-        rows.append([str(rank), str(tokens), _si(e.pairs[rank]), str(e.messages[rank]), sends, _si(slots) + "B"])
+        rows.append([str(rank), str(tokens), _si(e.pairs[rank]), str(e.messages[rank]), sends, _si(staged) + "B"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

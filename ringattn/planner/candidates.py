@@ -17,6 +17,7 @@ from ringattn.core.tiling import TileTable, spanned, tiles_of
 from ringattn.errors import InputError, PlanError
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.cost import counts
+from ringattn.planner.durations import duration
 from ringattn.planner.extent import excess
 from ringattn.planner.links import LinkClass
 from ringattn.planner.plan import Plan, record_bytes
@@ -140,7 +141,8 @@ def _slower(one: Candidate, chosen: Candidate, gain: float) -> str:
         return "no faster"
     if chosen.schedule == RING.name and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
         return f"saves less than {gain:.0%} of the ring"
-    return f"{one.seconds / chosen.seconds:.2f} times" if one.seconds > 1.005 * chosen.seconds else "no faster"
+    slower = one.seconds > 1.005 * chosen.seconds
+    return f"takes {one.seconds / chosen.seconds:.2f} times as long" if slower else "no faster"
 
 
 def _weighed(
@@ -164,7 +166,7 @@ def _weighed(
         quick = problem.world_size <= 4 and tiles <= PLACED_TILES
         gain = must_gain(cluster) if quick else max(must_gain(cluster), SLOW_MUST_GAIN)
         if least >= (1 - gain) * best_s:
-            return out(f"takes {least * 1e3:.3g} ms at least")
+            return out(f"not planned: takes at least {duration(least)}, too little to gain")
         if cluster.recognised and tiles > PLACED_TILES:
             return out(f"{tiles} tiles of single heads take long to plan; name it, or the machines")
         if problem.world_size > PLACED_RANKS:

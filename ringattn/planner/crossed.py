@@ -35,9 +35,10 @@ def crossed(plans: tuple[Plan, ...], cluster: Cluster) -> tuple[Crossed, ...]:
                 by_hop[key] = by_hop.get(key, 0) + send.elements * plan.element_bytes(send.buffer)
     found = []
     for kind, by_hop in loads.items():
-        latency_s, bandwidth = cluster.link(kind)
+        latency_s, _ = cluster.link(kind)
         src, dst, step_number = max(by_hop, key=lambda hop: (by_hop[hop], -hop[0]))
-        seconds = latency_s + by_hop[src, dst, step_number] / bandwidth
+        most = by_hop[src, dst, step_number]
+        seconds = cluster.travel_s(kind, most, most)
         pairs = tuple(sorted({(src, dst) for src, dst, _ in by_hop}))
         found.append(Crossed(kind, pairs, sum(by_hop.values()), (src, dst), seconds * 1e6, latency_s * 1e6))
     return tuple(sorted(found, key=lambda one: -one.slowest_us))

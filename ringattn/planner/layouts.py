@@ -80,8 +80,8 @@ def in_layouts(problem: Problem, route: Route, cluster: Cluster) -> tuple[InLayo
 def by_layout(found: tuple[InLayout, ...]) -> str:
     """The same as a line of text."""
     own, *others = found
-    told = "".join(f", {one.layout} {one.seconds * 1e3:.3f} ({one.schedule})" for one in others)
-    return f"ms by layout: {own.layout} {own.seconds * 1e3:.3f} ({own.schedule}), as sharded{told}"
+    told = "".join(f"; {one.layout} {one.seconds * 1e3:.3f} ({one.schedule})" for one in others)
+    return f"ms by layout: {own.layout}, which this call has, {own.seconds * 1e3:.3f} ({own.schedule}){told}"
 
 
 def better_layout(problem: Problem, documents: Documents, route: Route, computed: tuple[int, ...]) -> str | None:

@@ -29,6 +29,9 @@ from ringattn.schedule.ops import Schedule
 from ringattn.schedule.passes import main_step, spread
 from ringattn.schedule.trees import Trees
 
+SHOWN = 8
+"""Nodes whose numbers of ranks an error lists."""
+
 Grid = tuple[tuple[int, ...], ...]
 """Ranks by node, as many in each."""
 
@@ -37,7 +40,8 @@ def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:
     """The ranks of each node, given the node of each rank. Raises `InputError` where nodes have unlike numbers."""
     grid = tuple(tuple(rank for rank, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes))
     if len({len(ranks) for ranks in grid}) > 1:
-        counts = ", ".join(str(len(ranks)) for ranks in grid)
+        counts = ", ".join(str(len(ranks)) for ranks in grid[:SHOWN]) + (", ..." if len(grid) > SHOWN else "")
+        counts += f", {len(grid[-1])}" if len(grid) > SHOWN else ""
         raise InputError(
             f"schedule='{name}' needs as many ranks on each node, and the nodes have {counts}; "
             f"choose schedule='ring', or say how many ranks belong together: schedule='{name}:2'"
@@ -48,7 +52,10 @@ def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:
 def blocks_of(ranks: int, inner: int, name: str = "double_ring") -> Grid:
     """`inner` neighboring ranks each. Raises `InputError` where they do not divide the ranks."""
     if inner < 1 or ranks % inner:
-        raise InputError(f"schedule='{name}:{inner}': {inner} ranks that belong together do not divide {ranks} ranks")
+        raise InputError(
+            f"schedule='{name}:{inner}': {inner} ranks that belong together do not divide {ranks} ranks; "
+            f"numbers that do: {', '.join(str(one) for one in range(1, ranks + 1) if not ranks % one)}"
+        )
     return tuple(tuple(range(first, first + inner)) for first in range(0, ranks, inner))
 
 

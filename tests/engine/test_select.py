@@ -205,6 +205,8 @@ def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         told = ring.explain(seq, **facts)
         assert (told.engine, told.engine_why) == ("aten", "aten: the only fused kernels for cpu")
         assert "engine aten: the only fused kernels for cpu" in str(told).splitlines()
+        named = ring.explain(seq, cluster="h100", **facts).engine_why
+        assert named.startswith("aten: the only fused kernels for cpu; times are of the kernels on H100")
         assert ring.explain(seq, softcap=3.0, **facts).engine == "plain"
         told = ring.explain(seq, alibi_slopes=[0.5, 0.25], **facts)
         assert "engine plain: no fused kernel knows alibi_slopes on cpu" in str(told).splitlines()

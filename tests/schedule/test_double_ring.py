@@ -20,7 +20,7 @@ from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.links import Links
 from ringattn.planner.plan import LOCAL, Add
 from ringattn.schedule.content import chained, contains, cut, size
-from ringattn.schedule.double_ring import blocks_of, square
+from ringattn.schedule.double_ring import blocks_of, grid_of, square
 from ringattn.schedule.ops import Copy, Kind, Schedule
 from ringattn.schedule.routes import BIDIRECTIONAL, DOUBLE_RING, RING, Route, route_named, schedule_of
 from ringattn.schedule.verify import verify
@@ -102,7 +102,11 @@ def test_inner_rings_are_the_nodes_of_the_cluster() -> None:
     with pytest.raises(InputError, match=r"as many ranks on each node, and the nodes have 3, 1;.*'double_ring:2'"):
         choose_route(problem, "double_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
     assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == blocks_of(4, 2)
-    with pytest.raises(InputError, match="3 ranks that belong together do not divide 4 ranks"):
+    with pytest.raises(InputError, match=r"the nodes have 4, 4, 4, 4, 4, 4, 4, 4, \.\.\., 1; choose"):
+        grid_of((*(rank // 4 for rank in range(400)), 100))
+    with pytest.raises(
+        InputError, match="3 ranks that belong together do not divide 4 ranks; numbers that do: 1, 2, 4"
+    ):
         choose_route(problem, "double_ring:3", CLUSTERS["cpu"])
 
 
