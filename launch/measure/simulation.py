@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,8 +98,8 @@ class Simulated(NamedTuple):
     """A call on `ranks` ranks. `tokens`: as many as were simulated, which `asked` rounds up to shards of one length.
 
     `classes`: whether ranks were simulated by classes, else each by its plan. `held_bytes`: least, median and greatest
-    staging buffers of a rank beside its own tensors. `ideal_s`: of the allowed pairs alone, shared evenly, at the
-    kernel's rate; `spans`: by pass what some ranks did. `took_s`: of the simulation itself.
+    staging buffers of a rank beside its own tensors. `ideal_s`: of the allowed pairs alone, shared evenly by the
+    processors, at the kernel's rate; `spans`: by pass what some ranks did. `took_s`: of the simulation itself.
     """
 
     ranks: int
@@ -159,7 +160,7 @@ def simulate_call(
         spans = [{rank: spans_of(marks) for rank, marks in one.traced.items()} for one in passes]
         held = np.max([learned[bool(n)].held_spread(ranks) for n in range(len(names))], axis=0)
     problem = call.problem(used, ranks)
-    pairs = _pairs(problem) * call.heads / ranks
+    pairs = _pairs(problem) * call.heads / _processors(machines.cluster, ranks)
     ideal = sum(attention_s(problem, pairs, machines.cluster, bool(n)) for n in range(len(names)))
     least, middle, most = (int(one) for one in np.percentile(held, (0, 50, 100)))
     took = time.perf_counter() - began
@@ -263,6 +264,13 @@ def _reach(call: Call, shard: int) -> int:
         check_reach(reach)
         return reach
     return 0
+
+
+def _processors(cluster: Cluster, ranks: int) -> int:
+    """Ranks that work at full speed at once: all, or on each machine as many as it has processors."""
+    if cluster.cores is None:
+        return ranks
+    return sum(min(cluster.cores, sharing) for sharing in Counter(map(cluster.node_of, range(ranks))).values())
 
 
 def _pairs(problem: Problem) -> int:

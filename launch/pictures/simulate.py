@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from ringattn.core.layout import LAYOUTS
@@ -19,6 +20,7 @@ from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import CLUSTERS, cluster_named
+from ringattn.planner.durations import duration
 from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 PURPOSE = """\
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     slow_ranks = [(rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1)]
     slow_links = [(rank, peer, factor) for (rank, peer), factor in factors("slow_link", config.slow_link, 2)]
     cluster = cluster_named(config.cluster).leaving(config.sm_margin)
-    print(f"on {cluster.name}; {cluster.source}", flush=True)
+    print(f"on {cluster.name}", flush=True)
     from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call  # numpy
     from ringattn.planner.disturbance import Disturbance
 
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     for scaling in SCALINGS[:2] if config.scaling == "both" else (config.scaling,):
         if len(ranks) > 1:
             print(f"\n{scaling} scaling", flush=True)
-        print(HEADER, flush=True)
+        head = HEADER
         for count, tokens in zip(ranks, shared_out(config.tokens, ranks, scaling == "weak"), strict=True):
             watched = told_ranks(count, [rank for rank, _ in slow_ranks]) if len(ranks) == 1 else []
             # Both curves have the greatest number of ranks with all tokens.
@@ -97,12 +99,15 @@ def main(argv: Sequence[str]) -> int:
                 known[count, tokens] = simulate_call(call, machines, tokens, count, config.backward, watched, _say)
             found = known[count, tokens]
             curves.setdefault(scaling, []).append(found)
-            print(line(found), flush=True)
+            # What cannot be simulated is refused without a table.
+            print(*filter(None, (head, line(found))), sep="\n", flush=True)
+            head = ""
     points = [found for one in curves.values() for found in one]
     print("\n".join(notes(points)))
     if len(points) == 1:
         print("\n" + table(points[0]))
     print(f"simulated in {time.perf_counter() - began:.1f} s, at most {_peak_mib():,.0f} MiB of this process")
+    print("\n".join(wrap(f"constants: {cluster.source or 'of no stated source'}", 120, subsequent_indent="  ")))
     if config.json:
         with writing("json", config.json):
             Path(config.json).write_text(json.dumps(record(config, cluster, curves), indent=1) + "\n", encoding="utf-8")
@@ -120,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-HEADER = (f"{'ranks':>7}{'tokens':>16}{'ms':>20}{'efficiency':>12}{'exposed ms':>14}{'waiting ms':>14}"
+HEADER = (f"{'ranks':>7}{'tokens':>16}{'time':>16}{'efficiency':>12}{'exposed':>14}{'waiting':>14}"
           f"{'MiB held':>11}{'took s':>9}  simulated")  # fmt: skip
 
 
@@ -129,8 +134,8 @@ def line(found: Any) -> str:
     exposed, waiting = (sum(getattr(one, name).max() for one in found.passes) for name in ("exposed_s", "waiting_s"))
     how = "by classes of ranks" if found.classes else "by the plan of each rank"
     return (
-        f"{found.ranks:>7,}{found.tokens:>16,}{_ms(found.total_s):>20}{found.efficiency:>12.1%}{_ms(exposed):>14}"
-        f"{_ms(waiting):>14}{found.held_bytes[2] / 2**20:>11,.0f}{found.took_s:>9.2f}  {how}"
+        f"{found.ranks:>7,}{found.tokens:>16,}{duration(found.total_s):>16}{found.efficiency:>12.1%}{duration(exposed):>14}"
+        f"{duration(waiting):>14}{found.held_bytes[2] / 2**20:>11,.0f}{found.took_s:>9.2f}  {how}"
     )
 
 
@@ -139,8 +144,13 @@ def notes(points: Sequence[Any]) -> list[str]:
     lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; "
              "exposed, waiting, MiB held: of the rank that has most"]  # fmt: skip
     if rounded := [one for one in points if one.tokens != one.asked]:
-        most = max(one.tokens / one.asked - 1 for one in rounded)
-        lines.append(f"classes have shards of one length: tokens are rounded up, by at most {most:.2g} of them")
+        worst = max(rounded, key=lambda one: one.tokens / one.asked)
+        more = worst.tokens / worst.asked - 1
+        share = f"{worst.tokens / worst.asked:,.1f} times as many" if more >= 1 else f"{max(more, 1e-6):.4%} more"
+        lines.append(
+            f"shards are of one length: tokens are rounded up, on {worst.ranks:,} ranks {worst.asked:,} to "
+            f"{worst.tokens:,}, {share}"
+        )
     return lines
 
 
@@ -148,8 +158,8 @@ def table(found: Any) -> str:
     """Least, median and greatest of all ranks, by pass."""
     lines = [f"{'pass':<10}{'of all ranks':<14}{'least':>17}{'median':>17}{'greatest':>17}"]
     for name, one in zip(("forward", "backward"), found.passes, strict=False):
-        for word, values in (("work ms", one.busy_s), ("waiting ms", one.waiting_s), ("exposed ms", one.exposed_s)):
-            shown = "".join(f"{_ms(value):>17}" for value in quantiles(values))
+        for word, values in (("work", one.busy_s), ("waiting", one.waiting_s), ("exposed", one.exposed_s)):
+            shown = "".join(f"{duration(value):>17}" for value in quantiles(values))
             lines.append(f"{name:<10}{word:<14}{shown}")
         shown = "".join(f"{value / 2**20:>17,.1f}" for value in quantiles(one.sent_bytes))
         lines.append(f"{name:<10}{'MiB sent':<14}{shown}")
@@ -219,10 +229,6 @@ def _say(words: str) -> None:
 
     if sys.stderr.isatty():
         print(f"\r{words:<60}\r", end="", file=sys.stderr, flush=True)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f}"
 
 
 def _peak_mib() -> float:

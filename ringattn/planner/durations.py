@@ -11,4 +11,4 @@ def duration(seconds: float) -> str:
     number = seconds / scale
     if number >= 999.95:
         return f"{number:,.0f} {unit}"
-    return f"{number:.4g} {unit}" if number >= 0.01 or not number else f"less than 0.01 {unit}"
+    return f"{number:.4g} {unit}" if number >= 0.01 or not number else f"<0.01 {unit}"

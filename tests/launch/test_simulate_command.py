@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,8 @@ def test_plans_and_classes_meet(
 def test_tokens_are_rounded_up_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ranks=20", "tokens=10001", "backward=false", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "10,040" in out and "tokens are rounded up, by at most 0.0039 of them" in out
-    assert "forward   waiting ms" in out and "backward  work" not in out
+    assert "10,040" in out and "tokens are rounded up, on 20 ranks 10,001 to 10,040, 0.3900% more" in out
+    assert "forward   waiting " in out and "backward  work" not in out
 
 
 def test_rounding_costs_no_more_than_it_says() -> None:
@@ -61,6 +62,18 @@ def test_rounding_costs_no_more_than_it_says() -> None:
         simulate_call(call, machines, tokens, 16, True, (), print).total_s for tokens in (32 * 250, 8011, 32 * 251)
     ]
     assert times[0] <= times[1] <= times[2] * (1 + 1e-9)
+
+
+def test_ranks_that_share_processors_are_measured_by_the_processors() -> None:
+    """Four ranks on two processors take twice as long as four on four, and neither is less efficient for that."""
+    machines = replace(CLUSTERS["cpu"], cores=4, wire_cores=0.0)
+    call = Call(heads=4, kv_heads=2, head_dim=64)
+    shares = [
+        simulate_call(call, Machines(replace(machines, cores=cores), Disturbance()), 8192, 4, True, (), print)
+        for cores in (4, 2)
+    ]
+    assert shares[1].total_s > 1.9 * shares[0].total_s and shares[1].ideal_s == 2 * shares[0].ideal_s
+    assert shares[1].efficiency == pytest.approx(shares[0].efficiency, rel=0.05)
 
 
 def test_a_timeline_is_drawn_of_one_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,9 +126,12 @@ def test_words() -> None:
         (["left=100000", "ranks=128"], "the window reaches 98 shards"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_by_name(words: list[str], told: str) -> None:
+def test_what_cannot_be_simulated_is_refused_by_name(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UnsupportedError, match=told):
         main(words)
+    assert "efficiency" not in capsys.readouterr().out, "no head of a table without rows"
 
 
 def test_true_and_false_are_read_as_such() -> None:

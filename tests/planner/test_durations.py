@@ -11,7 +11,7 @@ from ringattn.planner.durations import duration
     ("seconds", "told"),
     [
         (0.0, "0 us"),
-        (4e-9, "less than 0.01 us"),
+        (4e-9, "<0.01 us"),
         (2.5e-8, "0.025 us"),
         (163.24e-6, "163.2 us"),
         (0.99996e-3, "1 ms"),
