@@ -260,7 +260,8 @@ def test_explain_says_what_a_margin_costs() -> None:
         assert told.predicted_us - told.margin_us == pytest.approx(none.predicted_us)
         # Nearly all of a long ring is arithmetic, so it grows by nearly the whole share.
         assert 0.95 * share < told.margin_us / told.predicted_us <= share
-    told = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {duration(eight.margin_us / 1e6)} of that"
+    cost = duration(eight.margin_us / 1e6)
+    told = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"
     assert told in str(eight)
     with pytest.raises(InputError, match="of an unknown number"):
         Ring().explain(Ring().sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)
