@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from statistics import mean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
+from ringattn.bench.placement_bound import fewest_rows
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
-from ringattn.core.documents import causal_pairs, load_of, placed
+from ringattn.core.documents import load_of, placed
 from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import make_mask
@@ -77,12 +74,6 @@ class Placed(NamedTuple):
     backward_ms: float
 
 
-MOST_FREE = 4
-"""Longest documents that the bound takes as cut in any case, up to so many."""
-NEARLY = 0.002
-"""Of the bound: it is found as nearly as this, from below."""
-
-
 def drawn(tokens: int, seed: int, longest: int = 0) -> tuple[int, ...]:
     """Documents of drawn lengths, packed until there are so many tokens; the last one is cut there."""
     r, cuts = random.Random(seed), [0]
@@ -94,107 +85,6 @@ def drawn(tokens: int, seed: int, longest: int = 0) -> tuple[int, ...]:
             cuts.append(cuts[-1] + count)
             left -= count
     return tuple(cuts)
-
-
-def fewest_rows(cuts: tuple[int, ...], ranks: int, most_pairs: float) -> int:
-    """Rows that every placement sends whose ranks have equal shares of tokens, and no rank more causal pairs than that.
-
-    Any k ranks together hold k shares of tokens and at most k * `most_pairs` pairs. Of the ranks of a document, in the
-    order of how far they read it, the first k alone hold all after the place up to which the next one reads. So that
-    one receives, or has, all but the last y tokens or more, where y tokens is the most for which k ranks can fill up
-    with tokens that have few enough pairs; and what all but the first rank read, added up, is the rows sent.
-    What they fill up with: the longest `free` documents are cut anyway, so their first tokens may be anywhere. Another
-    document is whole among these ranks, or wholly elsewhere, or is cut as well: a tokens of it that lie apart cost a
-    rows at least (`_Filler`). With r rows for all of these documents together, the free ones send no fewer than
-    `cut(r)`, and the bound is the least r + cut(r). Any number of free documents gives a bound; the greatest is taken.
-    Documents are taken in fractions and every k has the cheapest tokens, so no placement may reach this.
-    """
-    lengths = sorted((stop - start for start, stop in pairwise(cuts) if stop > start), reverse=True)
-    best = 0
-    for free in range(1, min(MOST_FREE, len(lengths)) + 1):
-        filler = _Filler(lengths, free)
-
-        @cache
-        def cut(rows: int, filler: _Filler = filler, free: int = free) -> int:
-            return sum(_rows_of_one(length, rows, filler, cuts[-1], ranks, most_pairs) for length in lengths[:free])
-
-        best = max(best, _least_sum(cut, cut(0)))
-    return best
-
-
-def _least_sum(cut: Callable[[int], int], most: int) -> int:
-    """At most the least r + cut(r) of r = 0, 1, ..., and nearly that; `cut` falls, and `most` is cut(0)."""
-    least = found = most
-    spans = [(0, most)]
-    while spans:
-        lo, hi = spans.pop()
-        # From lo to hi no sum is less than this.
-        below = lo + cut(hi)
-        if below >= found:
-            continue
-        if hi - lo <= max(1, NEARLY * found):
-            least = min(least, below)
-            continue
-        middle = (lo + hi) // 2
-        found = min(found, middle + cut(middle))
-        spans += [(lo, middle), (middle, hi)]
-    return min(least, found)
-
-
-def _rows_of_one(length: int, rows: int, filler: _Filler, tokens: int, ranks: int, most_pairs: float) -> int:
-    """What a free document sends at least, where documents that are not free send so many rows together."""
-    total = 0
-    for k in range(1, ranks):
-
-        def held(y: int, k: int = k) -> bool:
-            tail = causal_pairs(length - y, length)
-            return tail + filler.pairs(max(0, k * (tokens // ranks) - y), length, length - y, rows) <= k * most_pairs
-
-        y = _most(min(length, k * -(-tokens // ranks)), held)
-        if y == length:
-            break
-        total += length - y
-    return total
-
-
-class _Filler:
-    """The fewest pairs of tokens that fill ranks up, from below: the dual of a linear program.
-
-    With a price for a token and one for a row, each document is taken as it is cheapest: not at all, whole, or, for
-    the price of a row each, its first tokens. Any prices give a bound; a grid of prices is tried. Its last tokens
-    without its first would be no cheaper: they send as many rows as are left out, and have more pairs.
-    """
-
-    def __init__(self, lengths: Sequence[int], free: int) -> None:
-        steps = np.concatenate([np.arange(0.0, 64.0, 4.0), np.geomspace(64.0, lengths[0] + 65.0, 140)])
-        self._token = steps[:, None]
-        self._row = self._token * np.concatenate([[0.0], np.geomspace(0.02, 1.0, 12)])
-        self._cheapest = np.zeros(self._row.shape)
-        for at, length in enumerate(lengths):
-            if at < free:
-                self._cheapest = self._cheapest + self._first(length, self._token)
-            else:
-                whole = length * (length + 1) / 2 - self._token * length
-                self._cheapest += np.minimum(np.minimum(0, whole), self._first(length, self._token - self._row))
-
-    @staticmethod
-    def _first(most: int, price: np.ndarray) -> np.ndarray:
-        """The first tokens of a document, as many as are worth it: a^2 / 2 pairs, at most what they have."""
-        count = np.minimum(price, most)
-        return count * count / 2 - price * count
-
-    def pairs(self, tokens: int, length: int, most_own: int, rows: int) -> float:
-        """Of so many tokens, `most_own` or less of them of a free document of this length, with so many rows."""
-        own = self._first(most_own, self._token) - self._first(length, self._token)
-        return float((self._cheapest + own + self._token * tokens - self._row * rows).max())
-
-
-def _most(limit: int, holds: Callable[[int], bool]) -> int:
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
 
 
 def problem_of(cuts: tuple[int, ...], layout: str, ranks: int, options: PlacementOptions) -> Problem:
