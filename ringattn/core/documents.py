@@ -113,15 +113,15 @@ def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
     return min(fast, key=lambda one: sum(one[0].sent))[1]
 
 
-def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
-    """Where documents (0, ..., length) go by one choice."""
+def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = None) -> Shards:
+    """Where documents (0, ..., length) go by one choice. Ranks have equal pairs, or `most`, and the last one the rest."""
     items = items_of(cuts)
     left = sum(item.pairs for item in items)
     share, extra = divmod(cuts[-1], ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     own, even_pairs, dealt = [0] * ranks, [0] * ranks, 0
-    most = choice.even * left / ranks
-    while items and items[-1].pairs > most:
+    whole = choice.even * left / ranks
+    while items and items[-1].pairs > whole:
         item = items.pop()
         for rank, (lo, mid, end, hi) in enumerate(_zigzag(item.tokens, ranks, dealt)):
             pieces[rank] += [(item.start + a, item.start + b) for a, b in ((lo, mid), (end, hi)) if b > a]
@@ -130,7 +130,8 @@ def place(cuts: tuple[int, ...], ranks: int, choice: Choice) -> Shards:
         dealt += item.tokens % ranks
     for rank in range(ranks):
         # The share is that of the ranks that are left, so what one lacks all later ones take.
-        pairs = max(1, left // (ranks - rank) - even_pairs[rank])
+        part = left // (ranks - rank) if most is None or rank == ranks - 1 else min(most, left)
+        pairs = max(1, part - even_pairs[rank])
         filling = Filling(items, share + (rank < extra) - own[rank], pairs, choice)
         filling.fill()
         left -= filling.taken + even_pairs[rank]

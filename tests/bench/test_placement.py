@@ -37,6 +37,15 @@ def test_placed_at_once_pairs_are_even_and_rows_few(ranks: int, seed: int) -> No
     assert sum(load.sent) < sum(steps.sent)
 
 
+@pytest.mark.parametrize(("seed", "even", "most"), [(3, 1.05, 22_400), (5, 1.05, 173_800), (0, EVEN, 68_600)])
+def test_placed_at_once_sends_no_more_rows_than_a_search_has_found(seed: int, even: float, most: int) -> None:
+    """To fill ranks one after another, as the search before did, sent 24,259, 181,736 and 73,689."""
+    cuts = placement.drawn(TOKENS, seed)
+    load = load_of(cuts, placed_at_once(cuts, 8, even))
+    assert max(load.pairs) * 8 <= even * sum(load.pairs)
+    assert sum(load.sent) <= most
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("seed", [2, 4])
 def test_cut_at_its_end_one_document_that_outweighs_all_others_sends_as_few_rows_as_can_be(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -14,15 +15,15 @@ from ringattn.core.documents import (
     PAIRS_PER_ROW,
     Choice,
     Load,
+    Shards,
     causal_pairs,
     items_of,
-    joined,
     load_of,
     place,
     placed,
 )
 from ringattn.core.documents_at_once import CHOICES as CHOICES_AT_ONCE
-from ringattn.core.documents_at_once import EVEN, Filled, Way, fill, placed_at_once
+from ringattn.core.documents_at_once import EVEN, Homes, Search, placed_at_once
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -111,23 +112,49 @@ def test_the_slowest_rank_counts_by_its_work_or_its_messages() -> None:
     assert Load((900, 700), (0, 5), (5, 0), 950).cost == 5 * PAIRS_PER_ROW
 
 
-@given(documents(), ranks_of)
-def test_placed_at_once_each_token_has_one_rank_and_rows_are_what_load_of_counts(
-    bounds: tuple[int, ...], ranks: int
-) -> None:
-    shards = placed_at_once(bounds, ranks)
+def assert_whole(bounds: tuple[int, ...], ranks: int, shards: Shards) -> None:
+    """Each token has one rank, and ranks their counts."""
     assert sorted(at for shard in shards for piece in shard for at in range(*piece)) == list(range(bounds[-1]))
     counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
     assert counts == make_layout("contiguous", bounds[-1], ranks).counts
-    items = items_of(bounds)
-    for choice in CHOICES_AT_ONCE[::5]:
-        for pairs in (0.0, 1.05):
-            filled = Filled(tuple(items), sum(item.pairs for item in items), 0, 0, ())
-            mean = filled.left / ranks
-            for _ in range(ranks):
-                filled = fill(filled, bounds[-1], ranks, mean, Way(choice, pairs))
-            load = load_of(bounds, tuple(joined(list(pieces)) for pieces in filled.pieces))
-            assert (filled.most, filled.reach - bounds[-1]) == (max(load.pairs), sum(load.sent))
+
+
+@given(documents(), ranks_of)
+def test_placed_at_once_each_token_has_one_rank(bounds: tuple[int, ...], ranks: int) -> None:
+    assert_whole(bounds, ranks, placed_at_once(bounds, ranks, fills=50 * ranks))
+
+
+@given(documents(), ranks_of, st.randoms(use_true_random=False), st.sampled_from([1.0, 1.05, 2.0]))
+def test_placed_at_once_homes_anywhere_are_a_placement_whose_rows_and_pairs_the_search_knows(
+    bounds: tuple[int, ...], ranks: int, draw: Random, even: float
+) -> None:
+    search, count = Search(bounds, ranks, even), len(items_of(bounds))
+    ends = [draw.randrange(-1, min(count, ranks)) for _ in range(ranks)]
+    homes = Homes([0] * count, ends, [bounds[-1], *[0] * (ranks - 1)], [sum(search.pairs), *[0] * (ranks - 1)])
+    for _ in range(3 * count):
+        homes = search.changed(homes, draw.random)
+    for rank in range(ranks):
+        own = [at for at, home in enumerate(homes.homes) if home == rank]
+        assert homes.tokens[rank] == sum(search.tokens[at] for at in own)
+        assert homes.pairs[rank] == sum(search.pairs[at] for at in own)
+    dealt, shards = search.dealt(homes), search.shards(homes)
+    load = load_of(bounds, shards)
+    assert_whole(bounds, ranks, shards)
+    if not dealt.given:
+        assert dealt.over == sum(max(0, pairs - search.most) for pairs in load.pairs)
+        # A rank that takes the end of a document at home there is counted as two.
+        own = any(end >= 0 and homes.ends[homes.homes[end]] == end for end in homes.ends)
+        assert sum(load.sent) == dealt.rows or (own and sum(load.sent) < dealt.rows)
+
+
+def test_placed_at_once_first_tokens_are_given_for_a_row_each() -> None:
+    """Rank 0 lacks 20 tokens that rank 1 has; rank 2 has what it should."""
+    search = Search((0, 80, 200, 300), 3, 1.05)
+    homes = Homes([1, 2, 0], [-1] * 3, [80, 120, 100], [causal_pairs(0, n) for n in (80, 120, 100)])
+    dealt, load = search.dealt(homes), load_of((0, 80, 200, 300), search.shards(homes))
+    assert dealt.given == [(1, 0, 20)]
+    assert sum(load.sent) == dealt.rows == 20 and load.received == (0, 20, 0)
+    assert dealt.over == sum(max(0, pairs - search.most) for pairs in load.pairs) > 0
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -138,12 +165,15 @@ def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> Non
         21, 61, 31, 18,
     )  # fmt: skip
     bounds = tuple(accumulate(lengths, initial=0))
-    load, mean = load_of(bounds, placed_at_once(bounds, ranks)), sum(causal_pairs(0, n) for n in lengths) / ranks
+    load, mean = (
+        load_of(bounds, placed_at_once(bounds, ranks, fills=20000)),
+        sum(causal_pairs(0, n) for n in lengths) / ranks,
+    )
     alone = [load_of(bounds, place(bounds, ranks, choice)) for choice in CHOICES_AT_ONCE]
     assert max(load.pairs) <= EVEN * mean
     fewest = min(sum(one.sent) for one in alone if max(one.pairs) <= EVEN * mean)
     assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest
-    less_even = load_of(bounds, placed_at_once(bounds, ranks, 1.05))
+    less_even = load_of(bounds, placed_at_once(bounds, ranks, 1.05, fills=20000))
     assert sum(less_even.sent) < sum(load.sent) and EVEN * mean < max(less_even.pairs) <= 1.05 * mean
 
 
