@@ -114,7 +114,7 @@ def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
 
 
 def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = None) -> Shards:
-    """Where documents (0, ..., length) go by one choice. Ranks have equal pairs, or `most`, and the last one the rest."""
+    """Where documents (0, ..., length) go by one choice. Ranks take equal pairs, or `most` and the last the rest."""
     items = items_of(cuts)
     left = sum(item.pairs for item in items)
     share, extra = divmod(cuts[-1], ranks)
