@@ -37,7 +37,7 @@ taken."""
 FILLS = 80000
 """Ranks that are filled for a search, all tries together: about 0.2 s for a hundred documents."""
 CHOICES = tuple(Choice(*one) for one in product((0.002, 0.03), (0.03, 0.1, 1.0), (0.0, 1.0, 2.0)))
-"""Placements to start from, each with equal pairs and with as many as evenness allows."""
+"""Placements to start from, each with equal pairs, with as many as evenness allows, and between."""
 WORSE = 0.001
 """Share of the rows by which a step of the search may be worse at first; in the end none may."""
 PRICE = 100
@@ -78,7 +78,8 @@ def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills:
     def order(load: Load) -> tuple[float, int]:
         return max(even, max(load.pairs) * ranks / max(1, sum(load.pairs))), sum(load.sent)
 
-    for choice, most in product(CHOICES, (None, search.most)):
+    middle = int(search.most * (1 + even) / (2 * even))
+    for choice, most in product(CHOICES, (None, search.most, middle)):
         shards = place(cuts, ranks, choice, most)
         found.append((order(load_of(cuts, shards)), shards))
         # Thousands of short documents are placed well at once.
