@@ -5,10 +5,7 @@ Everything is read from the plans that would run.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +19,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.errors import InputError
 from ringattn.planner.candidates import Candidate, followed, how_chosen, known, table_of
-from ringattn.planner.choose import choose_route, compared, plan_of
+from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.crossed import Crossed, crossed
 from ringattn.planner.durations import duration
@@ -135,19 +132,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Planning makes many small tuples, which live on and form no circles: to walk them takes a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
+@without_collector()
 def explain(
     ring: Runtime,
     seq: Sequence,

@@ -18,7 +18,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, counts_of, play_at_once
-from ringattn.planner.choose import choose_route, plan_of
+from ringattn.planner.choose import choose_route, plan_of, without_collector
 from ringattn.planner.classes import (
     MOST_GROUPED,
     SERVED,
@@ -123,6 +123,7 @@ class Simulated(NamedTuple):
         return self.ideal_s / self.total_s
 
 
+@without_collector()
 def simulate_call(
     call: Call,
     machines: Machines,

@@ -77,12 +77,15 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the ranks of a group do in a step, by place; alike groups share one. `sends`: bytes by place and target."""
+    """What the ranks of a group do in a step, by place; alike groups share one.
+
+    `sends`: by target, bytes by place, or one number where they are the same.
+    """
 
     packing_s: np.ndarray
     work_s: np.ndarray
     sent: np.ndarray
-    sends: dict[Target, np.ndarray]
+    sends: dict[Target, np.ndarray | float]
     packs: bool
     works: bool
 
@@ -221,9 +224,9 @@ class Classes:
                 for target, nbytes in sent:
                     sends.setdefault(target, np.zeros(self.group))[place] = nbytes
             packing, work = (np.array([one[n] for one in told]) for n in (0, 1))
-            self._rows[told] = Row(
-                packing, work, sum(sends.values(), np.zeros(self.group)), sends, bool(packing.any()), bool(work.any())
-            )
+            sent_in_all = sum(sends.values(), np.zeros(self.group))
+            by_target = {to: float(of[0]) if (of == of[0]).all() else of for to, of in sends.items()}
+            self._rows[told] = Row(packing, work, sent_in_all, by_target, bool(packing.any()), bool(work.any()))
         return self._rows[told]
 
     def _lines(self, turn: int, groups: int) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def play(
             if factors is None and some:
                 busy.add(stretches, values)
             if some or more is not None:
-                _spread(values, stretches, work)
+                _spread(values, stretches, work.reshape(-1, classes.group))
                 if more is not None:
                     work += more
                 if factors is not None:
@@ -109,11 +109,10 @@ def check_served(cluster: Cluster) -> None:
                                "cluster, or as many ranks as can be planned one by one")  # fmt: skip
 
 
-def _spread(values: Sequence[Times], stretches: Sequence[Stretch], into: Times) -> None:
-    """Values by place of the groups of each stretch."""
-    by_group = into.reshape(-1, len(values[0]))
+def _spread(values: Sequence[Times | float], stretches: Sequence[Stretch], into: Times) -> None:
+    """Values by place of the groups of each stretch, `into` an array of groups by places."""
     for value, (first, end, _) in zip(values, stretches, strict=True):
-        by_group[first:end] = value
+        into[first:end] = value
 
 
 class _Sum:
@@ -154,11 +153,14 @@ class _Link(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What goes in a step from each rank to the one `way` behind it, if anything: bytes, and seconds under way."""
+    """What goes in a step from each rank to the one `way` behind it, if anything: bytes, and seconds under way.
+
+    One number for all where they are alike.
+    """
 
     way: tuple[int, int]
-    nbytes: Times
-    seconds: Times
+    nbytes: Times | float
+    seconds: Times | float
 
 
 class _Wires:
@@ -174,13 +176,16 @@ class _Wires:
         self._kept: dict[tuple[int, int], _Link] = {}
         self._landed, self._there = np.empty(ranks), np.empty(ranks)
 
-    def ways(self, stretches: list[Stretch], turn: int) -> tuple[list[_Way], Times | None]:
+    def ways(self, stretches: list[Stretch], turn: int) -> tuple[list[_Way], Times | float | None]:
         """Where messages of a step go, how long they are under way, and what they take from the work meanwhile."""
-        found: dict[tuple[int, int], Times] = {}
-        nothing = np.zeros(self._shape[1])
+        found: dict[tuple[int, int], Times | float] = {}
         for target in dict.fromkeys(target for one in stretches for target in one.row.sends):
-            nbytes = np.empty(len(self._node))
-            _spread([one.row.sends.get(target, nothing) for one in stretches], stretches, nbytes)
+            values = [one.row.sends.get(target, 0.0) for one in stretches]
+            nbytes: Times | float = values[0]
+            # In most steps of most schedules all ranks send as much, and one number says it.
+            if not all(isinstance(one, float) and one == values[0] for one in values):
+                nbytes = np.empty(len(self._node))
+                _spread(values, stretches, nbytes.reshape(self._shape))
             way = target.way(turn, self._shape[0])
             found[way] = found[way] + nbytes if way in found else nbytes
         links = {way: self._of(way) for way in found}
@@ -188,51 +193,45 @@ class _Wires:
         if len(found) > 1 and len(kinds) < len(found):
             return self._several(found, links)
         # Each rank sends to one and receives from one over links of a kind, so either end is the busier.
-        ways, held = [], None
+        ways: list[_Way] = []
+        held: Times | float = 0.0
         for way, nbytes in found.items():
             _, latency_s, among, to_one = links[way]
             seconds = nbytes * np.maximum(among, to_one)
             seconds += latency_s
             ways.append(_Way(way, nbytes, seconds))
             if self._share:
-                sending = seconds if nbytes.all() else np.where(nbytes > 0, seconds, 0.0)
-                if held is None:
-                    held = sending.copy()
-                else:
-                    np.maximum(held, sending, out=held)
-                np.maximum(held, self._shift(sending, way, self._there), out=held)
-        if held is not None:
-            held *= self._share
-        return ways, held
+                sending = seconds if np.all(nbytes) else np.where(np.greater(nbytes, 0), seconds, 0.0)
+                held = np.maximum(held, np.maximum(sending, self._shift(sending, way, self._there)))
+        return ways, held * self._share if found and self._share else None
 
     def _several(
-        self, found: dict[tuple[int, int], Times], links: dict[tuple[int, int], _Link]
-    ) -> tuple[list[_Way], Times | None]:
+        self, found: dict[tuple[int, int], Times | float], links: dict[tuple[int, int], _Link]
+    ) -> tuple[list[_Way], Times | float | None]:
         """Messages to several ranks share the links of their class."""
-        ranks = len(self._node)
-        sums, most = np.zeros((2, 2, 2, ranks))  # by direction, and inside a node or between nodes
+        # By direction, and whether between nodes: all bytes of a rank, and the most to one other.
+        sums: dict[tuple[int, bool], Times | float] = {}
+        most: dict[tuple[int, bool], Times | float] = {}
         for way, nbytes in found.items():
-            far = links[way].far
-            for kind, part in enumerate((np.where(far, 0.0, nbytes), np.where(far, nbytes, 0.0))):
-                for direction, there in enumerate((part, self._shift(part, way, np.empty(ranks)))):
-                    sums[direction, kind] += there
-                    np.maximum(most[direction, kind], there, out=most[direction, kind])
-        held = np.zeros(ranks)
-        if self._share:
-            for direction in (0, 1):
-                for kind, (start_s, among_s, to_one_s) in enumerate(self._kinds):
-                    loads = sums[direction, kind]
-                    travel = start_s + np.maximum(loads * among_s, most[direction, kind] * to_one_s)
-                    np.maximum(held, np.where(loads > 0, travel, 0.0), out=held)
+            for far, part in _by_kind(links[way].far, nbytes):
+                for key, there in (((0, far), part), ((1, far), self._shift(part, way))):
+                    sums[key] = sums[key] + there if key in sums else there
+                    most[key] = np.maximum(most[key], there) if key in most else there
+        held: Times | float = 0.0
+        for key, loads in sums.items() if self._share else ():
+            start_s, among_s, to_one_s = self._kinds[key[1]]
+            travel = start_s + np.maximum(loads * among_s, most[key] * to_one_s)
+            held = np.maximum(held, np.where(np.greater(loads, 0), travel, 0.0))
         ways = []
         for way, nbytes in found.items():
-            far, latency_s, among, to_one = links[way]
-            inside, outside = (
-                np.maximum(sums[0, kind], self._shift(sums[1, kind], way, np.empty(ranks), back=True))
-                for kind in (0, 1)
-            )
-            seconds = latency_s + np.maximum(np.where(far, outside, inside) * among, nbytes * to_one)
-            ways.append(_Way(way, nbytes, seconds))
+            link = links[way]
+            # The busier of the sender and the receiver, which lies so far behind it.
+            busier = {
+                far: np.maximum(sums[0, far], self._shift(sums[1, far], way, back=True))
+                for far, _ in _by_kind(link.far, nbytes)
+            }
+            both = busier[link.far] if isinstance(link.far, bool) else np.where(link.far, busier[True], busier[False])
+            ways.append(_Way(way, nbytes, link.latency_s + np.maximum(both * link.among, nbytes * link.to_one)))
         return ways, held * self._share if self._share else None
 
     def land(self, ways: list[_Way], go: Times, last: Times) -> None:
@@ -242,14 +241,14 @@ class _Wires:
             self._shift(go, way, there, back=True)
             np.maximum(there, go, out=landed)
             landed += seconds * self._slower(way) if self._slow else seconds
-            if not nbytes.all():
-                landed *= nbytes > 0
+            if not np.all(nbytes):
+                landed *= np.greater(nbytes, 0)
             np.maximum(last, landed, out=last)
             np.maximum(last, self._shift(landed, way, there), out=last)
 
     def _of(self, way: tuple[int, int]) -> _Link:
         if way not in self._kept:
-            far = self._node != self._shift(self._node, way, np.empty_like(self._node), back=True)
+            far = self._node != self._shift(self._node, way, back=True)
             if far.all() or not far.any():
                 link = _Link(bool(far[0]), *self._kinds[bool(far[0])])
             else:
@@ -262,15 +261,21 @@ class _Wires:
     def _slower(self, way: tuple[int, int]) -> Times:
         """The factor on the messages to the rank so far behind each."""
         factors = np.ones(len(self._node))
-        there = self._shift(np.arange(len(factors)), way, np.empty(len(factors), int), back=True)
+        there = np.asarray(self._shift(np.arange(len(factors)), way, back=True))
         for rank, peer, factor in self._slow:
             for src, dst in ((rank, peer), (peer, rank)):
                 if there[src] == dst:
                     factors[src] = factor
         return factors
 
-    def _shift(self, values: np.ndarray, way: tuple[int, int], into: np.ndarray, back: bool = False) -> np.ndarray:
-        """What the ranks have that lie so far before each (`back`: behind it), in `into`."""
+    def _shift(
+        self, values: Times | float, way: tuple[int, int], into: Times | None = None, back: bool = False
+    ) -> Times | float:
+        """What the ranks have that lie so far before each (`back`: behind it), in `into`; one number is that of all."""
+        if not np.ndim(values):
+            return values
+        assert isinstance(values, np.ndarray)
+        into = np.empty_like(values) if into is None else into
         groups, group = self._shape
         by, places = (-way[0] % groups * group, -way[1] % group) if back else (way[0] * group, way[1])
         if places:
@@ -282,6 +287,13 @@ class _Wires:
             new[:, :places] = old[:, group - places :]
             return into
         return _rolled(values, by, into)
+
+
+def _by_kind(far: np.ndarray | bool, nbytes: Times | float) -> list[tuple[bool, Times | float]]:
+    """Bytes by whether they go between nodes."""
+    if isinstance(far, bool):
+        return [(far, nbytes)]
+    return [(False, np.where(far, 0.0, nbytes)), (True, np.where(far, nbytes, 0.0))]
 
 
 def constants_of(cluster: Cluster, kind: LinkClass) -> tuple[float, float, float]:
