@@ -18,7 +18,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, counts_of, play_at_once
-from ringattn.planner.choose import choose_route, plan_of, without_collector
+from ringattn.planner.choose import choose_route, without_collector
 from ringattn.planner.classes import (
     MOST_GROUPED,
     SERVED,
@@ -27,6 +27,7 @@ from ringattn.planner.classes import (
     classes_of,
     learned_from,
     opening_on,
+    plans_of_group,
     routes_on,
 )
 from ringattn.planner.cluster import Cluster
@@ -196,8 +197,11 @@ def _by_plans(
     check_extent(problem, by_head=chosen.by_head, groups=groups)
     route = choose_route(problem, call.schedule, machines.cluster)
     found, spans, held = [], [], np.zeros(ranks)
+    size = ranks // groups
+    every = [plan for first in range(0, ranks, size)
+             for plan in plans_of_group(problem, route, range(first, first + size), passes)]  # fmt: skip
     for backward in range(passes):
-        plans = tuple(plan_of(problem, route, rank, bool(backward)) for rank in range(ranks))
+        plans = tuple(plan for plan in every if plan.backward == bool(backward))
         timeline = simulate(plans, machines.cluster, machines.overlap, machines.disturbance)
         found.append(_times(timeline, [plan.bytes_sent for plan in plans]))
         spans.append({rank: timeline.spans[rank] for rank in trace})

@@ -15,7 +15,7 @@ Not covered: that plans of more ranks agree too. It is assumed; the tests compar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import isclose
@@ -344,11 +344,19 @@ def classes_of(
     }
     for count in counts[:1] if like is not None else counts:
         problem = problem_of(count)
-        # A plan is looked at once, and the backward of a rank follows from its forward.
-        for rank, backward in product(range(count), found):
-            plan = plan_once(problem, routes[count], rank, backward)
-            found[backward].learn(plan, bare, None if like is None else like[backward])
+        for first in range(0, count, group):
+            for plan in plans_of_group(problem, routes[count], range(first, first + group)):
+                found[plan.backward].learn(plan, bare, None if like is None else like[plan.backward])
     return found
+
+
+def plans_of_group(problem: Problem, route: Route, ranks: range, passes: int = 2) -> Iterator[Plan]:
+    """The plans of ranks that belong together, each looked at once: of a rank the forward, then the backward."""
+    # Held, so that all of these plans share what the group asks for; let go after them, for it is large.
+    groups = route.groups(problem)
+    for rank, backward in product(ranks, range(passes)):
+        yield plan_once(problem, route, rank, bool(backward))
+    del groups
 
 
 Routes = dict[int, Route]

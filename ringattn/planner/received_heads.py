@@ -21,7 +21,7 @@ from ringattn.errors import PlanError
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
 from ringattn.schedule.content import Content, HeadRows, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind
-from ringattn.schedule.passes import inputs_of, result_of
+from ringattn.schedule.passes import touched_by
 
 CARRIED = Kind.Q, Kind.GRAD_OUT, Kind.OUT, Kind.DQ
 """Kinds of blocks that have the rows of the queries."""
@@ -173,10 +173,7 @@ def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad
             sets.remove(other)
             blocks, of_set = blocks | other[0], other[1] + of_set
         sets.append((blocks, sorted(of_set)))
-    touched = {
-        now: [one for item in items for one in (*inputs_of(item), *result_of(item))]
-        for now, (_, items) in steps.items()
-    }
+    touched = {now: [one for item in items for one in touched_by(item)] for now, (_, items) in steps.items()}
     found: dict[int, ReceivedHeads] = {}
     for _, of_set in sets:
         queries = ReceivedQueries(

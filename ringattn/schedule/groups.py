@@ -5,6 +5,8 @@ So a rank finds its part of Ulysses x ring from the tiles of its own group, and 
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import numpy as np
 
 from ringattn.core.geometry import StridedRange
@@ -28,6 +30,7 @@ class Groups:
         self.shares = shares_of(problem, range(problem.q_heads), self.places)
         self.at = {rank: (group, place) for group, ranks in enumerate(grid) for place, rank in enumerate(ranks)}
         self._read: dict[tuple[int, range, int], Content] = {}
+        self._alike: dict[tuple[int, range], Content] = {}
         self._single: dict[int, SingleHeads[int]] = {}
         self._served: dict[tuple[int, int], dict[int, tuple[HeadTiles, ...]]] = {}
 
@@ -58,16 +61,23 @@ class Groups:
         """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
         key = owner, turns, place
         if key not in self._read:
-            askers = self._groups(owner, turns).ravel()
-            self._read[key] = self._rows_read(owner, askers[askers != owner], place)
+            self._read[key] = self._rows_read(owner, turns, place)
         return self._read[key]
 
-    def _rows_read(self, owner: int, askers: Ints, place: int) -> Content:
+    def _rows_read(self, owner: int, turns: range, place: int) -> Content:
         if not self.reads.heads_alike:
-            return union(rows_read(self.served(asker, place).get(owner, ())) for asker in askers.tolist())
+            askers = self._askers(owner, turns).tolist()
+            return union(rows_read(self.served(asker, place).get(owner, ())) for asker in askers)
+        # All places read the same rows, each for its heads.
+        if (owner, turns) not in self._alike:
+            distances = (self._askers(owner, turns) - owner) % self.problem.world_size
+            self._alike[owner, turns] = self.reads.together(owner, distances)
         heads = sorted({head // self.problem.group for head in self.shares[place]})
-        rows = self.reads.together(owner, (askers - owner) % self.problem.world_size)
-        return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in rows)
+        return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in self._alike[owner, turns])
+
+    def _askers(self, owner: int, turns: range) -> Ints:
+        askers = self._groups(owner, turns).ravel()
+        return askers[askers != owner]
 
     def relays_back(self, owner: int) -> bool:
         """Whether keys that come back along the rings are no more than those that the owner would send to each group.
@@ -88,3 +98,14 @@ class Groups:
         """The ranks that are so many turns after the owner's."""
         group = self.at[owner][0]
         return self.grid.take(range(group + turns.start, group + turns.stop), axis=0, mode="wrap")
+
+
+_held: WeakValueDictionary[tuple[Problem, Grid], Groups] = WeakValueDictionary()
+
+
+def groups_of(problem: Problem, grid: Grid) -> Groups:
+    """The `Groups` that somebody holds, else new ones: who plans all ranks of a group asks for what they share once."""
+    found = _held.get((problem, grid))
+    if found is None:
+        found = _held[problem, grid] = Groups(problem, grid)
+    return found

@@ -98,6 +98,14 @@ def result_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
     return found
 
 
+def touched_by(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
+    """`inputs_of` and `result_of` a work item on received queries."""
+    read, asked = rows_read(item.tiles), rows_asked(item.tiles)
+    if isinstance(item, Attend):
+        return [(item.kv, read), (item.q, asked), (item.out, asked)]
+    return [(item.kv, read), (item.q, asked), (item.seed, asked), (item.dkv, read), (item.dq, asked)]
+
+
 def prune(schedule: Schedule) -> Schedule:
     """Drop work without tiles, rows that no remaining receiver reads, and copies left empty.
 
@@ -162,7 +170,8 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
             into = own_sum(part) if copy.src == part.owner else part._replace(origin=copy.src)
             work[main + 1].append(Merge(copy.src, into, part))
     # What is made of own rows beside received ones lies apart, until nothing more is added to it.
-    made = {block for items in work for item in items if isinstance(item, AttendGrad) for block, _ in result_of(item)}
+    grads = [item for items in work for item in items if isinstance(item, AttendGrad)]
+    made = {block for item in grads for block in ((item.dkv, item.dq) if is_on_received(item) else (item.dkv,))}
     alone = sorted(block for block in made if block.origin == block.owner and block.ring is not None)
     work[-1] += [Merge(block.owner, own_sum(block), block) for block in alone]
     for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:

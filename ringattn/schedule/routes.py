@@ -23,7 +23,7 @@ from ringattn.errors import InputError
 from ringattn.schedule import all_to_all, double_ring, placed, sub_rings, ulysses_ring
 from ringattn.schedule.chains import Chains, Stars
 from ringattn.schedule.content import Content
-from ringattn.schedule.groups import Groups
+from ringattn.schedule.groups import Groups, groups_of
 from ringattn.schedule.opening import Opening, arrived, last_read, split_local, with_kept
 from ringattn.schedule.ops import Block, Schedule
 from ringattn.schedule.passes import prune, transpose
@@ -57,6 +57,10 @@ class Route:
         if self.by_node:
             return double_ring.GridTrees(problem, self.grid_for(problem))
         return Chains(problem, self.both_ways) if self.relay else Stars(problem, self.at_once)
+
+    def groups(self, problem: Problem) -> Groups | None:
+        """Who asks for what in the groups of Ulysses x ring; plans made while it is held share it. None for others."""
+        return groups_of(problem, self.grid_for(problem)) if self.by_node and self.by_head else None
 
     @property
     def transposed(self) -> bool:
@@ -159,8 +163,8 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=False)
-    if route.by_node and route.by_head:
-        groups = Groups(problem, route.grid_for(problem))
+    groups = route.groups(problem)
+    if groups is not None:
         return ulysses_ring.forward_part(groups, route.name, rank)
     trees = route.trees(problem)
     if trees is not None:
@@ -172,8 +176,8 @@ def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the backward schedule, found as in `forward_of_rank`."""
     if route.place is not None:
         return placed.part_of(problem, route.name, route.place, rank, backward=True)
-    if route.by_node and route.by_head:
-        groups = Groups(problem, route.grid_for(problem))
+    groups = route.groups(problem)
+    if groups is not None:
         return ulysses_ring.backward_part(groups, forward_of_rank(problem, route, rank), rank)
     trees = route.trees(problem)
     if trees is None:
