@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention_alibi import adds_raw
 from ringattn.kernels.attention_backward_kernels import grad_kv_kernel, grad_q_kernel
+from ringattn.kernels.attention_dropout import Dropout, arguments
 from ringattn.kernels.attention_tiles import (
     compiled_with,
     grid_of,
@@ -45,6 +46,7 @@ def grad_q(
     first_kv_head: int = 0,
     result: Tensor | None = None,
     slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dq`, float32 like q, what the table's pairs give.
@@ -61,11 +63,12 @@ def grad_q(
     in_scale, out_scale = logit_scales(scale, softcap)
     args = (
         q, k, v, dout, lse, delta, state, result, table.blocks, table.entries, table.places, slopes,
-        table.blocks.shape[0], table.slots, q.shape[1], section_for(table, k, v, sharing=group), group, first_kv_head,
-        scale, in_scale, out_scale, *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
+        table.positions, *arguments(dropout), table.blocks.shape[0], table.slots, q.shape[1],
+        section_for(table, k, v, sharing=group), group, first_kv_head, scale, in_scale, out_scale,
+        *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
     )  # fmt: skip
-    meta = _meta(q, v, config, scale, softcap)
-    return LaunchCall(grad_q_kernel, grid_of(table, q.shape[1], programs), args, meta)
+    meta = _meta(q, v, config, scale, softcap, table)
+    return LaunchCall(grad_q_kernel, grid_of(table, q.shape[1], programs), args, meta, seed_at=13 if dropout else None)
 
 
 def grad_kv(
@@ -86,6 +89,7 @@ def grad_kv(
     first_kv_head: int = 0,
     results: tuple[Tensor, Tensor] | None = None,
     slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dk` and `dv`, float32 like k and v, what the table's pairs give.
@@ -95,7 +99,7 @@ def grad_kv(
     in the dtype of k, and leaves `dk` and `dv` alone; a block without an entry does so with what is there, or with 0.
     The form "descriptors" needs `describable` q and dout.
     """
-    facts = _Facts(scale, softcap, group, first_kv_head, slopes, programs)
+    facts = _Facts(scale, softcap, group, first_kv_head, slopes, dropout, programs)
     return _by_key((q, k, v, dout, lse, delta), None, (dk, dv), results or (None, None), table, config, facts)
 
 
@@ -118,13 +122,14 @@ def grad_fused(
     first_kv_head: int = 0,
     results: tuple[Tensor, Tensor] | None = None,
     slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that adds to `dq`, `dk` and `dv` what the table's pairs give; dq by float32 atomic additions.
 
     As `grad_kv`, and `dq` like q in float32. The bits of `dq` depend on the order in which programs end.
     """
-    facts = _Facts(scale, softcap, group, first_kv_head, slopes, programs)
+    facts = _Facts(scale, softcap, group, first_kv_head, slopes, dropout, programs)
     return _by_key((q, k, v, dout, lse, delta), dq, (dk, dv), results or (None, None), table, config, facts)
 
 
@@ -136,6 +141,7 @@ class _Facts(NamedTuple):
     group: int
     first_kv_head: int
     slopes: Tensor | None
+    dropout: Dropout | None
     programs: int | None
 
 
@@ -154,23 +160,26 @@ def _by_key(
     (dk, of_dk), (dv, of_dv) = (state_beside(*pair, lse) for pair in zip(sums, results, strict=True))
     in_scale, out_scale = logit_scales(facts.scale, facts.softcap)
     args = (
-        *operands, dq, dk, dv, *results, table.blocks, table.entries, table.places, facts.slopes, table.blocks.shape[0],
-        table.slots, q.shape[1], section_for(table, q, dout, reads=facts.group), facts.group, facts.first_kv_head,
-        facts.scale, in_scale, out_scale,
+        *operands, dq, dk, dv, *results, table.blocks, table.entries, table.places, facts.slopes, table.positions,
+        *arguments(facts.dropout), table.blocks.shape[0], table.slots, q.shape[1],
+        section_for(table, q, dout, reads=facts.group), facts.group, facts.first_kv_head, facts.scale,
+        in_scale, out_scale,
         # Without dq its strides are not read; those of q fill their place.
         *strides_of(q, k, v, dout, q if dq is None else dq), *of_dk, *of_dv, *lse.stride(), *delta.stride(),
     )  # fmt: skip
     # As many numbers of rows at once as there are threads.
     copies = max(1, 32 * config.num_warps // config.block_m)
-    meta = _meta(q, v, config, facts.scale, facts.softcap) | {"COPIES": copies}
-    return LaunchCall(grad_kv_kernel, grid_of(table, q.shape[1], facts.programs), args, meta)
+    meta = _meta(q, v, config, facts.scale, facts.softcap, table) | {"COPIES": copies}
+    seed_at = 16 if facts.dropout else None
+    return LaunchCall(grad_kv_kernel, grid_of(table, q.shape[1], facts.programs), args, meta, seed_at=seed_at)
 
 
-def _meta(q: Tensor, v: Tensor, config: Config, scale: float, softcap: float | None) -> dict[str, Any]:
+def _meta(q: Tensor, v: Tensor, config: Config, scale: float, softcap: float | None, table: Table) -> dict[str, Any]:
     """The compile-time constants of both kernels."""
     d_k, d_v, factors = q.shape[3], v.shape[3], logit_scales(scale, softcap)
     return {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        "RAW_BIAS": adds_raw(factors[softcap is not None]), **compiled_with(config),
+        "RAW_BIAS": adds_raw(factors[softcap is not None]), "TOGETHER": table.together,
+        **compiled_with(config),
     }  # fmt: skip

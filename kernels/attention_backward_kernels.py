@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.attention_alibi import bias_of, biased, steps_of
+from ringattn.kernels.attention_dropout import draw_of, dropped
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LN_2,
@@ -59,8 +60,10 @@ def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
 @triton.jit
 def _add_q(
     dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, at, edge, scale, softcap, bias, steps,
+    draw, more,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """`dq_rows`, before scaling, after key block `at`, at an `edge` of the band or not, of an entry of `count` rows."""
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
@@ -80,6 +83,9 @@ def _add_q(
         # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
         cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
         p = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), p, 0.0)
+    if draw is not None:
+        # dP of what was dropped is 0, of the rest `more` times as great.
+        dp = tl.where(dropped(draw, at, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, dp) * more
     ds = _score_grads(p, capped, dp, deltas[:, None], SOFTCAP)
     # dQ += dS K; the scale follows once, at the end.
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
@@ -87,8 +93,8 @@ def _add_q(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_q_kernel(
-    q, k, v, dout, lse, delta, dq, result, blocks, entries, places, slopes, block_count, slots, batches, section, group,
-    first_kv_head, scale, in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, result, blocks, entries, places, slopes, positions, seed_low, seed_high, threshold,
+    kept, block_count, slots, batches, section, group, first_kv_head, scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64,
@@ -97,7 +103,9 @@ def grad_q_kernel(
     delta_batch: tl.int64, delta_head: tl.int64, delta_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    more = None if kept is None else 1.0 / kept
     # A program may take several items, each so many programs after the last.
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -126,12 +134,15 @@ def grad_q_kernel(
             v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
             bias = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_BIAS)
             steps = None if bias is None else steps_of(bias[1], False)
+            draw = None
+            if positions is not None:
+                draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
             for at in tl.range(start, end):
                 # Blocks start .. full - 1 and full_end .. end - 1 cross the band's edge and need the mask.
                 dq_rows = _add_q(
                     dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, at,
-                    (at < full) | (at >= full_end), in_scale, softcap, bias, steps,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS,
+                    (at < full) | (at >= full_end), in_scale, softcap, bias, steps, draw, more,
+                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
                 )  # fmt: skip
         # Computed again: kept through the loop they would take registers of every thread.
         rows, live = rows_in(block, idle, BLOCK_M)
@@ -190,11 +201,24 @@ def _numbers(source, at, live, more, step, ROWS: tl.constexpr, COPIES: tl.conste
 
 
 @triton.jit
+def _weights(s, lse, cols, count, band, ROWS: tl.constexpr, EDGE: tl.constexpr):
+    """Of scores (keys, queries); 0 beyond an EDGE of the band."""
+    # Finite where a row has no logit above -inf: its weights are 0, and not those of -inf less -inf. NaN stays.
+    peaks = tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.exp2(s - peaks[None, :])
+    if EDGE:
+        # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
+        p = tl.where(banded(tl.arange(0, ROWS), cols, count, band), p, 0.0)
+    return p
+
+
+@triton.jit
 def _add_kv(
     dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source, held, count, band, at,
-    scale, in_scale, softcap, bias,
+    scale, in_scale, softcap, bias, draw, more,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     COPIES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """(`dk_rows`, before scaling, `dv_rows`) after query block `at` of an entry of `count` rows.
@@ -217,19 +241,24 @@ def _add_kv(
         less, step = rest * -LN_2, steps[2]
     # One number for each query: read with the query block, since a key block meets many.
     lse = _numbers(lse_source, at, live, less, step, BLOCK_M, COPIES, EDGE)
+    if draw is not None:
+        # Before the next product, and as the sign of a weight: draws and which are dropped else take its registers.
+        p = _weights(s, lse, cols, count, band, BLOCK_N, EDGE)
+        p = tl.where(dropped(draw, at, BLOCK_N, BLOCK_M, True, TOGETHER), -p, p)
     # dP^T = V dO^T
     dout_rows = read_block(dout_source, at, count, D_V, PAD_V, BLOCK_M, DESCRIBED)
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
     # Not before: the product above needs the registers.
     deltas = _numbers(delta_source, at, live, None, None, BLOCK_M, COPIES, EDGE)
-    # Finite where a row has no logit above -inf: its weights are 0, and not those of -inf less -inf. NaN stays.
-    peaks = tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-    p = tl.exp2(s - peaks[None, :])
-    if EDGE:
-        # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
-        p = tl.where(banded(tl.arange(0, BLOCK_N), cols, count, band), p, 0.0)
+    if draw is None:
+        p = _weights(s, lse, cols, count, band, BLOCK_N, EDGE)
+        held_p = p
+    else:
+        gone, p = p < 0.0, tl.abs(p)
+        # dV is multiplied by `more` at the end.
+        held_p, dp = tl.where(gone, 0.0, p), tl.where(gone, 0.0, dp) * more
     ds = _score_grads(p, capped, dp, deltas[None, :], SOFTCAP)
-    dv_rows = tl.dot(p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
+    dv_rows = tl.dot(held_p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
     dk_rows = tl.dot(ds.to(q_rows.dtype), q_rows, dk_rows, input_precision="ieee")
     if dq_source is not None:
         # The weights of rows that are not held may be infinite, and infinity times their zeros no number.
@@ -257,8 +286,8 @@ def _end_kv(
 
 @triton.jit(do_not_specialize=VARYING)
 def grad_kv_kernel(
-    q, k, v, dout, lse, delta, dq, dk, dv, dk_result, dv_result, blocks, entries, places, slopes, block_count, slots,
-    batches, section, group, first_kv_head, scale, in_scale, softcap,
+    q, k, v, dout, lse, delta, dq, dk, dv, dk_result, dv_result, blocks, entries, places, slopes, positions, seed_low,
+    seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, in_scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, dout_row: tl.int64, dout_batch: tl.int64, dout_head: tl.int64,
     dq_row: tl.int64, dq_batch: tl.int64, dq_head: tl.int64, dk_row: tl.int64, dk_batch: tl.int64, dk_head: tl.int64,
@@ -269,8 +298,10 @@ def grad_kv_kernel(
     delta_batch: tl.int64, delta_head: tl.int64, delta_row,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     COPIES: tl.constexpr,
 ):  # fmt: skip
+    more = None if kept is None else 1.0 / kept
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, kv_head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_N)
@@ -298,26 +329,33 @@ def grad_kv_kernel(
                 delta_source = _numbers_of(delta + batch * delta_batch + head * delta_head, delta_row, entry)
                 dq_source = None if dq is None else _numbers_of(dq + batch * dq_batch + head * dq_head, dq_row, entry)
                 bias = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_BIAS)
+                draw = None
+                if positions is not None:
+                    draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
                 # Blocks at the band's edges first, the masked ones; then the others, in a loop without a mask:
                 #    start | masked | full | unmasked | full_end | masked | end
-                # With wide heads, a softcap or ALiBi, registers are short: a loop computes again what it could keep.
-                TIGHT: tl.constexpr = SOFTCAP or PAD_K > 128 or slopes is not None
+                # With wide heads and most options registers are short: a loop computes again what it could keep.
+                TIGHT: tl.constexpr = SOFTCAP or PAD_K > 128 or slopes is not None or positions is not None
                 for edge in tl.range(start, end - (full_end - full), disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
                         live, entry[2], band, tl.where(edge < full, edge, edge + (full_end - full)), scale, in_scale,
-                        softcap, bias, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS,
+                        softcap, bias, draw, more,
+                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
                         COPIES, True,
                     )  # fmt: skip
                 for at in tl.range(full, full_end, disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
-                        live, entry[2], band, at, scale, in_scale, softcap, bias,
-                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, COPIES, False,
+                        live, entry[2], band, at, scale, in_scale, softcap, bias, draw, more,
+                        D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
+                        COPIES, False,
                     )  # fmt: skip
         # As in `grad_q_kernel`: computed again after the loop.
         rows, live = rows_in(block, idle, BLOCK_N)
         begins, ends = ends_of(block)
+        if more is not None:
+            dv_rows *= more
         _end_kv(
             dv_rows, dv, dv_result,
             batch * dv_batch + held * dv_head, batch * dv_result_batch + held * dv_result_head,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.attention_alibi import adds_raw, bias_of, biased, steps_of
+from ringattn.kernels.attention_dropout import Dropout, arguments, draw_of, dropped
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LN_2,
@@ -47,14 +48,15 @@ from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, pad
 
 @triton.jit
 def update(
-    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap, bias,
+    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap, bias, draw,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows.
 
     RAW_PEAK finds the peak among products, or with SOFTCAP their tanh, before they are scaled: the scale `keeps_order`.
-    `bias`: None or slope, place and steps for `biased`, of what is then to be scaled.
+    `bias`: None or slope, place and steps for `biased`, of what is then to be scaled. `draw`: None or for `dropped`.
     """
     k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Scores (BLOCK_M, BLOCK_N) in base 2, as exp2 needs a multiplication less than exp.
@@ -77,7 +79,10 @@ def update(
     p = tl.exp2((s * factor if RAW_PEAK else s) - (shift if bias is None else shift - rest)[:, None])
     # A greater peak scales down what was accumulated: exp2(-inf) = 0 for a row without any key so far.
     keep = tl.exp2(peak - shift)
+    # Dropped weights count in the sum, and so in lse.
     weight = weight * keep + tl.sum(p, 1)
+    if draw is not None:
+        p = tl.where(dropped(draw, at, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, p)
     v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     # P in the dtype of v for the matrix unit; the sum stays float32.
     acc = tl.dot(p.to(v_rows.dtype), v_rows, acc * keep[:, None], input_precision="ieee")
@@ -86,9 +91,10 @@ def update(
 
 @triton.jit
 def _update_entry(
-    acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap, alibi,
+    acc, peak, weight, q_rows, k, v, k_row, v_row, at_entry, scale, softcap, alibi, draw,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The state (acc, peak, weight) after the entry at `at_entry`."""
     entry, band = rows_and_band(at_entry)
@@ -101,14 +107,16 @@ def _update_entry(
     for at in tl.range(start, end):
         edge = (at < full) | (at >= full_end)
         acc, peak, weight = update(
-            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap, bias,
-            D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap, bias, draw,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
         )  # fmt: skip
     return acc, peak, weight
 
 
 @triton.jit
-def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr):
+def opening(
+    out, lse, weights, sinks, kept, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr
+):  # fmt: skip
     """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
     # A FIRST block does not read memory that nothing has written.
     known = live & (begins == 0)
@@ -117,6 +125,9 @@ def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_
     if weights is None:
         # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
         peak = peak * LOG2_E
+        # What dropout leaves is divided by `kept` at the end.
+        if kept is not None:
+            acc *= kept
         weight = tl.full(peak.shape, 1.0, tl.float32)
     else:
         weight = tl.load(weights + lse_rows, mask=known, other=0.0)
@@ -129,7 +140,7 @@ def opening(out, lse, weights, sinks, head, live, begins, out_rows, lse_rows, D_
 
 @triton.jit
 def closing(
-    acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
+    acc, peak, weight, out_base, lse, weights, result, kept, block, batch, head, idle, ends, out_row,
     result_row, result_batch, result_head, lse_batch, lse_head, lse_row,
     D_V: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +151,7 @@ def closing(
     blind = weight == 0.0
     whole = tl.where(blind, 1.0, weight)
     natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
-    mean = acc / whole[:, None]
+    mean = acc / (whole if kept is None else whole * kept)[:, None]
     if result is not None:
         result_base = result + batch * result_batch + head * result_head
         store_rows(result_base, rows * result_row, live & ends, mean, D_V, PAD_V)
@@ -156,14 +167,15 @@ def closing(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, block_count, slots, batches, section,
-    group, first_kv_head, scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, positions,
+    seed_low, seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -176,7 +188,7 @@ def _forward(
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
         acc, peak, weight = opening(
-            out_base, lse, weights, sinks, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
+            out_base, lse, weights, sinks, kept, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
         )
 
         k_base = k + batch * k_batch + kv_head * k_head
@@ -185,12 +197,16 @@ def _forward(
         factor = softcap if SOFTCAP else scale
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
+            draw = None
+            if positions is not None:
+                draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
             acc, peak, weight = _update_entry(
                 acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                softcap, alibi, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                softcap, alibi, draw, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                TOGETHER,
             )  # fmt: skip
         closing(
-            acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
+            acc, peak, weight, out_base, lse, weights, result, kept, block, batch, head, idle, ends, out_row,
             result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
         )  # fmt: skip
 
@@ -212,6 +228,7 @@ def forward(
     sinks: Tensor | None = None,
     weights: Tensor | None = None,
     slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
     programs: int | None = None,
 ) -> LaunchCall:
     """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
@@ -225,7 +242,8 @@ def forward(
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
     logits and `weights` the sum of 2 ** (logit - peak). `slopes`: of ALiBi, float32, one for each query head of the
-    call; distances are those of `table.places`. `programs`: the size of the grid, by default a program a block.
+    call; distances are those of `table.places`. `dropout`: by the places of pairs that `table.positions` has; a raw
+    state is not yet divided by what is kept. `programs`: the size of the grid, by default a program a block.
     The form "descriptors" needs `describable` k and v.
     Raises ValueError without `out` and `result`.
     """
@@ -233,8 +251,9 @@ def forward(
     in_scale, out_scale = logit_scales(scale, softcap)
     blocks, batches = table.blocks.shape[0], q.shape[1]
     args = (
-        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, table.places, slopes, blocks,
-        table.slots, batches, section_for(table, k, v, sharing=group), group, first_kv_head, in_scale, out_scale,
+        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, table.places, slopes, table.positions,
+        *arguments(dropout), blocks, table.slots, batches, section_for(table, k, v, sharing=group), group,
+        first_kv_head, in_scale, out_scale,
         *strides_of(q, k, v),
         *strides, *lse.stride(),
     )  # fmt: skip
@@ -242,6 +261,7 @@ def forward(
     meta = {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        "RAW_PEAK": keeps_order(factor) and (slopes is None or adds_raw(factor)), **compiled_with(config),
+        "RAW_PEAK": keeps_order(factor) and (slopes is None or adds_raw(factor)), "TOGETHER": table.together,
+        **compiled_with(config),
     }  # fmt: skip
-    return LaunchCall(_forward, grid_of(table, batches, programs), args, meta)
+    return LaunchCall(_forward, grid_of(table, batches, programs), args, meta, seed_at=13 if dropout else None)

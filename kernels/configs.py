@@ -62,6 +62,15 @@ def configs_for(arch: int, dtype: torch.dtype, dim: int, form: str | None = None
     return entries[chosen]
 
 
+def with_dropout(configs: Configs) -> Configs:
+    """The same with fewer rows of the other side at once: draws take registers, which must not spill in a loop."""
+    forward, grad_q, *by_key = configs
+    return Configs(
+        *(one._replace(block_n=max(16, one.block_n // 2)) for one in (forward, grad_q)),
+        *(one._replace(block_m=max(16, one.block_m // 4)) for one in by_key),
+    )
+
+
 def put_config(arch: int, dim: int, form: str, kernel: str, config: Config) -> None:
     """Write an entry of half precision into configs.json; the table of this process stays as it was read."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))

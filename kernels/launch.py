@@ -63,9 +63,15 @@ class Repeat:
         self._args: list[Any] = [None if id(x) in order else x for x in call.args]
         self._counter = next((at for at, x in enumerate(call.args) if x is call.counter is not None), None)
 
-    def __call__(self, operands: Operands) -> None:
-        """Launch on the current device, which is the one it was described on, and the current stream."""
+    def __call__(self, operands: Operands, seed: tuple[int, int] | None = None) -> None:
+        """Launch on the current device, which is the one it was described on, and the current stream.
+
+        `seed`: where the call has a `seed_at`, the arguments there.
+        """
         args = self._args.copy()
+        if self._call.seed_at is not None:
+            assert seed is not None
+            args[self._call.seed_at : self._call.seed_at + 2] = seed
         for at, which in self._places:
             args[at] = operands[which]
         handle = self._handle

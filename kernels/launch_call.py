@@ -34,14 +34,14 @@ DESCRIPTORS = {"descriptors": 2, "specialized": 3, "gluon": 3}
 
 VARYING = (
     "block_count", "slots", "batches", "section", "group", "first_kv_head",
-    "lse_batch", "lse_head", "delta_batch", "delta_head",
+    "lse_batch", "lse_head", "delta_batch", "delta_head", "seed_low", "seed_high", "threshold",
 )  # fmt: skip
 """Integer arguments of the attention kernels that Triton shall not specialize on, for they change with the documents of
 a step, and a training run would stop to compile. Strides of q, k, v, out and their gradients stay specialized: what
-divides them decides how wide their loads are."""
+divides them decides how wide their loads are. Seeds differ in each call."""
 
-PLACES = 4
-"""Columns of `Table.places`."""
+PLACES, POSITIONS = 4, 5
+"""Columns of `Table.places` and `Table.positions`."""
 
 FIRST, LAST = 1, 2
 """Flags of a query block: no earlier launch of the pass has met its rows, no later one will."""
@@ -57,13 +57,17 @@ class Table(NamedTuple):
     beyond own head * group, query heads; three zeros. `slots`: the most heads of any block.
     `places` (entries, 4), where positions matter beyond the band: the distance that ALiBi takes, of the block's first
     row less the entry's; the position strides of block and entry; the query head of the call that the buffer's head 0
-    is.
+    is. `positions` (entries, 5), for dropout: the position of the block's first row and the stride of its positions,
+    the same two of the entry, and that head; the low 32 bits of each. `together`: 4 where keys follow each other and
+    each block of them begins at a multiple of 4, else 1.
     """
 
     blocks: Tensor
     entries: Tensor
     slots: int
     places: Tensor | None = None
+    positions: Tensor | None = None
+    together: int = 1
 
 
 class LaunchCall(NamedTuple):
@@ -71,6 +75,7 @@ class LaunchCall(NamedTuple):
 
     `persistent`: a grid of as many programs as run at once is faster, and does the same work. `counter`: of the
     arguments, the one element that programs count the items on that they take; 0 before a launch and after it.
+    `seed_at`: which of the arguments is the lower half of dropout's seed; the upper one follows.
     """
 
     kernel: Any
@@ -79,6 +84,7 @@ class LaunchCall(NamedTuple):
     meta: dict[str, Any]
     persistent: bool = False
     counter: Tensor | None = None
+    seed_at: int | None = None
 
     def run(self) -> None:
         """Launch on the current device and stream."""

@@ -5,6 +5,8 @@ Guarantees: nothing of ringattn is imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,12 +26,20 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def kept(batch: int, heads: int, q_tokens: int, k_tokens: int, seed: int, p: float) -> Tensor:
-    """(batch, heads, q tokens, k tokens) float64: 1 / (1 - p) for weights that dropout keeps, else 0.
+    """(batch, heads, q tokens, k tokens) float64: `kept_at` all places."""
+    return kept_at(*(range(n) for n in (batch, heads, q_tokens, k_tokens)), seed, p)
+
+
+def kept_at(
+    batch: Sequence[int], heads: Sequence[int], queries: Sequence[int], keys: Sequence[int], seed: int, p: float
+) -> Tensor:
+    """(batch, heads, queries, keys) float64: 1 / (1 - p) for weights that dropout keeps, else 0.
 
     Tokens 4 j to 4 j + 3 as keys have the words of counter (j, query, head, batch), the seed being the key.
     """
-    groups = -(-k_tokens // 4)
-    axes = np.meshgrid(*(np.arange(n, dtype=np.uint64) for n in (batch, heads, q_tokens, groups)), indexing="ij")
+    groups = sorted({key // 4 for key in keys})
+    axes = np.meshgrid(*(np.array(one, dtype=np.uint64) for one in (batch, heads, queries, groups)), indexing="ij")
     words = philox(axes[::-1], (seed % 2**32, seed >> 32))
-    drawn = np.stack(words, -1).reshape(batch, heads, q_tokens, groups * 4)[..., :k_tokens]
+    drawn = np.stack(words, -1).reshape(len(batch), len(heads), len(queries), len(groups) * 4)
+    drawn = drawn[..., [4 * groups.index(key // 4) + key % 4 for key in keys]]
     return torch.from_numpy((drawn >= np.uint64(int(p * 2**32))) / (1 - p))

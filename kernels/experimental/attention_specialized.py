@@ -33,14 +33,15 @@ BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, 
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, block_count, slots, batches, section,
-    group, first_kv_head, scale, softcap,
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, positions,
+    seed_low, seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
     result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
@@ -54,7 +55,7 @@ def forward_kernel(
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
         acc, peak, weight = opening(
-            out_base, lse, weights, sinks, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
+            out_base, lse, weights, sinks, None, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
         )
 
         k_base = k + batch * k_batch + kv_head * k_head
@@ -69,11 +70,11 @@ def forward_kernel(
         for at in tl.range(start, end, warp_specialize=True):
             # Masked at every block, since the compiler does not split a loop that holds a branch either.
             acc, peak, weight = update(
-                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None,
-                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None, None,
+                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
             )  # fmt: skip
         closing(
-            acc, peak, weight, out_base, lse, weights, result, block, batch, head, idle, ends, out_row,
+            acc, peak, weight, out_base, lse, weights, result, None, block, batch, head, idle, ends, out_row,
             result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
         )  # fmt: skip
 

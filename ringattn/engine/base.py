@@ -48,10 +48,6 @@ class Softmax(NamedTuple):
             if name not in known:
                 raise UnsupportedError(f"engine={engine!r} has no {name}={value}; use engine='plain'")
 
-    def places(self) -> bool:
-        """Whether what happens to a pair depends on its positions beyond the mask."""
-        return self.alibi_slopes is not None
-
     def shift(self, q_position: int) -> int:
         """By how much positions of queries exceed those of keys at the same distance from their documents' starts."""
         if not self.starts:

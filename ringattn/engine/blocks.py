@@ -39,6 +39,7 @@ class Blocks(NamedTuple):
     entries: Ints
     slots: int
     places: Ints | None = None
+    positions: Ints | None = None
 
 
 class _Part(NamedTuple):
@@ -198,10 +199,13 @@ def _table(
     pair, local = _unrolled(blocks_of[pairs[:, 0]])
     block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
     entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
-    if softmax is not None and softmax.places():
-        entries = np.hstack((entries, _places(pairs[pair, 1:], local * own_rows, (own_rows, other_rows))))
-    kept = visits > 0
-    return _sorted(blocks, entries[kept], block[kept], visits[kept], unseen)
+    places = positions = entries[:, :0]
+    if softmax is not None and softmax.alibi_slopes is not None:
+        places = _places(pairs[pair, 1:], local * own_rows, (own_rows, other_rows))
+    if softmax is not None and softmax.dropout_p is not None:
+        positions = _positions(pairs[pair, 1:], local * own_rows)
+    entries, kept = np.hstack((entries, places, positions)), visits > 0
+    return _sorted(blocks, entries[kept], block[kept], visits[kept], unseen, places.shape[1])
 
 
 def _ordered(rows: StridedRange) -> tuple[int, int, int]:
@@ -276,8 +280,17 @@ def _places(pairs: Ints, first: Ints, rows: tuple[int, int]) -> Ints:
     return np.stack((ahead, own_stride, other_stride, first_head), axis=1)
 
 
-def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool) -> Blocks:
-    """The table of the blocks that have an entry, or of all, the longest first: a light one then fills the end."""
+def _positions(pairs: Ints, first: Ints) -> Ints:
+    """The columns of `Table.positions`; arguments as for `_places`."""
+    own, own_stride, other, other_stride, _, first_head = pairs[:, 9:].T
+    return np.stack((own + first * own_stride, own_stride, other, other_stride, first_head), axis=1)
+
+
+def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool, placed: int) -> Blocks:
+    """The table of the blocks that have an entry, or of all, the longest first: a light one then fills the end.
+
+    `entries`: with `placed` columns of `Table.places` after the first 16, then those of `Table.positions`.
+    """
     # Visited blocks times query heads served.
     work = np.bincount(block, visits * entries[:, 12], len(blocks))
     order = np.argsort(-work, kind="stable")
@@ -286,7 +299,7 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
     place = np.zeros(len(blocks), np.int64)
     place[order] = np.arange(len(order))
     blocks, block = blocks[order], place[block]
-    entries, places = np.split(entries[np.argsort(block, kind="stable")], (16,), axis=1)
+    entries, places, positions = np.split(entries[np.argsort(block, kind="stable")], (16, 16 + placed), axis=1)
     # The entries of block b are ends[b - 1] .. ends[b] - 1.
     ends = np.cumsum(np.bincount(block, minlength=len(blocks)))
     blocks[1:, 5], blocks[:, 6] = ends[:-1], ends
@@ -297,8 +310,9 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
             f"{LIMIT:,}); use more ranks or engine='plain'"
         )
     slots = int(blocks[:, 4].max()) if len(blocks) else 0
-    placed = places.astype(np.int32) if places.shape[1] else None
-    return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots, placed)
+    # A conversion to int32 keeps the low bits.
+    more = (one.astype(np.int32) if one.shape[1] else None for one in (places, positions))
+    return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots, *more)
 
 
 def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:

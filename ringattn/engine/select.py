@@ -20,7 +20,7 @@ from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
 EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
-KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": ("softcap", "alibi_slopes")}
+KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": OPTIONAL}
 """Which options of the softmax an engine computes; the others none."""
 IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes", "dropout_p": "this dropout"}
 
@@ -103,11 +103,10 @@ def _first_in_order(call: _Call) -> Choice:
     options = call.softmax.options()
     if not options:
         return Choice(AtenEngine(call.device), _why_aten(call))
-    if call.device.type != "cuda" or not options.keys() <= {*KNOWN["triton"]}:
-        # The first that no kernel here knows: a GPU has one for a softcap.
-        told = [name for name in options if call.device.type != "cuda" or name not in KNOWN["triton"]]
-        return Choice(PlainEngine(), f"plain: no fused kernel knows {IN_WORDS[told[0]]} on {call.place}")
-    asked = " and ".join(IN_WORDS[name] for name in options)
+    words = [IN_WORDS[name] for name in options]
+    if call.device.type != "cuda":
+        return Choice(PlainEngine(), f"plain: no fused kernel knows {words[0]} on {call.place}")
+    asked = " and ".join(words)
     try:
         return Choice(_triton(call), f"triton: the only fused kernels with {asked}")
     except UnsupportedError as error:

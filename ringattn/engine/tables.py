@@ -17,6 +17,7 @@ from ringattn.core.geometry import Tile
 from ringattn.engine.base import Softmax, Visit
 from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks
 from ringattn.engine.history import FLAGS, flagged
+from ringattn.engine.philox import KEYS_OF_A_COUNTER
 from ringattn.kernels.experimental.attention_specialized import one_entry_each
 from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
 
@@ -95,13 +96,21 @@ class PassTables:
             # What the specialized kernel can take: at most one entry in a block.
             single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
             # Copied after `flagged`, which writes the flags into the host arrays.
-            tables = [
-                Table(_on(device, one.blocks), _on(device, one.entries), one.slots,
-                      None if one.places is None else _on(device, one.places))
-                for one in made
-            ]  # fmt: skip
+            tables = [_table_on(device, one, side == "key") for one in made]
             self._made[key] = Tables(tables, known, alone, single)
         return self._made[key]
+
+
+def _table_on(device: torch.device, made: Blocks, keys_own: bool) -> Table:
+    more = (None if columns is None else _on(device, columns) for columns in (made.places, made.positions))
+    together = 1 if made.positions is None else _together(made.positions[:, 0 if keys_own else 2 :])
+    return Table(_on(device, made.blocks), _on(device, made.entries), made.slots, *more, together=together)
+
+
+def _together(keys: Ints) -> int:
+    """`Table.together` of entries whose first key has the position of the first column, the stride being the second."""
+    # Blocks have 16 keys or a multiple of it.
+    return 1 if (keys[:, 1] != 1).any() or (keys[:, 0] % KEYS_OF_A_COUNTER).any() else KEYS_OF_A_COUNTER
 
 
 def _on(device: torch.device, columns: Ints) -> Tensor:

@@ -1,11 +1,11 @@
 """The engine on this project's own Triton kernels.
 
 Guarantees one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32
-from the first step to the last; softcap, sinks, any head dimensions to 256, any strides; the same bits for the same
-calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which the first
-pass on a device makes and keeps, and a launch's tensor descriptors, which are given back when it is enqueued. Where
-every query row has its first and its last launch, no state is set before the pass, read by the first or kept after the
-last. It needs a CUDA device, or Triton's interpreter.
+from the first step to the last; softcap, ALiBi, dropout, sinks, any head dimensions to 256, any strides; the same bits
+for the same calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which
+the first pass on a device makes and keeps, and a launch's tensor descriptors, which are given back when it is enqueued.
+Where every query row has its first and its last launch, no state is set before the pass, read by the first or kept
+after the last. It needs a CUDA device, or Triton's interpreter.
 Not covered: ranks, schedules, float64 (refused).
 """
 
@@ -31,15 +31,17 @@ from ringattn.engine.forms import (
     nearest,
     readable,
 )
+from ringattn.engine.philox import threshold
 from ringattn.engine.tables import PassTables
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_alibi import STEEPEST
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
+from ringattn.kernels.attention_dropout import Dropout, seed_words
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_tiles import grid_of
-from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for
+from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for, with_dropout
 from ringattn.kernels.delta import delta_call
 from ringattn.kernels.experimental.attention_specialized import specialized, specialized_configs
 from ringattn.kernels.launch import Kept, Operands, Repeat, layouts, usable
@@ -88,7 +90,6 @@ class TritonEngine(Accumulating):
         visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
         """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
-        softmax.refuse_others(self.name, ("softcap", "alibi_slopes"))
         if why := too_steep(softmax):
             raise UnsupportedError(why)
         whole = PassTables(steps, softmax, rows, heads, more, visits)
@@ -136,7 +137,8 @@ class TritonEngine(Accumulating):
             call = forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))
             return [specialized(call) if config.form == "specialized" else call]
 
-        self._launch(work, kv, (q, kv.k, kv.v, state.lse, *state.out, state.sinks), describe)
+        operands = (q, kv.k, kv.v, state.lse, *state.out, state.sinks)
+        self._launch(work, kv, operands, describe, state.dropout_seed)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
         """By a kernel, in one pass."""
@@ -177,14 +179,14 @@ class TritonEngine(Accumulating):
             result: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
             results = None if k_result is None or v_result is None else (k_result, v_result)
-            table, rows, facts = self._configs_for(q, v.shape[3]), (q, k, v, dout, lse, delta), _facts(kv, work)
+            options, rows, facts = _options([work]), (q, k, v, dout, lse, delta), _facts(kv, work)
+            table = self._configs_for(q, v.shape[3], options)
             if not self._deterministic:
                 assert dq is not None
                 # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
                 by_key = loadable(table.grad_fused, q, dout)
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
                 return [grad_fused(*rows, dq, dk, dv, keys, by_key, results=results, **facts)]
-            options = _options([work])
             configs = self._gradient_configs(q, v.shape[3], options)
             configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), options, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
@@ -209,7 +211,7 @@ class TritonEngine(Accumulating):
 
         sums, results = ((None, None) if one is None else (one.k, one.v) for one in (dkv, result))
         operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, *sums, *results, *dq)
-        self._launch(work, kv, operands, describe)
+        self._launch(work, kv, operands, describe, seed.dropout_seed)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """The tensor descriptors that its launches make in global memory; block tables stay.
@@ -228,7 +230,7 @@ class TritonEngine(Accumulating):
         if not backward:
             launches = [(by_query, self._forward_config(q, sizes.value_dim, options), 0)]
         elif not self._deterministic:
-            launches = [(by_key, self._configs_for(q, sizes.value_dim).grad_fused, 0)]
+            launches = [(by_key, self._configs_for(q, sizes.value_dim, options).grad_fused, 0)]
         else:
             configs = self._gradient_configs(q, sizes.value_dim, options)
             # By Gluon the rows of dout have a descriptor too.
@@ -247,16 +249,19 @@ class TritonEngine(Accumulating):
         return most
 
     def _launch(
-        self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]]
+        self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]], seed: int
     ) -> None:
-        """Launch what `describe` makes of the operands, once for each kind of them; then repeat it."""
+        """Launch what `describe` makes of the operands, once for each kind of them; then repeat it.
+
+        `seed`: of dropout, another one in each launch.
+        """
         q = operands[0]
         assert q is not None
         device = q.get_device()
         # Triton launches on the current device, whatever the tensors' own.
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch(work, kv, operands, describe)
+                self._launch(work, kv, operands, describe, seed)
             return
         # What a compiled launch depends on; addresses are given anew in each call.
         key = (device, kv.first_head, q.dtype, q.shape, kv.v.shape, layouts(operands))
@@ -267,17 +272,17 @@ class TritonEngine(Accumulating):
             launches = tuple(kept.repeat(call, own, self.sm_margin) for call in describe(*own))
             work.launches[key] = launches
         for launch in launches:
-            launch(operands)
+            launch(operands, seed_words(seed))
 
     def _forward_config(self, q: Tensor, value_dim: int, options: Options) -> Config:
-        table = self._configs_for(q, value_dim).forward
+        table = self._configs_for(q, value_dim, options).forward
         return forward_config(table, q, value_dim, architecture(q.device), options, self._named)
 
     def _gradient_configs(self, q: Tensor, value_dim: int, options: Options) -> Configs:
-        table = self._configs_for(q, value_dim)
+        table = self._configs_for(q, value_dim, options)
         return gradient_configs(table, q, value_dim, architecture(q.device), options, self._named)
 
-    def _configs_for(self, q: Tensor, value_dim: int) -> Configs:
+    def _configs_for(self, q: Tensor, value_dim: int, options: Options) -> Configs:
         # One table of block sizes: the wider of keys and values decides.
         dim = max(q.shape[3], value_dim)
         if q.dtype not in DTYPES:
@@ -296,7 +301,8 @@ class TritonEngine(Accumulating):
         try:
             if self._form == "specialized":
                 return specialized_configs(arch, q.dtype, dim)
-            return configs_for(arch, q.dtype, dim, self._form)
+            configs = configs_for(arch, q.dtype, dim, self._form)
+            return with_dropout(configs) if "dropout_p" in options else configs
         except LookupError as error:
             raise UnsupportedError(f"engine 'triton': {error}; leave the form to the table") from error
 
@@ -319,13 +325,17 @@ class _Facts(TypedDict):
     group: int
     first_kv_head: int
     slopes: Tensor | None
+    dropout: Dropout | None
 
 
 def _facts(kv: KV, work: TritonWork) -> _Facts:
-    softmax, slopes = work.whole.softmax, work.whole.slopes(kv.k.device)
+    softmax, slopes, p = work.whole.softmax, work.whole.slopes(kv.k.device), work.whole.softmax.dropout_p
+    # The seed comes with each launch.
+    dropout = None if p is None else Dropout(0, threshold(p), 1 - p)
     return _Facts(
-        scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head, slopes=slopes
-    )
+        scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head, slopes=slopes,
+        dropout=dropout,
+    )  # fmt: skip
 
 
 def _options(works: Sequence[TritonWork]) -> Options:

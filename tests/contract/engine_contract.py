@@ -20,9 +20,9 @@ from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 
 
 class EngineContract(NotFinite):
-    """The suite. An engine that sets `softcap` or `alibi` to false must refuse it by name."""
+    """The suite. An engine that sets `softcap` or `places` to false must refuse it, or ALiBi and dropout, by name."""
 
-    softcap, alibi = True, False
+    softcap, places = True, False
 
     def tried(self, scenario: Scenario, dtype: torch.dtype, with_dlse: bool, seed: int = 0) -> None:
         trial = Trial(scenario, dtype, with_dlse, seed, self.device)
@@ -37,7 +37,11 @@ class EngineContract(NotFinite):
             with pytest.raises(UnsupportedError, match="softcap"):
                 self.engine().prepare([()], Softmax(SCALE, 1, SCENARIOS[name].softcap), 1, 1)
             return
-        if SCENARIOS[name].alibi and not self.alibi:
+        if SCENARIOS[name].dropout_p and not self.places:
+            with pytest.raises(UnsupportedError, match="dropout_p"):
+                self.engine().prepare([()], Softmax(SCALE, dropout_p=0.5), 1, 1)
+            return
+        if SCENARIOS[name].alibi and not self.places:
             with pytest.raises(UnsupportedError, match="alibi_slopes"):
                 self.engine().prepare([()], Softmax(SCALE, 1, None, (0.5,)), 1, 1)
             return
@@ -77,7 +81,7 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tiles(self, seed: int) -> None:
-        self.tried(random_scenario(seed, self.alibi), torch.float64, with_dlse=seed % 2 == 1, seed=seed)
+        self.tried(random_scenario(seed, self.places), torch.float64, with_dlse=seed % 2 == 1, seed=seed)
 
     @pytest.mark.parametrize("name", ["zigzag", "window", "part-of-the-heads", "whole-pass"])
     def test_same_bits_twice(self, name: str) -> None:

@@ -19,7 +19,8 @@ class Step(NamedTuple):
 class Scenario(NamedTuple):
     """Several attend calls that update one softmax state.
 
-    With `alibi` head 0 of the buffers is query head `first_head` of the call; `starts` as `Softmax` has them.
+    Head 0 of the buffers is query head `first_head` of the call, for `alibi` and dropout; `starts` as `Softmax` has
+    them.
     """
 
     steps: tuple[Step, ...]
@@ -34,6 +35,7 @@ class Scenario(NamedTuple):
     alibi: bool = False
     first_head: int = 0
     starts: tuple[tuple[int, int], ...] = ()
+    dropout_p: float | None = None
 
     @property
     def heads(self) -> int:
@@ -122,14 +124,19 @@ SCENARIOS = {
     "alibi-documents": simple(
         DOCUMENTS, StridedRange(1, 3), 2, group=2, batch=2, alibi=True, first_head=2, starts=((0, 0), (20, 31))
     ),
+    "dropout": simple(WINDOW, StridedRange(0, 2), 1, group=2, batch=2, first_head=3, dropout_p=0.3),
+    "dropout-apart": simple(
+        DILATED, StridedRange(1, 2), 2, group=2, batch=2, softcap=1.5, alibi=True, first_head=1, dropout_p=0.5
+    ),
     "softcap": simple(WINDOW, StridedRange(0, 4), 2, group=2, softcap=1.5, batch=2),
 }
 
 
-def random_scenario(seed: int, alibi: bool = False) -> Scenario:
+def random_scenario(seed: int, places: bool = False) -> Scenario:
     """Steps of overlapping tiles with random runs, bands and heads; a pair that two tiles hold counts twice.
 
-    `alibi`: the same in every second one with slopes, and heads and documents that need not be the first.
+    `places`: the same in every second one with slopes, in every fourth with dropout too, and heads and documents that
+    need not be the first.
     """
     rng = Random(seed)
     group, kv_heads, q_rows = rng.choice((1, 2, 3)), rng.randint(1, 3), rng.randint(1, 70)
@@ -143,13 +150,14 @@ def random_scenario(seed: int, alibi: bool = False) -> Scenario:
     memory = rng.choice(("tokens", "heads", "records"))
     made = Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
     rng = Random(f"alibi {seed}")
-    if not alibi or rng.random() < 0.5:
+    if not places or rng.random() < 0.5:
         return made
     first, starts = rng.randint(0, 3), rng.choice(((), ((0, rng.randint(0, 60)),)))
     steps = [step._replace(tiles=tuple(tile._replace(first_head=first) for tile in step.tiles)) for step in made.steps]
     return made._replace(
-        steps=tuple(steps), alibi=True, first_head=first, starts=starts, softcap=rng.choice((None, 2.0))
-    )
+        steps=tuple(steps), alibi=True, first_head=first, starts=starts, softcap=rng.choice((None, 2.0)),
+        dropout_p=rng.choice((None, 0.4)),
+    )  # fmt: skip
 
 
 def _random_tile(rng: Random, q_rows: int, k_rows: int, held: StridedRange, group: int) -> Tile:

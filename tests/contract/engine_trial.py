@@ -13,12 +13,13 @@ from torch import Tensor
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax, Visit
 from ringattn.engine.softmax_state import accumulator_dtype
+from tests import philox
 from tests.contract.engine_scenarios import Scenario
 from tests.oracle import attention
 from tests.poison import unset_is_nan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-SCALE = 0.3
+SCALE, SEED = 0.3, (0xFEDCBA98 << 32) + 0x76543210
 NAN = float("nan")
 NEITHER, ONLY = Visit(), Visit(first=True, last=True)
 
@@ -69,7 +70,7 @@ class Trial:
         self.dtype, self.accumulator = dtype, accumulator_dtype(dtype)
         self.generator = torch.Generator().manual_seed(seed)
         slopes = tuple(0.02 * (head - 1) for head in range(s.first_head + s.heads)) if s.alibi else None
-        self.softmax = Softmax(scale, s.group, s.softcap, slopes, s.starts)
+        self.softmax = Softmax(scale, s.group, s.softcap, slopes, s.starts, s.dropout_p)
         self.sinks: Tensor | None = None
         self.storage: list[Tensor] = []
         every_tile = [tile for step in s.steps for tile in step.tiles]
@@ -119,7 +120,7 @@ class Trial:
         )
         with unset_is_nan():
             begun = engine.begin(works, self.q, s.d_v, self.sinks)
-        state = begun._replace(out=self._relaid(begun.out, self.q_touched))
+        state = begun._replace(out=self._relaid(begun.out, self.q_touched), dropout_seed=SEED)
         state.lse.masked_fill_(~self.q_touched[:, :, :, 0].permute(1, 2, 0), NAN)
         for kv, work in zip(self.kvs, works, strict=True):
             engine.attend(self.q, kv, state, work)
@@ -127,7 +128,8 @@ class Trial:
         with unset_is_nan():
             dq = self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched))
         results = {"out": final, "lse": state.lse}
-        seed = BackwardInputs(self.dout, final, state.lse, self.dlse, engine.delta(self.dout, final, self.dlse))
+        delta = engine.delta(self.dout, final, self.dlse)
+        seed = BackwardInputs(self.dout, final, state.lse, self.dlse, delta, SEED)
         for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
             dkv = self._filled(kv, self.accumulator, NAN if visit.first else 1.0)
             result = self._filled(kv, self.dtype, NAN) if visit.last else None
@@ -159,7 +161,10 @@ class Trial:
         allowed, bias = torch.cat([mask for _, mask in columns], -1), None
         if s.alibi:
             bias = torch.cat([self._bias(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
-        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap, None, bias)
+        kept = None
+        if s.dropout_p is not None:
+            kept = torch.cat([self._kept(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
+        out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap, None, bias, kept)
         seen = allowed.any(-1)
         wanted = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
         if self.dlse is not None:
@@ -189,6 +194,16 @@ class Trial:
         )
         slopes = torch.tensor(self.softmax.alibi_slopes[self.scenario.first_head :], dtype=torch.float64)
         return -slopes[:, None, None] * distance
+
+    def _kept(self, tile: Tile, k_rows: int) -> Tensor:
+        s, p = self.scenario, self.scenario.dropout_p
+        assert p is not None
+        kept = torch.ones(s.batch, s.heads, s.q_rows, k_rows, dtype=torch.float64)
+        q_positions, q_rows, k_positions, key_rows = (torch.tensor(run.members()) for run in (*tile.q, *tile.k))
+        heads = [s.first_head + head for head in range(s.heads)]
+        drawn = philox.kept_at(range(s.batch), heads, q_positions.tolist(), k_positions.tolist(), SEED, p)
+        kept[..., q_rows[:, None], key_rows[None, :]] = drawn
+        return kept.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
         """Compare with the reference where tiles are, and with what was there before elsewhere."""

@@ -104,9 +104,9 @@ def test_every_pair_of_a_scenario_once(name: str) -> None:
 
 @given(st.integers(0, 400), SIZES)
 def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
-    """The distance of every pair of an entry, and the head of the call."""
-    scenario = random_scenario(seed, alibi=True)
-    softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts)
+    """The distance of every pair of an entry, the positions of its rows, and the head of the call."""
+    scenario = random_scenario(seed, places=True)
+    softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts, dropout_p=0.5)
     for tiles in (step.tiles for step in scenario.steps):
         for side in SIDES:
             if side == "query":
@@ -115,12 +115,14 @@ def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
                 made = key_blocks(tiles[:1], scenario.group, *sizes, softmax=softmax)
             sides = [tiles[0].q, tiles[0].k][:: 1 if side == "query" else -1]
             at = [dict(zip(x.rows.members(), x.positions.members(), strict=True)) for x in sides]
-            assert made.places is not None
+            assert made.places is not None and made.positions is not None
             for row0, row_stride, rows, *_, first, end, _ in made.blocks.tolist():
-                of_block = zip(made.entries[first:end].tolist(), made.places[first:end].tolist(), strict=True)
-                for entry, (ahead, own_step, other_step, head) in of_block:
+                tables = (table[first:end].tolist() for table in (made.entries, made.places, made.positions))
+                for entry, (ahead, own_step, other_step, head), (*position, of_call) in zip(*tables, strict=True):
                     shift = softmax.shift(0) * (1 if side == "query" else -1)
-                    assert head == scenario.first_head
+                    assert head == of_call == scenario.first_head
+                    assert all(at[0][row0 + i * row_stride] == position[0] + i * position[1] for i in range(rows))
+                    assert all(at[1][entry[0] + j * entry[1]] == position[2] + j * position[3] for j in range(entry[2]))
                     for i, j in product(range(rows), range(entry[2])):
                         apart = at[0][row0 + i * row_stride] - at[1][entry[0] + j * entry[1]]
                         assert ahead + i * own_step - j * other_step == apart - shift
@@ -131,6 +133,14 @@ def test_a_distance_beyond_the_kernels_is_refused() -> None:
     assert query_blocks(far, 16, 16).places is None
     with pytest.raises(UnsupportedError, match=r"lie 1,073,741,824 apart.*for ALiBi; use engine='plain'"):
         query_blocks(far, 16, 16, softmax=Softmax(1.0, alibi_slopes=(1.0,)))
+
+
+def test_positions_keep_their_low_bits() -> None:
+    """Of 32, as the counter has them; what is far apart is no matter to dropout."""
+    far = [Tile(strip((1 << 32) - 5, 40, 2), strip(3, 8), FULL, StridedRange(0, 1))]
+    made = query_blocks(far, 16, 16, softmax=Softmax(1.0, dropout_p=0.5))
+    assert made.places is None and made.positions is not None
+    assert sorted(made.positions.tolist()) == [[start, 2, 3, 1, 0] for start in (-5, 27, 59)]
 
 
 def causal(start: int, count: int, keys: int) -> Tile:

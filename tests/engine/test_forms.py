@@ -35,9 +35,9 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[LaunchCall] = []
 
-    def repeat(self, call: LaunchCall, operands: Any, sm_margin: int) -> Callable[[Any], None]:
+    def repeat(self, call: LaunchCall, operands: Any, sm_margin: int) -> Callable[..., None]:
         self.calls.append(call)
-        return lambda _: None
+        return lambda *_: None
 
 
 @pytest.fixture
@@ -79,6 +79,7 @@ def form_of(call: LaunchCall) -> str:
         ({"q": rows(dtype=torch.float16), "k": rows(dtype=torch.float16), "v": rows(dtype=torch.float16)}, "gluon"),
         ({"softcap": 30.0}, "descriptors"),
         ({"alibi_slopes": (0.5, 0.25)}, "descriptors"),
+        ({"dropout_p": 0.1}, "descriptors"),
         *(({"q": rows(dim), "k": rows(dim), "v": rows(dim)}, "descriptors") for dim in (80, 96, 256)),
         ({"v": rows(64)}, "descriptors"),
         ({"q": rows(pad=1)}, "descriptors"),
@@ -106,6 +107,7 @@ def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded
     [
         ({"softcap": 30.0}, "has no softcap"),
         ({"alibi_slopes": (0.5, 0.25)}, "has no alibi_slopes"),
+        ({"dropout_p": 0.1}, "has no dropout_p"),
         ({"q": rows(80), "k": rows(80), "v": rows(80)}, "not 80 and 80"),
         ({"v": rows(64)}, "not 128 and 64"),
         ({name: rows(dtype=torch.float32) for name in "qkv"}, "not torch.float32"),
@@ -208,6 +210,7 @@ GRADIENTS = {
     "64": ({name: rows(64) for name in ("q", "k", "v", "dout")}, ["gluon", "gluon"]),
     "softcap": ({"softcap": 30.0}, ["descriptors", "descriptors"]),
     "alibi": ({"alibi_slopes": (0.5, 0.25)}, ["descriptors", "descriptors"]),
+    "dropout": ({"dropout_p": 0.1}, ["descriptors", "descriptors"]),
     "80": ({name: rows(80) for name in ("q", "k", "v", "dout")}, ["descriptors", "descriptors"]),
     "unequal": ({"v": rows(64), "dout": rows(64)}, ["descriptors", "descriptors"]),
     "dout": ({"dout": rows(pad=1)}, ["descriptors", "pointers"]),

@@ -17,7 +17,7 @@ from tests.contract.engine_trial import Trial
 class TestPlain(EngineContract):
     """The whole suite."""
 
-    alibi = True
+    places = True
 
     def engine(self) -> PlainEngine:
         return PlainEngine()

@@ -27,6 +27,7 @@ HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 HALF = torch.bfloat16
 CAPPED, BIASED = Softmax(1.0, 1, 30.0), Softmax(1.0, 1, alibi_slopes=(0.5,))
+DROPPED = Softmax(1.0, dropout_p=0.1)
 DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for both"
 
 
@@ -67,7 +68,7 @@ def test_on_a_cpu() -> None:
     assert chosen(HOST, torch.float64, 13, 300) == ("aten", "the only fused kernels for cpu")
     assert chosen(HOST, softmax=CAPPED) == ("plain", "no fused kernel knows a softcap on cpu")
     assert chosen(HOST, softmax=BIASED) == ("plain", "no fused kernel knows alibi_slopes on cpu")
-    assert chosen(HOST, softmax=Softmax(1.0, dropout_p=0.1)) == ("plain", "no fused kernel knows this dropout on cpu")
+    assert chosen(HOST, softmax=DROPPED) == ("plain", "no fused kernel knows this dropout on cpu")
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -93,12 +94,13 @@ def test_a_softcap_on_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_alibi_on_a_gpu() -> None:
+def test_alibi_and_dropout_on_a_gpu() -> None:
     """By the kernels that are not Gluon's, with a softcap or without; slopes beyond what they take go to plain."""
     said = "the only fused kernels with {}; forward by the form descriptors (the Gluon kernel has no {})"
     assert chosen(CUDA, softmax=BIASED) == ("triton", said.format("alibi_slopes", "alibi_slopes"))
     both = BIASED._replace(softcap=30.0)
     assert chosen(CUDA, softmax=both) == ("triton", said.format("a softcap and alibi_slopes", "softcap"))
+    assert chosen(CUDA, softmax=DROPPED) == ("triton", said.format("this dropout", "dropout_p"))
     name, told = chosen(CUDA, softmax=Softmax(1.0, alibi_slopes=(0.5, -1e10)))
     assert name == "plain" and "takes alibi_slopes to 4294967296, of either sign, not 1e+10" in told
 
@@ -129,9 +131,9 @@ def test_a_named_engine_comes_or_is_refused() -> None:
     for name in ("aten", "fa3", "fa4"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no alibi_slopes; use engine='auto'"):
             choose(name, HOST, HALF, 8, 8, BIASED)
-    for name in ("aten", "fa3", "fa4", "triton"):
+    for name in ("aten", "fa3", "fa4"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' has no dropout_p; use engine='auto'"):
-            choose(name, HOST, HALF, 8, 8, Softmax(1.0, dropout_p=0.1))
+            choose(name, HOST, HALF, 8, 8, DROPPED)
     for name in ("fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' needs a .*, not cpu"):
             choose(name, HOST, HALF, 8, 8, None)

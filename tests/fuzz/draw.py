@@ -76,7 +76,7 @@ def draw(seed: int) -> Case:
         for call in case["calls"]:
             draw_alibi(Random(f"alibi {seed}"), call)
             draw_memory(Random(f"memory {seed}"), call)
-            if case["kind"] not in ("nan", "triton"):
+            if case["kind"] != "nan":
                 draw_dropout(Random(f"dropout {seed}"), call)
     return case
 

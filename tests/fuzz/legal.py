@@ -19,8 +19,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
         return "torch's fused kernels have no softcap"
     if case["engine"] == "aten" and options.get("alibi_slopes") is not None:
         return "torch's fused kernels have no ALiBi"
-    if case["engine"] in ("aten", "triton") and options.get("dropout_p"):
-        return "no fused kernel has this dropout"
+    if case["engine"] == "aten" and options.get("dropout_p"):
+        return "torch's fused kernels have no such dropout"
     if case["engine"] == "triton" and case["dtype"] == "float64":
         return "the Triton kernels have no float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":

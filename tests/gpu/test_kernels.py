@@ -42,7 +42,7 @@ def engine(form: str | None = None, **options: Any) -> Any:
 class TestScenarios(EngineContract):
     """The contract on CUDA tensors; float64 is refused, and random tiles are left to the interpreter."""
 
-    device, alibi = "cuda", True
+    device, places = "cuda", True
 
     def engine(self) -> Any:
         return engine()

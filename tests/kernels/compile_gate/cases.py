@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
+from ringattn.kernels.attention_dropout import Dropout
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
 from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
-from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for
+from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for, with_dropout
 from ringattn.kernels.experimental.attention_specialized import BLOCKS, specialized, specialized_configs
-from ringattn.kernels.launch_call import FORMS, PLACES, LaunchCall, Table
+from ringattn.kernels.launch_call import FORMS, PLACES, POSITIONS, LaunchCall, Table
 from tests.kernels.compile_gate import purpose
 
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
@@ -27,6 +28,9 @@ PURPOSES = {
 }
 WIDE_KEYS = {"wide_keys": 192}
 """Variant to key dimension, with values of 128: served by the entries for 256."""
+
+DROPOUT = {"dropout": 4, "apart": 1}
+"""Variant to how many keys share a draw."""
 
 
 def arch_of(name: str) -> int:
@@ -56,6 +60,7 @@ def _variants() -> list[str]:
     of_128 = (
         "forward/softcap", "forward/sinks", "forward/raw", "grad_q/softcap", "grad_kv/softcap",
         "forward/alibi", "grad_q/alibi", "grad_kv/alibi",
+        "forward/dropout", "grad_q/dropout", "grad_kv/dropout", "forward/apart", "grad_kv/apart",
     )  # fmt: skip
     of_256 = ("forward/wide_keys", "grad_q/wide_keys", "grad_kv/wide_keys")
     widths = [(128, one) for one in of_128] + [(256, one) for one in of_256]
@@ -105,12 +110,21 @@ def call_of(name: str) -> LaunchCall:
     elif name in EXPERIMENTAL:
         config = specialized_configs(arch_of(name), dtype, d_k).forward
     else:
-        config = getattr(configs_for(arch_of(name), dtype, d_k, form), kernel)
+        configs = configs_for(arch_of(name), dtype, d_k, form)
+        config = getattr(with_dropout(configs) if variant in DROPOUT else configs, kernel)
     rows = _rows(d_k, dtype), _rows(d_k, dtype), _rows(d_v, dtype)
     lse, delta = (torch.zeros(1, 16, 64) for _ in range(2))
-    columns = [torch.zeros(16, n, dtype=torch.int32) for n in (8, 16, PLACES)]
+    columns = [torch.zeros(16, n, dtype=torch.int32) for n in (8, 16, PLACES, POSITIONS)]
     slopes = torch.zeros(16) if variant == "alibi" else None
-    table = Table(columns[0], columns[1], 16, None if slopes is None else columns[2])
+    dropout = Dropout(1, 1, 0.5) if variant in DROPOUT else None
+    table = Table(
+        columns[0],
+        columns[1],
+        16,
+        None if slopes is None else columns[2],
+        None if dropout is None else columns[3],
+        together=DROPOUT.get(variant, 1),
+    )
     scale, softcap = 0.1, 5.0 if variant == "softcap" else None
     if kernel == "forward" and name in GLUON:
         return forward_gluon(*rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype))
@@ -119,7 +133,7 @@ def call_of(name: str) -> LaunchCall:
         sinks = torch.zeros(16) if variant == "sinks" else None
         call = forward(
             *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
-            result=_rows(d_v, dtype), sinks=sinks, weights=weights, slopes=slopes,
+            result=_rows(d_v, dtype), sinks=sinks, weights=weights, slopes=slopes, dropout=dropout,
         )  # fmt: skip
         return specialized(call) if name in EXPERIMENTAL else call
     seed = *rows, _rows(d_v, dtype), lse, delta
@@ -127,13 +141,17 @@ def call_of(name: str) -> LaunchCall:
         result = _rows(d_k, dtype)
         if name in GLUON:
             return grad_q_gluon(*seed, _rows(d_k), table, config, scale=scale, result=result)
-        return grad_q(*seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result, slopes=slopes)
+        return grad_q(
+            *seed, _rows(d_k), table, config, scale=scale, softcap=softcap, result=result, slopes=slopes,
+            dropout=dropout,
+        )  # fmt: skip
     grads, results = (_rows(d_k), _rows(d_v)), (_rows(d_k, dtype), _rows(d_v, dtype))
     if kernel == "grad_kv" and name in GLUON:
         return grad_kv_gluon(*seed, *grads, table, config, scale=scale, results=results)
     if kernel == "grad_kv":
         return grad_kv(
-            *seed, *grads, table, config, scale=scale, softcap=softcap, results=results, slopes=slopes
+            *seed, *grads, table, config, scale=scale, softcap=softcap, results=results, slopes=slopes,
+            dropout=dropout,
         )  # fmt: skip
     return grad_fused(*seed, _rows(d_k), *grads, table, config, scale=scale, softcap=softcap, results=results)
 

@@ -28,6 +28,7 @@ from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
 from ringattn.kernels.experimental.attention_specialized import forward_kernel, specialized
 from ringattn.kernels.launch_call import Config, LaunchCall, Table
+from tests import philox
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
@@ -54,7 +55,7 @@ def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 class TestTriton(EngineContract):
     """The whole suite; what it tries in float64 is refused by name, and random tiles are tried in float32."""
 
-    alibi = True
+    places = True
 
     def engine(self) -> TritonEngine:
         return TritonEngine(SMALL)
@@ -68,7 +69,7 @@ class TestTriton(EngineContract):
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tiles(self, seed: int) -> None:
-        self.tried(random_scenario(seed, self.alibi), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
+        self.tried(random_scenario(seed, self.places), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
 
 
 def launched(
@@ -271,6 +272,56 @@ def test_what_slopes_are_refused() -> None:
         tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
         with pytest.raises(UnsupportedError, match=told):
             engine.begin(engine.prepare([tiles], Softmax(SCALE, alibi_slopes=(slope,)), 4, 1), q, 16, None)
+
+
+WORD = 1 << 32
+DRAWN = {
+    "together": (strip(WORD - 21, 21), strip(WORD - 40, 40)),
+    "unaligned": (strip(5, 21), strip(WORD - 39, 39)),
+    "strided": (strip(3, 21, 3), strip(0, 40, 2)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_which_pairs_are_dropped(name: str) -> None:
+    """Exactly those of the definition, in out and in dV, also with another seed by a launch that was described before.
+
+    Each value, and each gradient of out, is one of as many dimensions as there are rows.
+    """
+    queries, keys = DRAWN[name]
+    n, m, p = queries.rows.count, keys.rows.count, 0.375
+    tile = Tile(queries, keys, FULL, StridedRange(0, 2), 5)
+    q, k = (torch.randn(rows, 2, heads, 16) for rows, heads in ((n, 2), (m, 1)))
+    v = torch.eye(m, 64)[:, None, None].expand(m, 2, 1, 64)
+    dout = torch.eye(n, 64)[:, None, None].expand(n, 2, 2, 64)
+    for deterministic in (True, False):
+        engine = TritonEngine(SMALL, deterministic=deterministic)
+        works = engine.prepare([[tile]], Softmax(SCALE, 2, dropout_p=p), n, 2)
+        for seed in (3, 2**64 - 2**31 - 7)[not deterministic :]:
+            kept = philox.kept_at(range(2), range(5, 7), queries.positions.members(), keys.positions.members(), seed, p)
+            state = engine.begin(works, q, 64, None)._replace(dropout_seed=seed)
+            engine.attend(q, KV(k, v), state, works[0])
+            out, dq = state.out.finalized(q.dtype), engine.begin_grad(works, q, 64)
+            assert torch.equal(out.permute(1, 2, 0, 3)[..., :m] > 0, kept > 0)
+            sums = KV(torch.zeros(m, 2, 1, 16), torch.zeros(m, 2, 1, 64))
+            delta = engine.delta(dout, out, None)
+            engine.attend_grad(
+                q, KV(k, v), BackwardInputs(dout, out, state.lse, None, delta, seed), dq, sums, works[0]
+            )  # fmt: skip
+            # Of the query heads of a group dV has the sum.
+            assert torch.equal(sums.v.permute(1, 2, 3, 0)[..., :n, :] > 0, (kept > 0).any(1, keepdim=True))
+
+
+def test_a_fused_backward_with_dropout() -> None:
+    trial = Trial(SCENARIOS["dropout-apart"], torch.float32, True)
+    trial.check(trial.run(TritonEngine(SMALL, deterministic=False)), TOLERANCE[torch.float32])
+
+
+def test_dropout_by_a_specialized_kernel_is_refused() -> None:
+    engine, q = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, "specialized"))), torch.zeros(4, 1, 1, 16)
+    tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
+    with pytest.raises(UnsupportedError, match=r"form='specialized': .*has no dropout_p"):
+        engine.begin(engine.prepare([tiles], Softmax(SCALE, dropout_p=0.5), 4, 1), q, 16, None)
 
 
 def test_a_strong_softcap() -> None:
