@@ -102,9 +102,9 @@ class PassTables:
 
 
 def _table_on(device: torch.device, made: Blocks, keys_own: bool) -> Table:
-    more = (None if columns is None else _on(device, columns) for columns in (made.places, made.positions))
+    places, positions = (None if one is None else _on(device, one) for one in (made.places, made.positions))
     together = 1 if made.positions is None else _together(made.positions[:, 0 if keys_own else 2 :])
-    return Table(_on(device, made.blocks), _on(device, made.entries), made.slots, *more, together=together)
+    return Table(_on(device, made.blocks), _on(device, made.entries), made.slots, places, positions, together)
 
 
 def _together(keys: Ints) -> int:
