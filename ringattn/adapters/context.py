@@ -59,7 +59,7 @@ class _Note:
 
     value: _Value
     tokens: int
-    thread: int
+    thread: ref[threading.Thread]
     graph: bool
     life: ref[_Life] | None
     seq: ref[Sequence] | None = field(compare=False)
@@ -195,7 +195,7 @@ def _note(query: Tensor, seq: Sequence | None, tokens: int, owner: object) -> No
         life = ref(kept)
     graph = owner is COMPILED or torch.is_grad_enabled()
     value = None if seq is None else (ref(seq.ring), seq.layout, seq.documents)
-    note = _Note(value, tokens, threading.get_ident(), graph, life, None if seq is None else ref(seq))
+    note = _Note(value, tokens, ref(threading.current_thread()), graph, life, None if seq is None else ref(seq))
     with _lock:
         others = [one for one in _notes.get(owner, ()) if one.is_alive and one != note]
         if sum(note.may_be(one) for one in others) < 2:  # two leave a choice already, and there may be no end to them
@@ -210,8 +210,9 @@ def _noted(tokens: int, owner: object) -> Sequence | None:
     graph = owner is COMPILED or node is None or "Checkpoint" not in node.name()
     with _lock:
         notes = [note for note in _notes.get(owner, ()) if note.is_alive]
-    # Ranks that are threads share modules, and functions; a thread of autograd's has no notes of its own.
-    here = [note for note in notes if note.thread == threading.get_ident()] or notes
+    # Ranks that are threads share modules, and functions; a thread of autograd's has no notes of its own. Threads are
+    # compared, not their numbers: a new one may have that of one that has ended.
+    here = [note for note in notes if note.thread() is threading.current_thread()] or notes
     fits = {note.value: note for note in here if (note.tokens, note.graph) == (tokens, graph)}
     if len(fits) == 1:
         (note,) = fits.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,34 @@ def test_ranks_that_share_a_function_do_not_stand_in_each_others_way() -> None:
     for _ in range(2):  # threads of the second world may have the numbers of the first's
         for grad in run_ranks(2, body):
             torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_local_calls_of_threads_that_ended_are_not_those_of_threads_with_their_numbers() -> None:
+    def attends(x: Tensor) -> Tensor:
+        return attend(sequence_of(x, 1), x, x, x, causal=True).sin()
+
+    def body(ring: Ring) -> tuple[int, Tensor]:
+        seq = ring.sequence(16, layout="zigzag")
+        x = seq.shard(tokens())[:, :, None].requires_grad_()
+        # Every world but the first attends over its ring.
+        with ring.activate(seq if numbers else None):
+            loss = checkpoint(attends, x, use_reentrant=False).sum()
+        loss.backward()
+        assert x.grad is not None
+        return threading.get_ident(), seq.gather(x.grad)
+
+    x = tokens()[:, :, None].requires_grad_()
+    dense_attention(x, x, x, causal=True)[0].sin().sum().backward()
+    numbers: set[int] = set()
+    for _ in range(20):
+        world = run_ranks(2, body)
+        if numbers:
+            for _, grad in world:
+                torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
+        if numbers & {number for number, _ in world}:
+            return
+        numbers |= {number for number, _ in world}
+    pytest.skip("no thread had the number of one that had ended")
 
 
 def test_notes_without_a_graph_do_not_pile_up() -> None:
