@@ -134,7 +134,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     """One row for each configuration: of the rank with the highest peak backward."""
     made = Table(
         "Attention pass of one rank, MiB: predicted / measured, greatest deviation of all ranks",
-        ("ranks", "configuration", "forward", "backward", "off by", "slots planned / used", "resident growth"),
+        ("ranks", "configuration", "forward", "backward", "off by", "staging planned / used", "resident growth"),
         notes=["- of the rank that holds most; q, k, v and dout, which are the caller's, are not counted."],
     )
     for record in records:

@@ -168,7 +168,7 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
         ("TFLOP/s", f"{facts['tflops']:.4g} of all ranks, of the pairs that the mask keeps"),
         ("sent", f"{_mib(facts['bytes_sent'])} MiB by rank, in {facts['messages']} messages"),
         ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank" + _reused(facts)),
-        ("  slots", f"{_mib(facts['pool_bytes'])} MiB by rank, for keys and values of others"),
+        ("  staging", f"{_mib(facts['pool_bytes'])} MiB by rank, for keys and values of others"),
         ("error", ", ".join(f"{name} {error:.1e}" for name, error in facts["error"].items()) + " at a small size"),
     ]
     exposed = [f"{name} {max(by_rank):.3g} ms" for name, by_rank in facts["exposed_ms"].items() if by_rank]
@@ -183,7 +183,7 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
 def _reused(facts: Mapping[str, Any]) -> str:
     """Why a peak can be less than the slots in it."""
     low = any(peak < slots for peak, slots in zip(facts["peak_bytes"], facts["pool_bytes"], strict=True))
-    return ", less than the slots below because memory of the gate was used again" if low else ""
+    return ", less than the staging buffers below because memory of the gate was used again" if low else ""
 
 
 def _mib(sizes_bytes: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """What a plan holds at each of its steps, for reports and for errors.
 
-Guarantees: counts the buffers that live in a step as the placement does, each once, rounded up to the slots' alignment.
+Guarantees: counts the buffers that live in a step as the placement does, each once, rounded up to their alignment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
     """Lines that say what the pass needs and, in a `step` of the plan, which buffers live; None: before its first."""
     direction = "backward" if plan.backward else "forward"
     head = (
-        f"{plan.name} {direction}: slots {mib(plan.arena_bytes)}, kept for backward {mib(plan.kept_bytes)}, "
+        f"{plan.name} {direction}: staging buffers {mib(plan.arena_bytes)}, kept for backward {mib(plan.kept_bytes)}, "
         f"the engine's workspace {mib(workspace_bytes)}"
     )
     if step is None:
@@ -70,7 +70,7 @@ def remedies(plan: Plan) -> list[str]:
     if plan.kept_bytes:
         found.append("schedule='ring' keeps nothing between forward and backward")
     if problem.world_size > 1 and problem.kv_wire_dtype is None and problem.dtype in ("float16", "bfloat16"):
-        found.append("kv_wire_dtype='int8' halves the slots of keys and values that travel")
+        found.append("kv_wire_dtype='int8' halves the staging buffers of keys and values that travel")
     if problem.batch > 1:
         found.append(f"a smaller batch: all figures are proportional to it, now {problem.batch}")
     found.append(f"more ranks: now {problem.world_size}, {problem.q_layout.counts[plan.rank]} tokens on this one")

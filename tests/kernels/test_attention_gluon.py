@@ -77,7 +77,7 @@ class Pass:
             # One key block for each block of queries: with three buffers a fast producer is two of these ahead.
             alone = self.scenario == ROTATING
             config = Config(16, 8, 4, 3 if alone else rng.choice((1, 2, 2, 3)), "gluon")
-            blocks, entries, slots, _ = tables[at] if tables else query_blocks(step.tiles, 16, 8)
+            blocks, entries, slots, *_ = tables[at] if tables else query_blocks(step.tiles, 16, 8)
             # A head of K/V at a time, or all.
             gpu = attention_tiles.Gpu(rng.choice((1, 1 << 30)), 1)
             with patch.object(attention_tiles, "gpu_of", return_value=gpu):
@@ -173,7 +173,7 @@ def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
     """The one and the other keep the state that they had, or begin and end with none."""
     for flags in (0, FIRST | LAST):
         one = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
-        blocks, entries, slots, _ = query_blocks(one.scenario.steps[0].tiles, 16, 8)
+        blocks, entries, slots, *_ = query_blocks(one.scenario.steps[0].tiles, 16, 8)
         empty = np.array([[0, 1, 16, 0, 2, 0, 0, 0]], np.int32)
         assert blocks[:, 0].tolist() == [16]  # rows 16 to 19 of it see nothing
         one.out.fill_(0.0 if flags == 0 else float("nan"))

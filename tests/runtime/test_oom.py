@@ -73,7 +73,7 @@ def raised(at: int, error: BaseException) -> list[tuple[BaseException, bool]]:
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize(("at", "words"), [
-    (AT_BEGIN, "ring forward: slots"), (IN_STEP, "live in step 1:"), (GRAD, "ring backward: slots"),
+    (AT_BEGIN, "ring forward: staging buffers"), (IN_STEP, "live in step 1:"), (GRAD, "ring backward: staging buffers"),
 ])  # fmt: skip
 def test_every_rank_hears_of_it(at: int, words: str, name: str) -> None:
     found = [error for error, _ in raised(at, FAILURES[name])]

@@ -101,7 +101,7 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     [
         ({"nccl_version": 22907}, DisagreementError, r"NCCL version: 2\.28\.9 on ranks .*2\.29\.7 on ranks \[1\]"),
         ({"ringattn_version": "0.2.0"}, DisagreementError, r"ringattn version: .*0\.2\.0 on ranks \[1\]"),
-        ({"registers": False}, DisagreementError, r"registered slots: .*False on ranks \[1\]"),
+        ({"registers": False}, DisagreementError, r"registered buffers: .*False on ranks \[1\]"),
         ({"options": NcclOptions(binding="cupy")}, DisagreementError, r"binding: .*cupy on ranks \[1\]"),
         ({"options": NcclOptions(sm_margin=4)}, DisagreementError, r"sm_margin: None on ranks \[0, 2\]; 4 on ranks"),
         ({"options": NcclOptions(cga_cluster_size=2)}, DisagreementError, r"cga_cluster_size: .*2 on ranks \[1\]"),

@@ -80,7 +80,7 @@ def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
         ("cga_cluster_size", [str(arrival.options.cga_cluster_size) for arrival in arrivals]),
         ("channels_per_net_peer", [str(arrival.options.channels_per_net_peer) for arrival in arrivals]),
         ("name", [arrival.options.name for arrival in arrivals]),
-        ("registered slots", [str(arrival.registers) for arrival in arrivals]),
+        ("registered buffers", [str(arrival.registers) for arrival in arrivals]),
         ("blocking", [str(arrival.options.blocking) for arrival in arrivals]),
     ):
         if len(set(values)) > 1:

@@ -127,7 +127,7 @@ class NcclTransport(HopTransport):
 
     @property
     def can_register(self) -> bool:
-        """Whether slots are NCCL's own registered memory."""
+        """Whether staging buffers are NCCL's own registered memory."""
         return self.options.register and {Capability.MEMORY, Capability.REGISTER} <= self._binding.capabilities
 
     @property
@@ -139,7 +139,9 @@ class NcclTransport(HopTransport):
         """A flat uint8 tensor of `nbytes` on the GPU, for long use: NCCL's own registered memory where it can be."""
         self.check()
         if self.gpu.is_capturing():
-            raise RingError(f"rank {self.rank}: the first run of a pass allocates its slots; run it, then capture it")
+            raise RingError(
+                f"rank {self.rank}: the first run of a pass allocates its staging buffers; run it, then capture it"
+            )
         return self._memory.allocate(nbytes, self._quiet)
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NcclHop:
