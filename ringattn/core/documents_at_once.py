@@ -4,8 +4,8 @@ A long document is cut from its end alone, as few ranks read far then, and pairs
 step by step: `ringattn.core.documents` has the placement for schedules of steps, and those that a search starts from.
 What is searched is the rank at which each document is at home. The rest follows: some ranks take the end of a long
 document, in their order as many last tokens as their pairs allow, and fill up with its first ones, which cost no rows:
-they read these anyway. What is left of it goes home. Then ranks that have too many tokens give first tokens of their
-documents to those that lack some, for a row each.
+they read these anyway. What is left of it stays at its home. Then ranks that have too many tokens give first tokens
+of their documents to those that lack some, for a row each.
 Guarantees: the same cuts and ranks, the same placement; counts are those of the contiguous layout.
 """
 
@@ -35,7 +35,7 @@ EVEN = 1.005
 """The greatest share of pairs over the mean that counts as even: of even placements the one with the fewest rows is
 taken."""
 FILLS = 80000
-"""Ranks that are filled for a search, all tries together: about 0.2 s for a hundred documents."""
+"""Work of a search: tries times ranks, about 0.2 s for a hundred documents."""
 CHOICES = tuple(Choice(*one) for one in product((0.002, 0.03), (0.03, 0.1, 1.0), (0.0, 1.0, 2.0)))
 """Placements to start from, each with equal pairs, with as many as evenness allows, and between."""
 WORSE = 0.001
@@ -71,7 +71,7 @@ class Dealt(NamedTuple):
 def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
     """Where documents (0, ..., length) go: of the placements tried that are so even, the one with the fewest rows sent.
 
-    `fills`: ranks that are filled before the search ends.
+    `fills`: tries of the search, times ranks.
     """
     search, found = Search(cuts, ranks, even), []
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed import TCPStore
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn import Ring, Sequence
@@ -27,11 +26,11 @@ from tests import philox
 from tests.adapters.models import filled, tiny_model
 from tests.adapters.ranks import (
     TOKENS,
-    WORLDS,
     Batch,
     InDouble,
     batches,
     forked,
+    forked_worlds,
     gradients,
     in_double,
     one_process,
@@ -141,11 +140,7 @@ def main(folder: Path) -> None:
     for name in ("gpt2", "llama"):
         made(name, "eager")  # imported here, so that no process that is forked has to
     forked(partial(reference, folder))
-    for world_size in WORLDS:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        forked(*(partial(rank, folder, number, world_size) for number in range(world_size)))
+    forked_worlds(partial(rank, folder))
 
 
 if __name__ == "__main__":

@@ -198,17 +198,22 @@ def forked(*lives: Callable[[], None]) -> None:
         sys.exit(1)
 
 
+def forked_worlds(rank: Callable[[int, int], None]) -> None:
+    """`rank(number, world size)` in a process for each rank of each world, which find each other as torchrun's do."""
+    for world_size in WORLDS:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        forked(*(partial(rank, number, world_size) for number in range(world_size)))
+
+
 def main(folder: Path) -> None:
     """The reference, then all ranks of each world size."""
     torch.set_num_threads(1)
     for name in MODELS:
         tiny_model(name, "eager")  # imported here, so that no process that is forked has to
     forked(partial(reference, folder))
-    for world_size in WORLDS:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        forked(*(partial(rank, folder, number, world_size) for number in range(world_size)))
+    forked_worlds(partial(rank, folder))
 
 
 if __name__ == "__main__":

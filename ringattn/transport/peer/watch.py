@@ -60,7 +60,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         """As `fail`, without a report."""
         if not self._is_first():
             return
-        self.failure = _bare(error)
+        self.failure = _our_error(error)
         # First of all: what a painted word lets loose must find the poison in every page.
         self._group.fail(error)
         # On a thread of its own: it waits for what the device computes before the exchanges, and no caller should.
@@ -126,8 +126,8 @@ def _peers(pending: list[Operation]) -> set[int]:
     return {operation.peer for operation in pending}
 
 
-def _bare(error: BaseException) -> BaseException:
-    """The error without its traceback, whose frames may view memory; what is not ringattn's own is a `RingError`."""
+def _our_error(error: BaseException) -> BaseException:
+    """The bare error, whose frames might view memory; what is not ringattn's own is a `RingError`."""
     if isinstance(error, RingError) and type(error).__module__ == errors.__name__:
         return bare(error)
     return RingError(f"{type(error).__name__}: {error}")
