@@ -229,7 +229,7 @@ class AtenEngine(Accumulating):
             return
         dtype = q.dtype if op.keeps_half else accumulator_dtype(q.dtype)
         for (rectangle, heads), begins in zip(work.rectangles, _flags(work.begins, work), strict=True):
-            at = Place(rectangle, heads, kv.first_head, dtype)
+            at = Place(rectangle, heads, dtype)
             self._attend_rectangle(at, op, width, q, kv, state, work.scaling, begins)
 
     def _begin_rows(self, state: SoftmaxState, work: AtenWork) -> None:
@@ -237,7 +237,7 @@ class AtenEngine(Accumulating):
         assert state.out.carried is not None
         for (rectangle, heads), begins in zip(work.rectangles, _flags(work.begins, work), strict=True):
             if begins:
-                at = Place(rectangle, heads, 0, state.lse.dtype)
+                at = Place(rectangle, heads, state.lse.dtype)
                 at.view(state.out.carried).zero_()
                 nothing = NEG_INF if state.sinks is None else state.sinks[as_slice(heads.q_heads), None]
                 at.view_rows(state.lse)[...] = nothing
@@ -250,7 +250,7 @@ class AtenEngine(Accumulating):
         assert out is not None
         # A rectangle of fewer keys than the op takes goes to flash.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-        q_part, k, v = (operand(x, width) for x in (times(at.queries(q), by.of_q), at.keys(kv.k), at.keys(kv.v)))
+        q_part, k, v = (operand(x, width) for x in (times(at.queries(q), by.of_q), *at.keys(kv)))
         part_out, part_lse = call.forward(q_part, k, v, rectangle.causal, by.scale)
         # Padding off and rows in the buffer's order before the merge, which is by row.
         part_out = at.restored(part_out, kv.v.shape[-1]).to(out.dtype)
@@ -289,7 +289,7 @@ class AtenEngine(Accumulating):
             for (rectangle, heads), first in zip(work.rectangles, begins, strict=True):
                 if first:
                     assert dq.carried is not None
-                    Place(rectangle, heads, 0, q.dtype).view(dq.carried).zero_()
+                    Place(rectangle, heads, q.dtype).view(dq.carried).zero_()
             self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain, result)
             return
         if _at_once(work):
@@ -301,7 +301,7 @@ class AtenEngine(Accumulating):
         assert sums is not None
         dtype, sets = q.dtype if op.keeps_half else accumulator_dtype(q.dtype), _flags(work.sets, work)
         for (rectangle, heads), *firsts in zip(work.rectangles, begins, sets, strict=True):
-            at = Place(rectangle, heads, kv.first_head, dtype)
+            at = Place(rectangle, heads, dtype)
             self._grad_of_rectangle(at, op, width, q, kv, seed, dq, sums, work.scaling, firsts)
         if sums is not result:
             finish(sums, result, work.plain.keys)
@@ -324,21 +324,22 @@ class AtenEngine(Accumulating):
         assert into is not None
         # As forward, by the number of keys.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-        dout, v = at.queries(seed.dout), at.keys(kv.v)
+        dout, (k, v) = at.queries(seed.dout), at.keys(kv)
         if seed.dlse is not None:
             # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
             # is the wanted p (dout.v + dlse - dout.out).
             dout, v = (widened(x, x.shape[-1] + 1, value=1.0) for x in (dout, v))
             dout[..., -1:] = by_row(at.rows(seed.dlse))
         dout, q_part, k, v, out = (
-            operand(x, width) for x in (dout, times(at.queries(q), by.of_q), at.keys(kv.k), v, at.queries(seed.out))
+            operand(x, width) for x in (dout, times(at.queries(q), by.of_q), k, v, at.queries(seed.out))
         )
         # The merged lse makes exp(score - lse) the weight among all keys of the row, not only this rectangle's.
         grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
         # q went in times of_q, so its gradient comes out to be multiplied by it once more (chain rule).
         put(at.view(into), at.restored(grads[0], q.shape[-1]), firsts[0], by.of_q)
-        put(at.view_keys(sums.k), at.restored(grads[1], kv.k.shape[-1]), firsts[1])
-        put(at.view_keys(sums.v), at.restored(grads[2], kv.v.shape[-1]), firsts[1])
+        # The sums may begin at a later head than K and V.
+        for x, part in zip(at.view_keys(sums), grads[1:], strict=True):
+            put(x, at.restored(part, x.shape[-1]), firsts[1])
 
     def workspace_bytes(self, work: AtenWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """See `Engine`; on CUDA without what the fused kernels take for themselves inside a call."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.core.geometry import StridedRange
-from ringattn.engine.firsts import as_slice
+from ringattn.engine.base import KV
+from ringattn.engine.firsts import Piece, as_slice, held_by
 from ringattn.engine.rectangles import HeadGroup, Rectangle
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -35,7 +35,6 @@ class Place(NamedTuple):
 
     rectangle: Rectangle
     heads: HeadGroup
-    first_kv_head: int
     dtype: torch.dtype
 
     def view(self, x: Tensor) -> Tensor:
@@ -43,11 +42,9 @@ class Place(NamedTuple):
         # Ranges become slices, so a strided operand is a view.
         return x[as_slice(self.rectangle.q_rows), :, as_slice(self.heads.q_heads)]
 
-    def view_keys(self, x: Tensor) -> Tensor:
-        """The rectangle's part of a (rows, batch, K/V heads, dim) tensor."""
-        # Received K/V may start at a later head than 0.
-        held = StridedRange(self.heads.kv_heads.start - self.first_kv_head, *self.heads.kv_heads[1:])
-        return x[as_slice(self.rectangle.k_rows), :, as_slice(held)]
+    def view_keys(self, kv: KV) -> tuple[Tensor, Tensor]:
+        """The rectangle's part of K and V, or of their gradients."""
+        return held_by(kv, Piece(self.rectangle.k_rows, self.heads.kv_heads))
 
     def view_rows(self, x: Tensor) -> Tensor:
         """The rectangle's part of a (batch, query heads, rows) tensor."""
@@ -58,9 +55,10 @@ class Place(NamedTuple):
         """`view` as the op wants it: its dtype and its order of rows."""
         return self._ordered(self.view(x).to(self.dtype), 0)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """`view_keys` as the op wants it."""
-        return self._ordered(self.view_keys(x).to(self.dtype), 0)
+    def keys(self, kv: KV) -> tuple[Tensor, Tensor]:
+        """`view_keys` as the op wants them."""
+        k, v = self.view_keys(kv)
+        return self._ordered(k.to(self.dtype), 0), self._ordered(v.to(self.dtype), 0)
 
     def rows(self, x: Tensor) -> Tensor:
         """`view_rows` in the op's order of rows."""

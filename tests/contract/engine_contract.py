@@ -61,7 +61,7 @@ class EngineContract(NotFinite):
         trial.check(trial.run(self.engine(), visit), TOLERANCE[torch.float32])
         trial.check_margins()
 
-    @pytest.mark.parametrize("name", ["mqa", "whole-call"])
+    @pytest.mark.parametrize("name", ["mqa", "whole-call", "last-head", "last-heads"])
     def test_final_sums_of_half_inputs_are_rounded_once(self, name: str) -> None:
         scenario = SCENARIOS[name]._replace(softcap=None)
         wide, final = (

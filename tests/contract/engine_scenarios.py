@@ -91,6 +91,13 @@ def whole(
     return Scenario(made, q_rows, heads // group, group, **facts)  # type: ignore[arg-type]
 
 
+def last_heads(kv_heads: int, count: int, group: int) -> Scenario:
+    """Two tiles of the last `count` K/V heads meet the same keys in one step, and K/V of all heads are held."""
+    heads = StridedRange((kv_heads - count) * group, count * group)
+    tiles = tuple(Tile(strip(60, 30, row=row), strip(0, 70), CAUSAL, heads) for row in (0, 30))
+    return Scenario((Step(tiles, 72, StridedRange(0, kv_heads)),), 62, kv_heads, group, batch=2)
+
+
 LOW, HIGH = strip(0, 32), strip(96, 32, row=32)
 ZIGZAG_PASS = (
     ((LOW, strip(0, 32), CAUSAL), (HIGH, strip(0, 32), CAUSAL), (HIGH, strip(96, 32, row=32), CAUSAL)),
@@ -112,6 +119,8 @@ SCENARIOS = {
     "blind": simple(BLIND, StridedRange(0, 2), 2, batch=2),
     "mqa": simple(ZIGZAG, StridedRange(0, 5), 1, group=5, batch=2),
     "part-of-the-heads": simple(ZIGZAG, StridedRange(5, 9), 4, StridedRange(1, 3), group=4, batch=2),
+    "last-head": last_heads(3, 1, 2),
+    "last-heads": last_heads(4, 2, 3),
     "one-head-of-a-group": simple(WINDOW, StridedRange(6, 1), 3, StridedRange(1, 1), group=4),
     "every-other-head": simple(ZIGZAG, StridedRange(1, 6, 2), 3, group=4),
     "wider-keys": simple(WINDOW, StridedRange(0, 4), 2, group=2, d_k=24, d_v=8, batch=2),
