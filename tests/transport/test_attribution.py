@@ -100,8 +100,8 @@ STATUS = '{"at":"forward step 1","waits":"peers","peers":[0],"call":1,"words":""
 class Job:
     """Ranks that only send heartbeats, all but one; the others look for it."""
 
-    def __init__(self, ranks: int, silent: int) -> None:
-        self.store, self.ranks, self.requests = HashStore(), ranks, [0]
+    def __init__(self, ranks: int, silent: int, beats: str = STATUS) -> None:
+        self.store, self.ranks, self.requests, self._beats = HashStore(), ranks, [0], beats
         self._hearts = [Heartbeat(self.store, rank) for rank in range(ranks) if rank != silent]
         Heartbeat(self.store, silent).send(STATUS)
         self._ended = threading.Event()
@@ -124,7 +124,7 @@ class Job:
 
     def _beat(self) -> None:
         for heart in self._hearts:
-            heart.send(STATUS)
+            heart.send(self._beats)
 
 
 @pytest.fixture
@@ -132,6 +132,16 @@ def job() -> Iterator[Job]:
     made = Job(600, 7)
     yield made
     made.end()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("waited_s", "named"), [(None, set()), (0.0, {0, 1})])
+def test_only_at_a_deadline_a_rank_is_behind(waited_s: float | None, named: set[int]) -> None:
+    job = Job(3, 2, beats=STATUS.replace('"waits":"peers"', '"waits":"host"').replace('"call":1', '"call":0'))
+    _, attribution = job.investigator(2)
+    words = attribution.words({1}, waited_s=waited_s)
+    job.end()
+    assert named_at_fault(words) == named and ("rank 1 lives" in words) == (waited_s is None), words
 
 
 @pytest.mark.alone

@@ -133,15 +133,16 @@ class Attribution:
         """How long it may take."""
         return max(self._monitor.silence_s + SHARE_S, SHORTEST_S)
 
-    def words(self, waited_for: Iterable[int], missing: Iterable[int] = (), waited_s: float = 0.0) -> str:
+    def words(self, waited_for: Iterable[int], missing: Iterable[int] = (), waited_s: float | None = 0.0) -> str:
         """For an error, beginning with `; `: the ranks at fault and the live ones of `waited_for`, or another's cause.
 
-        `missing`: see `at_fault`. `waited_s`: for how long this rank has waited.
+        `missing`: see `at_fault`. `waited_s`: for how long this rank has waited. None: no deadline has passed, so a
+        rank may be behind the others and at fault in nothing; only silence tells.
         Raises `RuntimeError` when the store does not answer.
         """
         monitor, control = self._monitor, self._control.until(Deadline(self.limit_s))
         # A slow link may hold heartbeats back for a while; who was gone before the wait has sent none for longer.
-        if known := monitor.silent(min(waited_s / 2, HELD_BACK_S)):
+        if known := monitor.silent(min((waited_s or 0.0) / 2, HELD_BACK_S)):
             return _joined(at_fault(self._places(monitor.heartbeats), known))
         if control.add("investigators") > 1:
             wait_until(lambda: monitor.cause is not None, Deadline(self.limit_s), naps_s=(0.01, monitor.interval_s / 2))
@@ -152,7 +153,8 @@ class Attribution:
         if monitor.cause:
             return f"; {monitor.cause}"
         places = self._places(reader.last_of(others))
-        found = at_fault({**places, control.rank: self._own_place()}, silent, missing)
+        tell = silent or waited_s is not None
+        found = at_fault({**places, control.rank: self._own_place()}, silent, missing) if tell else []
         return _joined(
             found or [f"rank {rank} lives, in {places[rank]}" for rank in sorted(waited_for) if rank in places]
         )

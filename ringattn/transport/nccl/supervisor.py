@@ -216,7 +216,8 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         words = ""
         if attribute and not self._telling.store.lost:
             try:
-                words = self._attribution.words(self._waited_for(), self.missing, self._timeout_s)
+                waited_s = self._timeout_s if isinstance(error, DeadlineError) else None
+                words = self._attribution.words(self._waited_for(), self.missing, waited_s)
             except RuntimeError as unanswered:
                 words = f"; {unanswered}"
         failure = _said(error, words)
