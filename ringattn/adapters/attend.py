@@ -60,7 +60,7 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         RingError: What `Ring.attention` raises.
 
     Example:
-        out = attend(sequence_of(q, dim=1, owner=self), q, k, v, causal=True)
+        out = attend(sequence_of(), q, k, v, causal=True)
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None:

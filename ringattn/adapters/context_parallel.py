@@ -149,11 +149,11 @@ def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextMa
         out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
     first, second = context.recompute_context()
-    return first, _again(second)
+    return first, context.Reentered(lambda: _redirected_over(second))
 
 
 @contextmanager
-def _again(over: AbstractContextManager[None]) -> Iterator[None]:
+def _redirected_over(over: AbstractContextManager[None]) -> Iterator[None]:
     with over, _Redirected(with_gradients=True):
         yield
 

@@ -158,7 +158,7 @@ class RingFluxAttnProcessor:
             q, k, v = (torch.cat(pair, 1) for pair in ((tq, q), (tk, k), (tv, v)))
         if image_rotary_emb is not None:
             q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        out = attend(sequence_of(q, 1, attn), q, k, v).flatten(2)
+        out = attend(sequence_of(), q, k, v).flatten(2)
         if encoder_hidden_states is None:
             return out
         image = attn.to_out[1](attn.to_out[0](out[:, text:]))
@@ -185,7 +185,7 @@ class RingAttnProcessor(AttnProcessor2_0):
         kv_seq: Sequence | Literal["whole"] | None = None,
     ) -> Tensor:
         """(batch, tokens, dim) of this rank. Raises `InputError` for masks over a ring, and for norms over tokens."""
-        seq = sequence_of(hidden_states, 1, attn)
+        seq = sequence_of()
         is_cross = encoder_hidden_states is not None
         is_whole = is_cross and isinstance(kv_seq, str) and kv_seq == "whole"
         if seq is not None:

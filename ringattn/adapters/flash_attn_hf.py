@@ -21,7 +21,7 @@ from ringattn.adapters.transformers_mask import mask_spec
 from ringattn.core.layout import make_layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
-from ringattn.runtime.activation import Activation, activate
+from ringattn.runtime.activation import Activation, entered
 from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence, check_documents
 
@@ -125,5 +125,5 @@ def _forward(
             "no documents are known: call update_ring_flash_attn_params(cu_seqlens, process_group) before the model, "
             "in the same thread, or use_ring_attn(False) for local attention"
         )
-    with activate(told.seq, dropout_seed=told.dropout_seed):
+    with entered(told, outside_regions=True):  # recomputation does not come here again
         return adapter.attention_forward(*given, **kwargs)

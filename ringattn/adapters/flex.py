@@ -88,7 +88,7 @@ def flex_attention(
         with ring.activate(seq):
             out = flex_attention(seq.shard(q, 2), seq.shard(k, 2), seq.shard(v, 2), block_mask=mask)
     """
-    seq = sequence_of(query, -2)
+    seq = sequence_of()
     if seq is None:
         return host.flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,

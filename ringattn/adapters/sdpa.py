@@ -62,7 +62,7 @@ def ring_sdpa(
     (q, k, v), whole = local_heads((query, key, value), 1)
     seq = None
     if not torch.compiler.is_compiling():
-        seq = sequence_of(q, -2)
+        seq = sequence_of()
         if seq is None:
             return whole(F.scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn import attention as calls
 from ringattn.adapters.attend import as_autocast, lone_sequence
-from ringattn.adapters.context import COMPILED, sequence_of
+from ringattn.adapters.context import sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
 from ringattn.core.mask import make_mask
 from ringattn.engine.softmax_state import accumulator_dtype
@@ -123,7 +123,7 @@ def ring_attention(
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if not torch.compiler.is_compiling():
         if seq is None:
-            seq = sequence_of(q, 1) or lone_sequence(q.shape[1])
+            seq = sequence_of() or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
             _check_options(scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
                            dropout_seed=dropout_seed, schedule=schedule)  # fmt: skip
@@ -189,7 +189,7 @@ def attention(
     Raises what `Ring.attention` raises.
     """
     if handle == ACTIVE:
-        seq = sequence_of(q, 1, COMPILED) or lone_sequence(q.shape[1])
+        seq = sequence_of() or lone_sequence(q.shape[1])
     else:
         seq = sequence_with(handle)
     ring = seq.ring

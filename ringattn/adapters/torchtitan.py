@@ -148,7 +148,7 @@ class RingAttention(Module):
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         if attention_masks is None:
             _check_named(q_BLNH, self._cp_ranks)
-            rows: Rows = (sequence_of(q, 1, self) or lone_sequence(q.shape[1]),) * len(q)
+            rows: Rows = (sequence_of() or lone_sequence(q.shape[1]),) * len(q)
         else:
             rows = _checked(attention_masks, len(q))
         left, right = self.window_size

@@ -170,7 +170,7 @@ def attention_forward(
     if active is not None and isinstance(attention_mask, MaskSpec):
         with refused_by_all(active.ring):
             attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
-    seq = sequence_of(query, 2, module)
+    seq = sequence_of()
     if seq is None:
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     with refused_by_all(seq.ring):

@@ -1,6 +1,9 @@
-"""Which sequence a model's tokens lie over just now, for code that is called through someone else's signature.
+"""The active sequence, for code whose signature cannot carry it (for example Hugging Face attention functions).
 
-Kept in a context variable: it nests, and threads and tasks do not see each other's.
+It is kept in a context variable: activations nest, and threads and tasks do not see each other's. The innermost
+`Ring.activate` wins. A checkpointed region that backward recomputes is a second run of its code, often outside of the
+`with` and on a GPU in another thread. There the innermost activation entered inside the region wins; if there is none,
+the region has the activation that was around it in forward, which is stored on the region (`runtime.regions`).
 Guarantees: under the sequence of several ranks, attention that a model would compute of this rank's tokens alone is
 refused: an operator that attends where it is called, and at the end a model of which no attention went over a ring.
 """
@@ -20,36 +23,88 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.runtime.regions import Regions, enclosing_regions
 from ringattn.sequence import Sequence
 
 
 class Activation(NamedTuple):
-    """What one `Ring.activate` asked for: over which sequence, None for local attention, and a seed of dropout."""
+    """The arguments of one `Ring.activate`.
+
+    Attributes:
+        seq: The sequence, None for local attention.
+        dropout_seed: The seed from which attention with dropout draws.
+    """
 
     seq: Sequence | None
     dropout_seed: int | None = None
 
 
-_active: ContextVar[Activation | None] = ContextVar("ringattn_activation", default=None)
+class _Entered(NamedTuple):
+    """An activation and the regions around the `with` that entered it."""
+
+    activation: Activation
+    regions: Regions
+
+
+_active: ContextVar[_Entered | None] = ContextVar("ringattn_activation", default=None)
+_NOTES = "_ringattn_activations"
+"""The attribute of a region that holds the activations around it in forward; None stands for no activation."""
+_OUTSIDE = Regions()
 
 
 @contextmanager
 def activate(seq: Sequence | None, *, dropout_seed: int | None = None, throughout: bool = False) -> Iterator[None]:
     """See `Ring.activate`. `throughout`: watch every operator, whatever has attended over a ring before."""
-    token = _active.set(Activation(seq, dropout_seed))
-    try:
+    with entered(Activation(seq, dropout_seed)):
         if seq is None or seq.ring.world_size == 1:
             yield
         else:
             with _watched(seq, throughout):
                 yield
+
+
+@contextmanager
+def entered(activation: Activation, *, outside_regions: bool = False) -> Iterator[None]:
+    """Make `activation` the innermost one, without observing operators.
+
+    `outside_regions`: It counts as entered outside of every checkpointed region, so that regions around this `with`
+    store it. For activations whose `with` recomputation does not enter again.
+    """
+    token = _active.set(_Entered(activation, _OUTSIDE if outside_regions else enclosing_regions()))
+    try:
+        yield
     finally:
         _active.reset(token)
 
 
 def activation() -> Activation | None:
-    """What the innermost `activate` asked for, or None outside of all."""
-    return _active.get()
+    """Return the innermost activation, or None if nothing is active. In recomputation it is that of the forward run.
+
+    Raises `InputError` in backward if the region is not found that is recomputed, or nothing was stored on it.
+    """
+    innermost, regions = _active.get(), enclosing_regions()
+    if regions.is_recomputation and (innermost is None or not innermost.regions.shares_recomputation(regions)):
+        active, new = _noted_on(regions.recomputed), regions.entered
+    else:
+        active = None if innermost is None else innermost.activation
+        around = () if innermost is None else innermost.regions.entered
+        new = tuple(region for region in regions.entered if all(region is not outer for outer in around))
+    for region in new:
+        vars(region).setdefault(_NOTES, set()).add(active)
+    return active
+
+
+def _noted_on(region: Any) -> Activation | None:
+    notes: set[Activation | None] = set() if region is None else vars(region).get(_NOTES, set())
+    if len(notes) == 1:
+        return next(iter(notes))
+    if notes:
+        problem = f"in forward {len(notes)} sequences were active in turn around the checkpointed region it recomputes"
+    else:
+        problem = "the checkpointed region it recomputes is not known"
+    raise InputError(
+        f"backward computes attention, and {problem}: enter `with ring.activate(seq):` inside the checkpointed function"
+    )
 
 
 def active_sequence() -> Sequence | None:
@@ -58,7 +113,7 @@ def active_sequence() -> Sequence | None:
     Returns:
         That of the innermost `Ring.activate`, or None.
     """
-    active = _active.get()
+    active = activation()
     return None if active is None else active.seq
 
 
@@ -124,7 +179,9 @@ class _Watch(TorchDispatchMode):
 
     def _is_meant(self) -> bool:
         """Whether this sequence is the active one; not in backward, which computes again what was looked at before."""
-        return active_sequence() is self.seq and torch._C._current_graph_task_id() == -1
+        innermost = _active.get()
+        is_active = innermost is not None and innermost.activation.seq is self.seq
+        return is_active and torch._C._current_graph_task_id() == -1
 
     def _refuse_local(self, name: str) -> None:
         if self._is_meant():

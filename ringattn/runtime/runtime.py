@@ -22,7 +22,7 @@ from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.exchange import Exchange
-from ringattn.runtime.activation import activate
+from ringattn.runtime.activation import Activation, entered
 from ringattn.runtime.executor import Arithmetic, Counters, Executor
 from ringattn.runtime.pass_profiler import profiler_of
 from ringattn.runtime.pool import Pool
@@ -330,7 +330,8 @@ class Runtime(RankGroup):
             OutOfMemoryError: Memory ran out inside.
         """
         try:
-            with executor.accounted(self.pool), activate(None):  # the engine's kernels attend to blocks, as they should
+            # Operators that the engine calls attend to blocks, which is not the local attention that is refused.
+            with executor.accounted(self.pool), entered(Activation(None), outside_regions=True):
                 yield
         except OutOfMemoryError as error:
             self.end(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x * self.weight)[:, :, None]
-        seq = sequence_of(h, 1, self)
+        seq = sequence_of()
         self.seen.append(seq)
         return attend(seq, h, h, h, causal=True).flatten(2).sin()
 
@@ -70,21 +71,20 @@ def checkpointed(kind: str) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
-    x = torch.zeros(1, 5, 2, 4)
-    assert sequence_of(x, 1) is None
+    assert sequence_of() is None
     with Ring() as alone:
-        assert sequence_of(x, 1) is None
+        assert sequence_of() is None
         with alone.activate(alone.sequence(5)) as _:
-            assert sequence_of(x, 1) is ringattn.active_sequence() is not None
+            assert sequence_of() is ringattn.active_sequence() is not None
 
     def body(ring: Ring) -> Sequence | None:
         with pytest.raises(InputError, match=r"no sequence is active.*ring\.activate\(seq\)"):
-            sequence_of(x, 1)
+            sequence_of()
         with ring.activate(None):
-            return sequence_of(x, 1)
+            return sequence_of()
 
     assert run_ranks(2, body) == [None, None]
-    assert sequence_of(x, 1) is None  # those rings are closed
+    assert sequence_of() is None  # those rings are closed
 
 
 def test_a_wrong_shard_of_one_rank_is_refused_on_all_at_once() -> None:
@@ -93,7 +93,7 @@ def test_a_wrong_shard_of_one_rank_is_refused_on_all_at_once() -> None:
     def body(ring: Ring) -> str:
         x = torch.zeros(1, 7, 1, 8)
         with ring.activate(ring.sequence(13)), pytest.raises(InputError) as raised:
-            attend(sequence_of(x, 1), x, x, x)
+            attend(sequence_of(), x, x, x)
         return str(raised.value)
 
     for told in run_ranks(2, body, timeout_s=20.0):
@@ -151,85 +151,72 @@ def test_recomputation_finds_its_sequence_outside_of_the_with(kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
 def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
-    """With sequences that both fit: right where it is told, refused where it would be a guess."""
-
     def body(ring: Ring) -> Tensor:
         module = Attending()
-        one, two = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag"), ring.sequence(16, layout="zigzag")
         losses = []
-        for seed, seq in enumerate((one, two)):
+        for seed, documents in enumerate((DOCUMENTS, None)):
+            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
             with ring.activate(seq):
                 losses.append(checkpointed(kind)(module, seq.shard(tokens(seed)).requires_grad_()).sum())
         for loss in losses:
             loss.backward()
         return summed(ring, module)
 
-    if kind != "told":
-        with pytest.raises(InputError, match=r"2 sequences are known to fit it.*context_fn="):
-            run_ranks(2, body)
-        return
     for grad in run_ranks(2, body):
         torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS) + reference(tokens(1)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
-def test_a_guess_on_one_rank_is_refused_on_all_at_once(kind: str) -> None:
-    """13 and 14 tokens: rank 0 has 7 of either, rank 1 has 6 and 7 and could go on."""
-
-    def body(ring: Ring) -> str:
-        module, kept, loss = Attending(), [], torch.zeros((), dtype=torch.float64)
-        for length in (13, 14):
-            seq = ring.sequence(length, layout="zigzag")
-            kept.append(seq)
-            with ring.activate(seq):
-                loss = loss + checkpointed(kind)(module, seq.shard(tokens()[:, :length]).requires_grad_()).sum()
-        assert [seq.counts for seq in kept] == [(7, 6), (7, 7)]
-        with pytest.raises(InputError) as raised:
-            loss.backward()
-        ring.barrier()  # which lives on
-        return str(raised.value)
-
-    first, second = run_ranks(2, body, timeout_s=20.0)
-    assert first.startswith("backward computes a region of 7 local tokens again and 2 sequences are known to fit it")
-    assert second == f"rank 0 refused the call, so all ranks do: {first}"
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
-def test_the_graph_keeps_a_sequence_that_nobody_else_does(kind: str) -> None:
-    """But for a reentrant checkpoint, whose first run makes none; then it is said."""
+def test_two_lengths_with_equal_token_counts_on_one_rank_only(kind: str) -> None:
+    """13 and 14 tokens: rank 0 has 7 of both, rank 1 has 6 and 7."""
 
     def body(ring: Ring) -> Tensor:
-        module, x = Attending(), ring.sequence(16, layout="zigzag").shard(tokens()).requires_grad_()
-        with ring.activate(ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")):
-            loss = checkpointed(kind)(module, x).sum()
-        module.seen.clear()
-        gc.collect()
+        module, loss = Attending(), torch.zeros((), dtype=torch.float64)
+        for length in (13, 14):
+            seq = ring.sequence(length, layout="zigzag")
+            assert seq.counts == (7, length - 7)
+            with ring.activate(seq):
+                loss = loss + checkpointed(kind)(module, seq.shard(tokens()[:, :length]).requires_grad_()).sum()
         loss.backward()
         return summed(ring, module)
 
-    if kind == "reentrant":
-        with pytest.raises(
-            InputError, match="the sequence that fits it is gone; keep sequences until their backward pass"
-        ):
-            run_ranks(2, body)
-        return
+    expected = reference(tokens()[:, :13]) + reference(tokens()[:, :14])
+    for grad in run_ranks(2, body, timeout_s=20.0):
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
+def test_the_graph_keeps_the_sequence_of_a_region_and_frees_it(kind: str) -> None:
+    def body(ring: Ring) -> Tensor:
+        module, x = Attending(), ring.sequence(16, layout="zigzag").shard(tokens()).requires_grad_()
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        freed = weakref.ref(seq)
+        with ring.activate(seq):
+            loss = checkpointed(kind)(module, x).sum()
+        module.seen.clear()
+        del seq
+        gc.collect()
+        loss.backward()
+        module.seen.clear()
+        del loss
+        gc.collect()
+        assert freed() is None
+        return summed(ring, module)
+
     for grad in run_ranks(2, body):
         torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_sequence_that_is_gone_is_no_reason_to_take_another(frozen: bool) -> None:
-    """Two forward passes, one variable: the first sequence is gone when its backward pass comes.
-
-    By a reentrant checkpoint, and by one whose queries need no gradient: neither has a graph that tells it apart.
-    """
+def test_the_sequence_of_the_first_of_two_passes_is_not_that_of_the_last(frozen: bool) -> None:
+    """One variable holds both sequences in turn; with `frozen`, the queries need no gradient."""
 
     class Frozen(Attending):
         def forward(self, x: Tensor) -> Tensor:
             h = x[:, :, None].detach()
-            return attend(sequence_of(h, 1, self), h, h, h * self.weight, causal=True).flatten(2).sin()
+            return attend(sequence_of(), h, h, h * self.weight, causal=True).flatten(2).sin()
 
-    def body(ring: Ring) -> None:
+    def body(ring: Ring) -> Tensor:
         module, losses = (Frozen() if frozen else Attending()), []
         for documents in (DOCUMENTS, [0, 8, 16]):
             seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
@@ -239,14 +226,23 @@ def test_a_sequence_that_is_gone_is_no_reason_to_take_another(frozen: bool) -> N
             module.seen.clear()
         gc.collect()
         losses[0].backward()
+        return summed(ring, module)
 
-    with pytest.raises(InputError, match="2 sequences are known to fit it"):
-        run_ranks(2, body)
+    module = Attending()
+    if frozen:
+        h = tokens()[:, :, None]
+        values = h * module.weight
+        dense_attention(h, h, values, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin().sum().backward()
+        expected = module.weight.grad
+    else:
+        expected = reference(tokens(), DOCUMENTS)
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_that_share_a_function_do_not_stand_in_each_others_way() -> None:
     def attends(x: Tensor) -> Tensor:
-        return attend(sequence_of(x, 1), x, x, x, causal=True).sin()
+        return attend(sequence_of(), x, x, x, causal=True).sin()
 
     def body(ring: Ring) -> Tensor:
         seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
@@ -266,7 +262,7 @@ def test_ranks_that_share_a_function_do_not_stand_in_each_others_way() -> None:
 
 def test_local_calls_of_threads_that_ended_are_not_those_of_threads_with_their_numbers() -> None:
     def attends(x: Tensor) -> Tensor:
-        return attend(sequence_of(x, 1), x, x, x, causal=True).sin()
+        return attend(sequence_of(), x, x, x, causal=True).sin()
 
     def body(ring: Ring) -> tuple[int, Tensor]:
         seq = ring.sequence(16, layout="zigzag")
@@ -292,19 +288,9 @@ def test_local_calls_of_threads_that_ended_are_not_those_of_threads_with_their_n
     pytest.skip("no thread had the number of one that had ended")
 
 
-def test_notes_without_a_graph_do_not_pile_up() -> None:
-    from ringattn.adapters.context import _notes
-
-    with Ring() as ring, torch.no_grad():
-        module = Attending()
-        for first in range(1, 15):
-            with ring.activate(ring.sequence(16, cu_seqlens=[0, first, 16])):
-                module(tokens())
-        assert len(_notes[module]) == 2
-
-
-def test_steps_with_other_documents_follow_each_other() -> None:
-    """Sequences of earlier steps and of evaluations that the caller keeps do not stand in the way."""
+@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
+def test_steps_with_other_documents_and_evaluations_between_them(kind: str) -> None:
+    """The caller keeps the sequences of earlier steps, and evaluates through the same checkpoint."""
 
     def body(ring: Ring) -> Tensor:
         module, kept = Attending(), []
@@ -313,9 +299,9 @@ def test_steps_with_other_documents_follow_each_other() -> None:
             kept.append(seq)
             module.zero_grad()
             with ring.activate(seq):
-                loss = checkpointed("other")(module, seq.shard(tokens(step)).requires_grad_()).sum()
+                loss = checkpointed(kind)(module, seq.shard(tokens(step)).requires_grad_()).sum()
             with torch.no_grad(), ring.activate(kept[0]):
-                module(kept[0].shard(tokens()))
+                checkpointed(kind)(module, kept[0].shard(tokens()))
             loss.backward()
         return summed(ring, module)
 
@@ -335,23 +321,6 @@ def test_local_attention_is_found_again_too() -> None:
     for grad, seen in run_ranks(2, body):
         assert seen == [None, None]
         torch.testing.assert_close(grad, reference(tokens()), rtol=1e-12, atol=1e-12)
-
-
-def test_notes_end_with_the_graph_and_the_module() -> None:
-    from ringattn.adapters.context import _notes
-
-    with Ring() as ring:
-        module, seq = Attending(), ring.sequence(16)
-        for _ in range(20):
-            with ring.activate(seq):
-                module(tokens().requires_grad_()).sum().backward()
-        assert len(_notes[module]) == 1
-        gc.collect()  # other tests' modules
-        before = len(_notes)
-        module.seen.clear()
-        del module
-        gc.collect()
-        assert len(_notes) == before - 1
 
 
 # --- sequences -------------------------------------------------------------------------------------------------------

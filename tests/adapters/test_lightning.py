@@ -61,7 +61,7 @@ class Net(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, DIM // 2)).unbind(2)
-        return x + attend(sequence_of(q, 1, self), q, k, v, causal=True).flatten(2)
+        return x + attend(sequence_of(), q, k, v, causal=True).flatten(2)
 
 
 class Model(RingMixin, LightningModule):

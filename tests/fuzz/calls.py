@@ -7,7 +7,7 @@ one backward is a result too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ def on_rank(ring: ringattn.Ring, case: Case) -> list[Found]:
     rows = [_Call(ring, case, index) for index in range(len(case["calls"]))]
     for index, one in enumerate(rows):
         one.attend(rows[: index + 1])
-    for losses in _backwards(ring, case, rows):
-        losses()
+    active = case.get("active_in_backward")
+    with nullcontext() if active is None else ring.activate(rows[active].seq):
+        for backward in _backwards(ring, case, rows):
+            backward()
     return [one.found() for one in rows]
 
 
@@ -144,13 +146,13 @@ class _Call:
         self.sinks = None if values.sinks is None else values.sinks.clone().requires_grad_("s" in call["grads"])
 
     def _result(self) -> tuple[Tensor, Tensor | None]:
-        call, mode = self.call, self.call["mode"]
-        tensors = (*self.views, self.sinks)
-        if mode == "reentrant" and any(x is not None and x.requires_grad for x in tensors):
-            return checkpoint(self._asked, *tensors, use_reentrant=True)
-        if mode in ("checkpoint", "reentrant") and call["via"] != "sdpa":
-            return checkpoint(self._asked, *tensors, use_reentrant=False)
-        return self._asked(*tensors)
+        mode, tensors = self.call["mode"], (*self.views, self.sinks)
+        with self.ring.activate(self.seq) if self.call.get("active") == "around" else nullcontext():
+            if mode == "reentrant" and any(x is not None and x.requires_grad for x in tensors):
+                return checkpoint(self._asked, *tensors, use_reentrant=True)
+            if mode in ("checkpoint", "reentrant"):
+                return checkpoint(self._asked, *tensors, use_reentrant=False)
+            return self._asked(*tensors)
 
     def _asked(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The call itself, by the entry that was drawn."""
@@ -160,7 +162,7 @@ class _Call:
         if self.change.get("causal") == "a tensor":
             options["causal"] = torch.ones(2, dtype=torch.bool)
         if call["via"] == "sdpa":
-            with ring.activate(self.seq):
+            with ring.activate(self.seq) if call.get("active") != "around" else nullcontext():
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))
                 out = ring_sdpa(*heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True)
             return out, None

@@ -21,7 +21,17 @@ from tests.fuzz.choices import (
     numbers,
     sequence,
 )
-from tests.fuzz.draw_calls import branches, call, draw_alibi, draw_dropout, draw_mask, draw_memory, next_call, odd
+from tests.fuzz.draw_calls import (
+    branches,
+    call,
+    draw_activation,
+    draw_alibi,
+    draw_dropout,
+    draw_mask,
+    draw_memory,
+    next_call,
+    odd,
+)
 
 KINDS = {
     "attention": 30,
@@ -78,6 +88,8 @@ def draw(seed: int) -> Case:
             draw_memory(Random(f"memory {seed}"), call)
             if case["kind"] != "nan":
                 draw_dropout(Random(f"dropout {seed}"), call)
+    if case["kind"] in ("attention", "dilated", "processes"):
+        draw_activation(Random(f"activation {seed}"), case)
     return case
 
 

@@ -197,3 +197,14 @@ def odd(r: Random, case: Case, call: Case) -> Case:
     if call["op"] == "attention" and not options.get("window"):
         changes += [{"causal": not options["causal"]}] * 2
     return {"rank": rank, "change": r.choice(changes)}
+
+
+def draw_activation(r: Random, case: Case) -> None:
+    """Activate the sequence around SDPA's checkpointed region or inside it, and any sequence around backward."""
+    for call in case["calls"]:
+        if call["via"] == "sdpa":
+            call["active"] = r.choice(["around", "inside"])
+            if maybe(r, 0.5):
+                call["mode"] = r.choice(["checkpoint", "reentrant"])
+    if maybe(r, 0.3):
+        case["active_in_backward"] = r.randrange(len(case["calls"]))

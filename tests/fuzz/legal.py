@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from operator import eq
 
-from tests.fuzz.calls import owned
 from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
 
@@ -53,22 +51,3 @@ def asks_for_another(case: Case) -> bool:
     change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
     same = change in ({"causal": True}, {"causal": False}) and window is not None and window[1] == 0
     return change is not None and not same and case["ranks"] > 1
-
-
-def regions_may_be_mixed_up(case: Case) -> bool:
-    """Whether a reentrant region attends by an adapter, and calls of it without a graph had other sequences.
-
-    What tells two sequences apart in backward is how many tokens a rank has of them.
-    """
-    without_graph = [call for call in case["calls"] if call["via"] == "sdpa" and call["mode"] != "train"]
-    if all(call["mode"] != "reentrant" for call in without_graph):
-        return False
-    if "seq" in case.get("odd", {}).get("change", {}):
-        return True  # one rank calls with another sequence and the tensors of this one
-    seqs = [call["seq"] for call in without_graph]
-    counts = [[len(rows) for rows in owned(seq, case["ranks"])] for seq in seqs]
-    return any(
-        here != there and any(map(eq, counts[n], counts[m]))
-        for n, here in enumerate(seqs)
-        for m, there in enumerate(seqs[:n])
-    )

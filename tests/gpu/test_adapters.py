@@ -35,7 +35,7 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.threads.append(threading.get_ident())
         h = (x * self.weight)[:, :, None]
-        return attend(sequence_of(h, 1, self), h, h, h, causal=True).flatten(2).sin()
+        return attend(sequence_of(), h, h, h, causal=True).flatten(2).sin()
 
 
 def tokens() -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringattn import InputError, Ring
+from ringattn.adapters.attend import attend
+from ringattn.adapters.context import sequence_of
 from ringattn.testing import dense_attention, run_ranks
 from tests.adapters.test_context import DOCUMENTS, Attending, tokens
 
@@ -58,8 +60,8 @@ def test_selective_checkpointing_computes_attention_again(policy: Callable[..., 
             torch.testing.assert_close(grad, truly, rtol=1e-12, atol=1e-12)
 
 
-def test_a_guess_inside_selective_checkpointing_is_refused_in_our_words() -> None:
-    """The ranks tell each other by tensors, as over gloo, which the region has not seen in its forward pass."""
+def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
+    """Ranks exchange the refusal in tensors, as over gloo, whose operators the region has not called in forward."""
 
     def body(ring: Ring) -> None:
         agree = ring.transport.all_gather_bytes
@@ -68,16 +70,19 @@ def test_a_guess_inside_selective_checkpointing_is_refused_in_our_words() -> Non
             torch.zeros(4, dtype=torch.uint8).bitwise_not()
             return agree(payload)
 
-        module, losses, kept = Attending(), [], []
-        for documents in (DOCUMENTS, None):
-            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
-            kept.append(seq)
-            contexts = partial(create_selective_checkpoint_contexts, saves_products)
-            with ring.activate(seq):
-                x = seq.shard(tokens()).requires_grad_()
-                losses.append(checkpoint(module, x, use_reentrant=False, context_fn=contexts).sum())
+        module, options = Attending(), {"causal": True}
+
+        def region(x: Tensor) -> Tensor:
+            h = (x * module.weight)[:, :, None]
+            return attend(sequence_of(), h, h, h, **options).flatten(2).sin()
+
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        contexts = partial(create_selective_checkpoint_contexts, saves_products)
+        with ring.activate(seq):
+            loss = checkpoint(region, seq.shard(tokens()).requires_grad_(), use_reentrant=False, context_fn=contexts)
         ring.transport.all_gather_bytes = by_tensors  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=r"2 sequences are known to fit it.*context_fn="):
-            losses[0].backward()
+        options["window"] = (-3, 0)
+        with pytest.raises(InputError, match=r"window"):
+            loss.sum().backward()
 
     run_ranks(2, body, timeout_s=20.0)
