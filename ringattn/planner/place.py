@@ -78,10 +78,6 @@ class _Projection:
         self.problem, self.schedule, self.rank = problem, schedule, rank
         # Steps without a part of this rank are left out. Lifetimes count what is left; labels keep the number.
         self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
-        # A rank without tiles may still forward sums, so its copies tell as well.
-        self.backward = any(isinstance(item, AttendGrad) for _, step in self.steps for item in step.work) or any(
-            copy.block.kind is Kind.DKV for _, step in self.steps for copy in step.copies
-        )
         self.buffers: list[Buffer] = []
         # The buffer with a block's rows at this point of the walk; a later one takes the place of an earlier.
         self.held: dict[Block, int] = {}
@@ -111,14 +107,14 @@ class _Projection:
         # Their order is that of the bytes which the forward pass hands on.
         kept = [self.held[block] for _, block, _ in self.schedule.kept]
         steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
-        if not self.backward:
+        if not self.schedule.backward:
             # Read once more when the pass ends, to be copied out.
             kept = [self._use(self.held[block], len(steps) - 1) for block in keeps]
         # Offsets come last: only now is the end of every life known.
         buffers, arena_bytes = lay_out(self.problem, self.buffers)
         name = self.schedule.name
-        plan = Plan(self.problem, name, self.rank, self.backward, steps, buffers, arena_bytes, tuple(kept))
-        return with_visits(plan) if self.backward else plan
+        plan = Plan(self.problem, name, self.rank, self.schedule.backward, steps, buffers, arena_bytes, tuple(kept))
+        return with_visits(plan) if self.schedule.backward else plan
 
     def _step(self, now: int, index: int, step: Step) -> PlanStep:
         draft = _Draft(now)
@@ -170,10 +166,10 @@ class _Projection:
             used[kind] = self._use(self.fused_index[buffer.label], now)
             for part in self.parts[used[kind]]:
                 self._use(part, now)
-        if self.backward:
+        if self.schedule.backward:
             draft.zeros.append(self._zeroed(used[Kind.DKV]))
         result, seed, dkv = (
-            used.get(kind, LOCAL) for kind in (Kind.DQ if self.backward else Kind.OUT, Kind.GRAD_OUT, Kind.DKV)
+            used.get(kind, LOCAL) for kind in (Kind.DQ if self.schedule.backward else Kind.OUT, Kind.GRAD_OUT, Kind.DKV)
         )
         tiles = received.tiles(self.problem.group)
         draft.work += [AttendReceivedOp(tiles, used[Kind.Q], used[Kind.KV], result, seed, dkv), *apart]

@@ -75,7 +75,7 @@ def exchange(
         if block.owner != rank:
             copies[BACK].append(Copy(block, rank, block.owner, content))
         work[MERGE].append(Merge(block.owner, own_sum(block), block))
-    return Schedule(problem, name, tuple(map(ordered_step, copies, work)), kept)
+    return Schedule(problem, name, backward, tuple(map(ordered_step, copies, work)), kept)
 
 
 Rows = dict[tuple[int, Block], Content]

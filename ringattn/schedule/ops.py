@@ -8,7 +8,7 @@ next step on. A fifth operation needs a decision record.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -128,13 +128,15 @@ def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, StridedRange
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all ranks do, step by step. Steps may be empty: their numbers carry meaning across passes.
+    """What all ranks do in one pass, step by step. Steps may be empty: their numbers carry meaning across passes.
 
+    `backward`: the direction of the pass, the same on all ranks. The work and copies of a single rank may not show it.
     `kept`: (rank, block, rows) of others' inputs that ranks hold when the pass begins, because the forward kept them.
     """
 
     problem: Problem
     name: str
+    backward: bool
     steps: tuple[Step, ...]
     kept: tuple[tuple[int, Block, Content], ...] = ()
 
@@ -147,7 +149,7 @@ class Schedule:
             )
             for step in self.steps
         )
-        return Schedule(self.problem, self.name, steps, tuple(one for one in self.kept if one[0] == rank))
+        return replace(self, steps=steps, kept=tuple(one for one in self.kept if one[0] == rank))
 
     def arrivals(self) -> tuple[tuple[int, Block, Content], ...]:
         """The others' inputs that come in this pass, as a later one may have them in `kept`."""

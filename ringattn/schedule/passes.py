@@ -178,7 +178,7 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
         # `at` is the forward step of which the main step runs beside the delivery; one past the last is the opening
         # step.
         copies[main_step(at, last) if at <= last else 0].append(copy)
-    return Schedule(schedule.problem, schedule.name, tuple(map(ordered_step, copies, work)))
+    return Schedule(schedule.problem, schedule.name, True, tuple(map(ordered_step, copies, work)))
 
 
 def own_sum(part: Block) -> Block:

@@ -83,7 +83,7 @@ def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool
                     copies[step + 1].append(Copy(block, made.rank, block.owner, rows))
                 merges[step + (1 if is_own else 2)].append(Merge(block.owner, own_sum(block), block))
     steps = range(steps_of(place, ranks))
-    found = Schedule(problem, name, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
+    found = Schedule(problem, name, backward, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
     # What the other rank of a pair does with it is not this rank's.
     return found.restricted_to(rank)
 

@@ -47,7 +47,7 @@ def forward(problem: Problem, name: str) -> Schedule:
             # The copy to the member at distance t + 1 travels beside the work of step t and is read in step t + 1.
             for step, (src, dst) in enumerate(pairwise(chain)):
                 copies[step].append(Copy(block, src, dst, content))
-    return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
+    return Schedule(problem, name, False, tuple(map(ordered_step, copies, work)))
 
 
 def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -81,7 +82,7 @@ def forward_part(trees: Trees, name: str, rank: int) -> Schedule:
         if content := trees.content(owner, reader):
             # The copy runs beside the work of the step before the one that reads it.
             copies[_step(trees, owner, reader) - 1].append(Copy(Block(Kind.KV, owner), source, reader, content))
-    return trees.paced(Schedule(trees.problem, name, tuple(map(ordered_step, copies, work))), False)
+    return trees.paced(Schedule(trees.problem, name, False, tuple(map(ordered_step, copies, work))), False)
 
 
 def deliveries_of_part(trees: Trees, rank: int, keeps_last: bool) -> Iterator[Delivery]:
@@ -125,4 +126,4 @@ def together(parts: Iterable[Schedule]) -> Schedule:
             work[at] += step.work
     steps = tuple(ordered_step(copies[at], work[at]) for at in range(len(parts[0].steps)))
     kept = tuple(sorted(one for part in parts for one in part.kept))
-    return Schedule(parts[0].problem, parts[0].name, steps, kept)
+    return replace(parts[0], steps=steps, kept=kept)

@@ -67,7 +67,7 @@ def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
         rows = groups.read(owner, range(turn, groups.turns), groups.at[reader][1])
         if rank in (source, reader) and rows:
             copies[turn].append(Copy(Block(Kind.KV, owner, ring=RING), source, reader, rows))
-    return Schedule(problem, name, tuple(map(ordered_step, copies, work)))
+    return Schedule(problem, name, False, tuple(map(ordered_step, copies, work)))
 
 
 def backward_part(groups: Groups, part: Schedule, rank: int) -> Schedule:

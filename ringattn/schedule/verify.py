@@ -1,4 +1,4 @@
-"""Proof that a schedule computes its problem: coverage, presence, payload.
+"""Proof that a schedule computes its problem: direction, coverage, presence, payload.
 
 `verify` replays a global schedule on sets and raises `PlanError`, with the marked grid, at the first violation. It
 trusts only the tiles of the mask (`sweep`), not the code that made the schedule.
@@ -14,7 +14,7 @@ from typing import NoReturn
 from ringattn.core.geometry import StridedRange, Tile
 from ringattn.errors import PlanError
 from ringattn.schedule.content import NOTHING, Content, common, contains, union
-from ringattn.schedule.ops import INPUTS, Block, Copy, HeadTiles, Kind, Merge, Schedule, work_of
+from ringattn.schedule.ops import INPUTS, Attend, AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, work_of
 from ringattn.schedule.passes import RankBlock, inputs_of, is_on_received, prune, result_of
 from ringattn.schedule.text import grid
 
@@ -24,18 +24,29 @@ Fail = Callable[[int, int, str], NoReturn]
 def verify(schedule: Schedule) -> None:
     """Raise `PlanError` unless the schedule, forward or backward, is complete and wastes nothing.
 
-    Coverage: every tile of the mask is worked on exactly once. Presence: whatever is read or sent is held. Payload: no
-    row travels that nobody reads. Sums: what is computed elsewhere reaches its owner exactly once, after all that adds
-    to it.
+    Direction: all work belongs to the pass that the schedule names. Coverage: every tile of the mask is worked on
+    exactly once. Presence: whatever is read or sent is held. Payload: no row travels that nobody reads. Sums: what is
+    computed elsewhere reaches its owner exactly once, after all that adds to it.
     """
 
     def fail(step: int, rank: int, why: str) -> NoReturn:
         raise PlanError(f"{schedule.name}: step {step}, rank {rank}: {why}\n{grid(schedule, mark=(step, rank))}")
 
+    _check_direction(schedule, fail)
     _check_coverage(schedule, fail)
     _check_presence(schedule, fail)
     _check_payload(schedule, fail)
     _check_sums(schedule, fail)
+
+
+def _check_direction(schedule: Schedule, fail: Fail) -> None:
+    kind, name = (AttendGrad, "backward") if schedule.backward else (Attend, "forward")
+    for index, step in enumerate(schedule.steps):
+        for item in step.work:
+            if not isinstance(item, (Merge, kind)):
+                fail(
+                    index, item.rank, f"works on {item.kv} as {type(item).__name__}, which a {name} pass does not have"
+                )
 
 
 def _check_coverage(schedule: Schedule, fail: Fail) -> None:

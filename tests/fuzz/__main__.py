@@ -4,7 +4,7 @@ seed=N       one case, printed, and whether it holds
 seconds=60   how long to run (an hour's night: seconds=3600)
 cases=N      stop after so many
 start=SEED   the first seed; else a fresh one
-kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, triton (only when named)
+kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, idle, triton (only when named)
 jobs=1       processes that run cases
 failures=1   stop after so many
 """
@@ -20,7 +20,7 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.fuzz import session
-from tests.fuzz.draw import KINDS, USUAL, draw, kind_of
+from tests.fuzz.draw import IDLE, KINDS, USUAL, draw, kind_of
 
 OPTIONS = ("seed", "seconds", "cases", "start", "kinds", "jobs", "failures")
 
@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> int:
     if "seed" in given:
         return _one(int(given["seed"]))
     kinds = given["kinds"].split(",") if "kinds" in given else list(USUAL)
-    if unknown := set(kinds) - set(KINDS):
-        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    if unknown := set(kinds) - {*KINDS, IDLE}:
+        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join([*KINDS, IDLE])}")
         return 2
     cases = int(given["cases"]) if "cases" in given else None
     seconds = float(given["seconds"]) if "seconds" in given else 60.0 if cases is None else 1e9

@@ -32,6 +32,7 @@ from tests.fuzz.draw_calls import (
     next_call,
     odd,
 )
+from tests.fuzz.draw_idle import draw_idle
 
 KINDS = {
     "attention": 30,
@@ -45,23 +46,29 @@ KINDS = {
     "triton": 2,
 }
 """How often each kind is drawn, in a hundred."""
-USUAL = tuple(kind for kind in KINDS if kind != "triton")
+IDLE, IDLE_SHARE = "idle", 0.05
+"""Ranks without keys, queries or heads. Drawn before the others, and not by old seeds."""
+USUAL = (*(kind for kind in KINDS if kind != "triton"), IDLE)
 """Kinds of a run that names none: all but the one that needs Triton's interpreter."""
-
-
-def kind_of(seed: int) -> str:
-    """The kind of this seed's case."""
-    return Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
 
 
 OLD_SEEDS = 1000
 """Seeds below draw as they did before there were `NEW_SCHEDULES`: many are kept as cases that once failed."""
 
 
+def kind_of(seed: int) -> str:
+    """The kind of this seed's case."""
+    if seed >= OLD_SEEDS and maybe(Random(f"idle {seed}"), IDLE_SHARE):
+        return IDLE
+    return Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
+
+
 def draw(seed: int) -> Case:
     """The case of this seed; some of its schedules by name are the newer ones, and so are some masks and layouts."""
     if seed < OLD_SEEDS:
         return _case(seed)
+    if kind_of(seed) == IDLE:
+        return draw_idle(seed)
     case, r, grids = _case(seed), Random(f"rings {seed}"), Random(f"grids {seed}")
     for holder in (*case.get("calls", ()), case):
         options = holder.get("options", {})

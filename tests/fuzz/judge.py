@@ -53,8 +53,9 @@ def _all_returned(outcomes: Outcomes) -> Outcomes:
 
 
 def _calls(case: Case) -> None:
-    apart = case["kind"] == "processes" or (case["kind"] == "triton" and case["ranks"] > 1)  # no threads in Triton's
-    run: Callable[..., Outcomes] = _processes.run if apart else on_threads  # interpreter
+    apart = case["kind"] == "processes" or case.get("transport", "local") != "local"
+    apart |= case["kind"] == "triton" and case["ranks"] > 1  # Triton's interpreter has no threads
+    run: Callable[..., Outcomes] = _processes.run if apart else on_threads
     outcomes = run(calls.on_rank, case)
     if case["kind"] == "order" and not any(must_refuse(case, call) for call in case["calls"]):
         _order(case, outcomes)

@@ -23,6 +23,7 @@ from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, Nic
 from ringattn.transport.recognition import DEVICES
+from ringattn.transport.shm.transport import ShmTransport
 from tests.contract.forking import forked
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S
@@ -92,7 +93,7 @@ def on_threads(body: Body, case: Case) -> Outcomes:
 
 
 class Processes:
-    """Ranks that are processes over gloo. They start at the first case and stay; each case has a ring of its own."""
+    """Ranks that are processes over gloo or shm. They stay for the next case; each case has a ring of its own."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
@@ -154,7 +155,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             return
         try:
             one = dist.PrefixStore(f"case {number}", store)
-            transport = GlooTransport.open(one, rank, case["ranks"], TIMEOUT_S)
+            opened = ShmTransport if case.get("transport") == "shm" else GlooTransport
+            transport = opened.open(one, rank, case["ranks"], TIMEOUT_S)
             with unset_is_nan():
                 outcome = _life(transport, body, case)
         except Exception as error:

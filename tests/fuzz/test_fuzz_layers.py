@@ -10,7 +10,7 @@ from tests.fuzz import session
 from tests.fuzz.draw import draw
 
 QUICK_S, SLOW_S = 5.0, 30.0
-KINDS = ("layers", "sequences", "order", "disagree", "processes")
+KINDS = ("layers", "sequences", "order", "disagree", "processes", "idle")
 
 
 @pytest.mark.parametrize("default_s", [QUICK_S, pytest.param(SLOW_S, marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import RING, ROUTES, schedule_of
 from tests.planner.visit_check import check_visits
 from tests.schedules import schedule_params
-from tests.strategies import Case, covering, simple, wire_order
+from tests.strategies import Case, covering, cross, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 OWN_DTYPE = [pytest.param(*one.values, None, marks=one.marks) for one in schedule_params(quick=["double_ring"])]
@@ -265,6 +265,24 @@ def test_a_narrow_wire_is_packed_beside_the_sum() -> None:
     assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V once, sums at one instead of two
     assert any(pack.source != LOCAL for step in narrow.steps for pack in step.packs)
     assert all(pack.source == LOCAL for step in wide.steps for pack in step.packs)
+
+
+# --- idle ranks ------------------------------------------------------------------------------------------------------
+
+IDLE_CASES = [
+    cross(("contiguous", "contiguous"), (0, 6), (0, 24), 4),  # all keys that are read are rank 0's
+    cross(("contiguous", "contiguous"), (0, 6), (0, 0), 4),  # there are no keys
+    cross(("contiguous", "contiguous"), (0, 0), (0, 6), 4),  # there are no queries
+    cross(("contiguous", "contiguous"), (0, 4, 8), (0, 0, 9), 4),  # the first document has no keys
+    simple("contiguous", 2, 4),  # two ranks have a token
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", IDLE_CASES, ids=lambda case: f"{case.problem.q_layout.length} queries")
+def test_every_rank_has_the_direction_of_the_pass(case: Case, route: str) -> None:
+    for backward, plans in zip((False, True), plans_of(case, route), strict=True):
+        assert [plan.backward for plan in plans] == [backward] * case.ranks
 
 
 # --- the simulator ---------------------------------------------------------------------------------------------------

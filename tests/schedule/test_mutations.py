@@ -64,6 +64,15 @@ def with_tiles(whole: Schedule, change: Callable[[list], list]) -> Schedule:
 
 @each_route
 @each_pass
+def test_a_schedule_that_names_the_other_direction(route: str, backward: bool) -> None:
+    with pytest.raises(
+        PlanError, match=r"works on KV\d\S* as Attend(Grad)?, which a (back|for)ward pass does not have"
+    ):
+        verify(replace(schedule(route, backward), backward=not backward))
+
+
+@each_route
+@each_pass
 def test_a_dropped_tile(route: str, backward: bool) -> None:
     with pytest.raises(PlanError, match=r"(?s)rank \d: \d tiles of KV\d\S* are never worked on.*>>rank"):
         verify(with_tiles(schedule(route, backward), lambda tiles: tiles[1:]))

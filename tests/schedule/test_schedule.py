@@ -251,7 +251,7 @@ def test_prune_keeps_what_both_branches_of_a_fork_want() -> None:
     steps[2] = steps[2]._replace(copies=tuple(copy for copy in steps[2].copies if copy is not turned))
     work = tuple(item for item in steps[1].work if item.rank != 1)
     steps[1] = Step((*steps[1].copies, turned._replace(src=1)), work)
-    pruned = prune(Schedule(case.problem, "fork", tuple(steps)))
+    pruned = prune(Schedule(case.problem, "fork", False, tuple(steps)))
     sent = {(src, dst): rows for (_, owner, src, dst), rows in traffic(pruned).items() if owner == 0}
     readers = [case.reads(0, reader) for reader in range(4)]
     assert sent == {(0, 1): readers[2] | readers[3], (1, 2): readers[2], (1, 3): readers[3]}

@@ -1,0 +1,80 @@
+"""Draws calls in which some ranks have no queries, no keys that anyone reads, or no heads, on every CPU transport."""
+
+from __future__ import annotations
+
+from random import Random
+
+from ringattn.schedule.routes import ROUTES
+from tests.fuzz.choices import BATCH_LAST, STRIDES, Case, draw_nodes, grid_schedule, maybe, numbers
+from tests.fuzz.draw_calls import call, draw_alibi, draw_dropout, draw_mask
+
+TRANSPORTS = ("local", "shm", "shm", "gloo")
+MOVING_QUERIES = ["ulysses", "ulysses_ring", "pass_q", "balanced"]
+PROCESSES = 4
+"""Ranks of a case over processes, at most."""
+
+
+def draw_idle(seed: int) -> Case:
+    """The case of this seed."""
+    r = Random(f"idle case {seed}")
+    transport = r.choice(TRANSPORTS)
+    ranks = r.choice([2, 3, 4, 4, 5, 6, 8]) if transport == "local" else r.choice([2, 3, 3, PROCESSES, PROCESSES])
+    case: Case = {"seed": seed, "kind": "idle", "ranks": ranks, "transport": transport} | numbers(r, "idle")
+    if maybe(r, 0.15):
+        case["nodes"] = draw_nodes(r)
+    calls = [_call(r, case)]
+    for draw_more in (draw_mask, draw_alibi, draw_dropout):
+        draw_more(r, calls[0])
+    if maybe(r, 0.3):  # the same shapes again, on tensors of its own
+        calls.append(calls[0] | {"like": 0})
+    order = None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))
+    return case | {"calls": calls, "order": order}
+
+
+def _call(r: Random, case: Case) -> Case:
+    """A call with idle ranks, trained in most cases."""
+    drawn, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
+    drawn |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
+    drawn |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}
+    drawn["strides"] = [r.choice([*STRIDES, BATCH_LAST]) if one != "plain" else one for one in drawn["strides"]]
+    if any(one == BATCH_LAST and dim > 1 for one, dim in zip(drawn["strides"], _dims(drawn), strict=True)):
+        drawn["strides"] = ["plain"] * 3
+    options = drawn["options"]
+    if maybe(r, 0.8):
+        names = r.choice([list(ROUTES), MOVING_QUERIES])
+        options["schedule"] = grid_schedule(r, ranks) if maybe(r, 0.2) else r.choice(names)
+    drawn["seq"] = _sequence(r, r.randint(0, ranks + 2))
+    if drawn["op"] == "dilated":
+        return drawn
+    drawn["kv_seq"] = None
+    drawn["heads"] = r.choice([[1, 1], [1, 1], [2, 1], [2, 2], [3, 3], [4, 2]])
+    options.pop("window", None)
+    how = r.choice(["few", "longer", "longer", "shorter", "documents", "window"])
+    if how in ("longer", "shorter"):  # causal: the queries read the first keys alone, or the last queries read all
+        length = r.randint(1, 12)
+        keys = r.randint(0, 3) if how == "shorter" else r.choice([r.randint(0, 40), length * ranks, length * ranks + 3])
+        drawn["seq"], drawn["kv_seq"] = _sequence(r, length), _sequence(r, keys)
+        options["causal"] = maybe(r, 0.85)
+    elif how == "documents":  # in some the queries have no keys, in others the keys have no queries
+        count = r.choice([2, 3, 4])
+        drawn["seq"], drawn["kv_seq"] = (_documents(r, count) for _ in range(2))
+    elif how == "window":  # farther keys than there are
+        drawn["seq"], drawn["kv_seq"] = _sequence(r, r.randint(1, 12)), _sequence(r, r.randint(1, 24))
+        options["window"] = r.choice([(0, 0), (2, 0), (None, 0), (0, None if not options["causal"] else 0)])
+    return drawn
+
+
+def _dims(drawn: Case) -> tuple[int, int, int]:
+    return drawn["dims"][0], drawn["dims"][0], drawn["dims"][1]
+
+
+def _sequence(r: Random, length: int) -> Case:
+    layout = r.choice(["contiguous", "contiguous", "contiguous", "zigzag", "striped", "auto"])
+    return {"length": length, "documents": None, "layout": layout, "for_": "causal"}
+
+
+def _documents(r: Random, count: int) -> Case:
+    lengths = [r.choice([0, 0, 1, 2, r.randint(1, 12)]) for _ in range(count)]
+    cuts = [sum(lengths[:at]) for at in range(count + 1)]
+    layout = r.choice(["contiguous", "contiguous", "per_document", "auto"])
+    return {"length": cuts[-1], "documents": cuts, "layout": layout, "for_": "causal"}
