@@ -78,7 +78,8 @@ def parity(
 ) -> Parity:
     """Compare `step` over `seq` with the same step over a ring of one rank. A collective call.
 
-    The batch must fit one process. The models are float64 copies, without FSDP or DDP. A parameter whose difference is
+    The batch must fit one process. The models are float64 copies, without FSDP or DDP. Their hooks run, because a hook
+    may change the step. torch's random numbers continue as before the call. A parameter whose difference is
     within rounding is not judged: that is eps of the coarsest dtype in the model, times the norms of what the ranks
     add, times the root of the tokens.
 
@@ -106,8 +107,9 @@ def parity(
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")
     ring = seq.ring
     alone, shared = (copy.deepcopy(model).double() for _ in range(2))
-    expected, eps = _run(step, alone, lone_sequence(seq.length, seq.documents))
-    found, ours = _run(step, shared, seq)
+    with torch.random.fork_rng(sorted({x.device for x in model.parameters() if x.is_cuda}, key=str)):
+        expected, eps = _run(step, alone, lone_sequence(seq.length, seq.documents))
+        found, ours = _run(step, shared, seq)
     pairs = {}
     for (name, one), other in zip(alone.named_parameters(), shared.parameters(), strict=True):
         if one.requires_grad:

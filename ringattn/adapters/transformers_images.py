@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.transformers_checks import short
+from ringattn.adapters.transformers_probe import probe_copy
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
@@ -80,7 +81,7 @@ def _places(module: Any, whole: Mapping[str, Any]) -> Tensor:
     names = inspect.signature(module.get_rope_index).parameters
     given = {name: whole.get(name) for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
     try:
-        places: Tensor = module.get_rope_index(
+        places: Tensor = probe_copy(module).get_rope_index(
             input_ids=ids, mm_token_type_ids=kinds, attention_mask=whole.get("attention_mask"),
             **{name: x for name, x in given.items() if name in names},
         )[0]  # fmt: skip

@@ -1,17 +1,14 @@
 """Places that a model of transformers counts by itself where it is given no position_ids: what they are for whole rows.
 
 Most models count 0, 1, ...; RoBERTa's family starts behind its padding index and skips padding, OPT counts the real
-tokens of its mask. Which places these are is asked of the model: its own forward pass runs as far as the table of its
-positions, every table it passes on the way replaced by zeros, and what it would look up there is what is wanted.
-Guarantees: no weight is read, and nothing is computed beyond the places.
+tokens of its mask. Which places these are is asked of the model: the forward pass of a copy runs as far as the table of
+its positions, every table it passes on the way replaced by zeros, and what it would look up there is what is wanted.
+Guarantees: no weight is read, nothing is computed beyond the places, and the model stays as it was.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from ringattn.adapters.transformers_checks import may_count_by_itself
+from ringattn.adapters.transformers_probe import ProbeEndedError, probe_copy
 from ringattn.errors import UnsupportedError
 from ringattn.runtime.activation import activate
 
@@ -40,12 +37,6 @@ class _Counting(NamedTuple):
 
 
 _known: WeakKeyDictionary[nn.Module, _Counting | None] = WeakKeyDictionary()
-_asking = threading.Lock()
-"""Ranks that are threads share a model, whose layers are out of reach while it is asked."""
-
-
-class _LookedUpError(Exception):
-    """The forward pass has gone far enough."""
 
 
 class _Lookups(TorchFunctionMode):
@@ -57,7 +48,7 @@ class _Lookups(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COMPUTING:
-            raise _LookedUpError
+            raise ProbeEndedError
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         places, table = args[:2]
@@ -65,58 +56,11 @@ class _Lookups(TorchFunctionMode):
         return torch.zeros((), dtype=table.dtype, device=places.device).expand(*places.shape, table.shape[-1])
 
 
-class _Layer:
-    """A layer of which everything can be read, but whose call ends the forward pass: its hooks may not run."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _LookedUpError
-
-
-class _Layers(dict[str, Any]):
-    """What a list of layers holds while a model is asked."""
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def __getitem__(self, name: str) -> Any:
-        return _Layer(super().__getitem__(name))
-
-
-@contextmanager
-def _without_layers(model: nn.Module) -> Iterator[None]:
-    """Neither layers nor FSDP's hooks, which would gather weights and wait for the end of what they stand around.
-
-    FSDP may stand around an embedding too, which would be taken for the whole model if it were called first.
-    """
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    held = [one._modules for one in lists]
-    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in shards]
-    try:
-        for one, layers in zip(lists, held, strict=True):
-            one._modules = _Layers(layers)
-        for shard in shards:
-            shard._forward_pre_hooks, shard._forward_hooks = OrderedDict(), OrderedDict()
-        yield
-    finally:
-        for one, layers in zip(lists, held, strict=True):
-            one._modules = layers
-        for shard, (before, after) in zip(shards, hooks, strict=True):
-            shard._forward_pre_hooks, shard._forward_hooks = before, after
-
-
 def counts_by_itself(model: Any) -> bool:
     """Whether the places that `model` makes of whole rows are others than 0, 1, ... in every row."""
-    with _asking:
-        if model not in _known:
-            _known[model] = _counting(model)
-        return _known[model] is not None
+    if model not in _known:
+        _known[model] = _counting(model)
+    return _known[model] is not None
 
 
 def own_places(model: Any, given: dict[str, Tensor], documents: Sequence[int] | None = None) -> Tensor | None:
@@ -167,12 +111,11 @@ def _counting(model: Any) -> _Counting | None:
 
 def _lookups(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """What a forward pass looks up in each of its tables, one after the other."""
-    local = activate(None)
-    # Some versions draw whether a layer is dropped before they call it.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), local, _without_layers(model), _Lookups() as lookups:
+    copied = probe_copy(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), activate(None), _Lookups() as lookups:
         try:
-            model.forward(**given)
-        except _LookedUpError:
+            copied(**given)
+        except ProbeEndedError:
             pass
         except Exception as error:
             if may_count_by_itself(type(model).__mro__):

@@ -5,8 +5,6 @@ Each is the gradient of one process that makes its places itself, or an error on
 
 from __future__ import annotations
 
-import threading
-import time
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -26,7 +24,6 @@ import transformers
 
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters import transformers_places
 from ringattn.adapters.transformers_batches import shard_batch
 from ringattn.adapters.transformers_places import counts_by_itself
 from ringattn.testing import run_ranks
@@ -295,24 +292,3 @@ def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
         assert isinstance(model.model.embed_tokens.weight, DTensor)  # its hooks are there again
     finally:
         dist.destroy_process_group()
-
-
-def test_a_model_that_threads_share_is_asked_by_one_while_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask takes the layers out of the model's reach."""
-    model, inside, calls = tiny_model("llama", "eager"), threading.Event(), []
-
-    def slowly(asked: Any) -> None:
-        calls.append(asked)
-        if len(calls) == 1:
-            with transformers_places._without_layers(asked):
-                inside.set()
-                time.sleep(0.3)
-
-    monkeypatch.setattr(transformers_places, "_counting", slowly)
-    asking = threading.Thread(target=counts_by_itself, args=(model,))
-    asking.start()
-    inside.wait()
-    assert not counts_by_itself(model)
-    model(input_ids=torch.ones(1, 4, dtype=torch.long))  # as it would with its layers
-    asking.join()
-    assert len(calls) == 1
