@@ -44,7 +44,7 @@ def _general(reason: str, name: str) -> str:
     reason = re.sub(r"rank \d+: ", "", reason.split("; ")[0].split(": leave ")[0])
     reason = re.sub(r"the models of \w+", "the models of this attention", reason)
     reason = re.sub(r"\b[A-Z][A-Za-z0-9_]*(Attention|Config|Model|Encoder|Decoder)\d*\b", r"…\1", reason)
-    return re.sub(r"\d+([.,]\d+)*", "N", reason).replace("|", "/")
+    return re.sub(r"(?<!minimax_m)\d+([.,]\d+)*", "N", reason).replace("|", "/")
 
 
 def _names(names: Sequence[str], most: int) -> str:
@@ -61,11 +61,14 @@ called over a ring of two ranks as [the documentation](embedding-transformers.md
 labels, `inputs_embeds` and each other argument of text that it takes, with what asks for other outputs, and as drawn.
 All outputs, the loss and every parameter's gradient are compared, to 1e-8. Images and sound are not given.
 
+Where the files of a model know kinds of layers that its default configuration has not (`conv`, `sliding_attention`,
+`minimax_m3_sparse`, ...), the same calls are made of a model with a layer of each such kind. The worst verdict counts.
+
 | | classes |
 |---|---|
 | tried, of {types} model types | {tried} |
 | exact: each call exact, or refused by name | {exact} |
-| refused by name in every call | {refused} |
+| refused by name in every call, or in every call with a kind of layer | {refused} |
 | not buildable here | {not_buildable} |
 | wrong: silently, or refused without a name | {wrong} |
 

@@ -1,21 +1,25 @@
 """The smallest model that a class of transformers builds from its own configuration, in float64 with random weights.
 
 Sizes are found by the names of a configuration's fields, in its sub-configurations too; `OTHER` has what those do not
-say.
+say. `other_kinds` names the kinds of layers that such a model has not, although its file knows them.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from transformers import configuration_utils
 from transformers.models.auto import modeling_auto
 
 from tests.fuzz.models.rules import HEAD_DIM, OTHER, small
@@ -34,6 +38,24 @@ PROFILES: tuple[dict[str, int], ...] = (
     {"kv_heads": 4, "layers": 4}, {"kv_heads": 4, "head_dim": 16, "hidden": 64},
 )  # fmt: skip
 """Tried one after the other, until a model runs. `every`: also fields that are None have a size."""
+
+
+KINDS = {
+    "layer_types": getattr(configuration_utils, "ALLOWED_ATTN_LAYER_TYPES", ()),
+    "mlp_layer_types": getattr(configuration_utils, "ALLOWED_MLP_LAYER_TYPES", ()),
+}
+"""The fields of configurations that list the kind of each layer, and the kinds that transformers allows there."""
+
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer that a model gets one of besides its usual layers."""
+
+    config: str
+    """The name of the configuration class that lists it."""
+    field: str
+    kind: str
 
 
 class NotBuilt(Exception):
@@ -65,14 +87,39 @@ def takes_text(kind: Any) -> bool:
     return "input_ids" in inspect.signature(kind.forward).parameters
 
 
-def build(name: str, profile: dict[str, int]) -> Any:
-    """A model with eager attention and random float64 weights, in training mode. Raises whatever it does not take."""
+def build(name: str, profile: dict[str, int], extra: LayerKind | None = None) -> Any:
+    """A model with eager attention and random float64 weights, in training mode. Raises whatever it does not take.
+
+    `extra`: one layer more, of this kind.
+    """
     kind = class_of(name)
-    config = _config(kind.config_class, profile, OTHER.get(kind.config_class.model_type, {}))
+    config = _config(kind.config_class, profile, OTHER.get(kind.config_class.model_type, {}), extra)
     for one in _all(config):
         one._experts_implementation = "eager"  # the grouped one takes no float64
     _check_size(kind, config)
     return filled(kind._from_config(config, attn_implementation="eager"))
+
+
+def other_kinds(model: Any) -> list[LayerKind]:
+    """The kinds of layers that the text of `model` has not, although its files know them."""
+    config: Any = model.config.get_text_config(decoder=True)
+    fields, published, words = _fields(type(config)), type(config)(), _words_beside(inspect.getfile(type(config)))
+    found = []
+    for field, allowed in KINDS.items():
+        if field in fields:
+            kinds = words | set(getattr(published, field, None) or ())
+            missing = kinds - set(getattr(config, field, None) or ())
+            found += [LayerKind(type(config).__name__, field, kind) for kind in allowed if kind in missing]
+    return found
+
+
+@cache
+def _words_beside(file: str) -> frozenset[str]:
+    """The strings in the files of configurations and models in the folder of this file."""
+    folder = Path(file).parent
+    files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _check_size(kind: Any, config: Any) -> None:
@@ -104,7 +151,7 @@ def filled(model: Any) -> Any:
     return model
 
 
-def _config(kind: Any, profile: dict[str, int], options: dict[str, Any]) -> Any:
+def _config(kind: Any, profile: dict[str, int], options: dict[str, Any], extra: LayerKind | None) -> Any:
     fields = _fields(kind)
     defaults = None
     values: dict[str, Any] = {}
@@ -121,7 +168,8 @@ def _config(kind: Any, profile: dict[str, int], options: dict[str, Any]) -> Any:
             defaults = kind()
         sub = getattr(defaults, name, None)
         if sub is not None:
-            values[name] = _config(type(sub), profile, OTHER.get(sub.model_type, {}) | dict(options.get(name, {})))
+            others = OTHER.get(sub.model_type, {}) | dict(options.get(name, {}))
+            values[name] = _config(type(sub), profile, others, extra)
     values |= {name: value for name, value in options.items() if name not in kind.sub_configs}
     values = {name: value for name, value in values.items() if value is not ...}
     config = _made(kind, values)
@@ -129,10 +177,26 @@ def _config(kind: Any, profile: dict[str, int], options: dict[str, Any]) -> Any:
     if kinds and "layer_types" not in values and "layer_types" in fields:
         wanted = _layer_kinds(kind, kinds)
         if wanted != list(kinds):
-            layers = next((one for one in ("num_hidden_layers", "n_layers", "num_layers") if one in fields), None)
+            layers = next((name for name in _LAYERS if name in fields), None)
             if layers is not None:
-                config = _made(kind, {**values, layers: len(wanted), "layer_types": wanted})
-    return config
+                values |= {layers: len(wanted), "layer_types": wanted}
+                config = _made(kind, values)
+    if extra is None or extra.config != kind.__name__:
+        return config
+    return _made(kind, {**values, **_with_layer(config, fields, extra)})
+
+
+def _with_layer(config: Any, fields: dict[str, Any], extra: LayerKind) -> dict[str, Any]:
+    """What makes a configuration with one layer more, of this kind."""
+    lists = {field: list(getattr(config, field, None) or ()) for field in KINDS if field in fields}
+    layers = next(name for name in _LAYERS if name in fields)
+    changed: dict[str, Any] = {layers: getattr(config, layers) + 1}
+    for field, kinds in lists.items():
+        if kinds:
+            changed[field] = [*kinds, extra.kind if field == extra.field else kinds[0]]
+    if extra.kind == "sliding_attention" and "use_sliding_window" in fields:
+        changed["use_sliding_window"] = True
+    return changed
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:

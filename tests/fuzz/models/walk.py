@@ -20,6 +20,9 @@ HANG_S = 150.0
 BUILD_S = 20.0
 """No other model of a class is tried after so long."""
 
+WORST_FIRST = ("wrong", "refused", "exact", "not buildable")
+"""Verdicts on models of one class: the first of these counts."""
+
 Record = dict[str, Any]
 """What is written of a class: class, type, verdict, reason, cases, seconds, not_given."""
 
@@ -42,32 +45,46 @@ def examined(name: str, model_type: str, seed: int) -> Record | None:
 
 
 def _judge(kind: type[Any], record: Record, seed: int) -> None:
+    """Judge the usual model of a class, then one for each other kind of layer that its file knows; the worst counts."""
+    from tests.fuzz.models import tiny
+    from tests.fuzz.models.cases import not_given
+
+    record["not_given"] = not_given(kind)
+    made_usual = made(kind, seed)
+    others = tiny.other_kinds(made_usual[0])
+    verdicts = [_verdict(*made_usual, record, "")]
+    for extra in others:
+        try:
+            verdicts.append(_verdict(*made(kind, seed, extra), record, f"{extra.kind}, "))
+        except tiny.NotBuilt as error:
+            record.setdefault("kinds_not_built", {})[extra.kind] = str(error)
+    worst = min(verdicts, key=lambda verdict: WORST_FIRST.index(verdict[0]))
+    record["verdict"], record["reason"] = worst
+
+
+def _verdict(reference: Any, copies: list[Any], cases: list[Any], record: Record, prefix: str) -> tuple[str, str]:
+    """The verdict of one model and its reason. What became of each case goes into the record, under this prefix."""
     from ringattn.adapters.transformers import prepare
     from ringattn.errors import InputError
     from tests.fuzz.models import tiny
-    from tests.fuzz.models.cases import not_given
     from tests.fuzz.models.judge import judge
 
-    record["not_given"] = not_given(kind)
-    reference, copies, (plain, *others) = made(kind, seed)
     try:
-        for one in copies:
-            prepare(one)
+        for model in copies:
+            prepare(model)
     except InputError as error:
-        record |= {"verdict": "refused", "reason": tiny.line(error, 600)}
-        return
-    found = {case.name: judge(reference, copies, case) for case in (plain, *others)}
-    record["cases"] = {name: list(verdict) for name, verdict in found.items()}
+        return "refused", tiny.line(error, 600)
+    found = {case.name: judge(reference, copies, case) for case in cases}
+    record["cases"] |= {prefix + name: list(verdict) for name, verdict in found.items()}
     for what in ("wrong", "exact", "refused"):
         first = next((verdict for verdict in found.values() if verdict.what == what), None)
         if first is not None:
-            record |= {"verdict": what, "reason": "" if what == "exact" else first.why}
-            return
-    record["reason"] = found["plain"].why
+            return what, "" if what == "exact" else first.why
+    return "not buildable", found[cases[0].name].why
 
 
-def made(kind: type[Any], seed: int) -> tuple[Any, list[Any], list[Any]]:
-    """The smallest model that runs, two copies and its cases. Raises `NotBuilt`."""
+def made(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list[Any], list[Any]]:
+    """The smallest model that runs, with a layer of the kind `extra`, two copies and its cases. Raises `NotBuilt`."""
     from tests.fuzz.models import tiny
     from tests.fuzz.models.cases import ALWAYS, cases_of
     from tests.fuzz.models.judge import in_double
@@ -78,7 +95,7 @@ def made(kind: type[Any], seed: int) -> tuple[Any, list[Any], list[Any]]:
             break
         try:
             with in_double():
-                reference = tiny.build(kind.__name__, profile)
+                reference = tiny.build(kind.__name__, profile, extra)
                 copies = [copy.deepcopy(reference) for _ in range(2)]
         except Exception as error:
             reasons.append(tiny.line(error))
