@@ -2,10 +2,12 @@
 
 Guarantees: same arguments and same use, for any length, and with documents. Nothing in torch is replaced: SDPA is
 redirected for the calls that one thread makes inside of the `with`, and what would still attend locally raises.
+Positions that code makes with `torch.arange` of the local length raise too, unless the caller has provided positions.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, contextmanager
@@ -47,9 +49,10 @@ def context_parallel(
 ) -> Iterator[Sequence]:
     """Inside, `buffers` hold this rank's tokens, and SDPA attends over all ranks' tokens.
 
-    Buffers are sharded in place without a copy of the whole, and given their old memory back afterwards. Positions are
-    a buffer, or `seq.positions()`. Checkpointed regions need `context_fn=recompute_context`: without it torch's
-    comparison of what was saved raises, and `use_reentrant=True` is refused.
+    Buffers are sharded in place without a copy of the whole, and given their old memory back afterwards. A model that
+    uses positions needs them: `torch.arange(length)` among the buffers, or `seq.positions()`. Checkpointed regions need
+    `context_fn=recompute_context`: without it torch's comparison of what was saved raises, and `use_reentrant=True` is
+    refused.
 
     Args:
         mesh: A mesh with a dimension `cp` or with one dimension, whose ring is opened at its first use and stays open
@@ -65,7 +68,9 @@ def context_parallel(
 
     Raises:
         InputError: The buffers cannot be sharded, or `dropout_seed` is none, before anything has changed; the mesh has
-            several dimensions and none called cp; or what `Ring.activate` raises at its end.
+            several dimensions and none called cp; inside, `torch.arange` numbers the local tokens from 0 although no
+            positions are among the buffers and `seq.positions()` was not called; or what `Ring.activate` raises at its
+            end.
         UnsupportedError: A buffer is no tensor; or, inside, a call would attend to this rank's tokens alone.
 
     Example:
@@ -85,7 +90,8 @@ def context_parallel(
         for one, shard in zip(buffers, shards, strict=True):
             _hold(one, shard)
     try:
-        with activate(seq, dropout_seed=dropout_seed, throughout=True), _Redirected(torch.is_grad_enabled()):
+        ranges = _LocalRanges(seq, buffers, dims) if ring.world_size > 1 else None
+        with activate(seq, dropout_seed=dropout_seed, throughout=True), _Redirected(torch.is_grad_enabled(), ranges):
             yield seq
     except RuntimeError as error:
         if _FLEX not in str(error) or isinstance(error, UnsupportedError):
@@ -161,9 +167,9 @@ def _redirected_over(over: AbstractContextManager[None]) -> Iterator[None]:
 class _Redirected(TorchFunctionMode):
     """Inside, this thread's scaled_dot_product_attention is `ring_sdpa`; not below another function of torch's."""
 
-    def __init__(self, with_gradients: bool) -> None:
+    def __init__(self, with_gradients: bool, ranges: _LocalRanges | None = None) -> None:
         super().__init__()
-        self.with_gradients = with_gradients
+        self.with_gradients, self.ranges = with_gradients, ranges
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,6 +182,8 @@ class _Redirected(TorchFunctionMode):
                 f"{func.__name__} inside of context_parallel would attend locally; use "
                 "torch.nn.functional.scaled_dot_product_attention, or ringattn.RingMultiheadAttention"
             )
+        if func is torch.arange and self.ranges is not None:
+            self.ranges.check(args, kwargs)
         if func not in _SDPA:
             return func(*args, **kwargs)
         if self.with_gradients and not torch.is_grad_enabled():
@@ -185,6 +193,45 @@ class _Redirected(TorchFunctionMode):
                 "checkpoint with use_reentrant=False and context_fn=recompute_context of this module"
             )
         return ring_sdpa(*args, **kwargs)
+
+
+class _LocalRanges:
+    """Calls of `torch.arange` that number the tokens of this rank from 0, as models do that make positions themselves.
+
+    Only such calls are noticed: not a slice of a table of positions, nor a cumulative sum of ones.
+    """
+
+    def __init__(self, seq: Sequence, buffers: list[Tensor], dims: list[int]) -> None:
+        self.seq, self.buffers = seq, [one.movedim(dim, -1) for one, dim in zip(buffers, dims, strict=True)]
+        self.tokens = seq.counts[seq.ring.rank]
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `InputError` for a range of all local tokens, unless the caller has provided positions."""
+        limits = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | kwargs
+        is_local = limits.get("start", 0) == 0 and limits.get("step", 1) == 1 and limits.get("end") == self.tokens
+        if not is_local or self.tokens < 2:  # a range of one number is too common to mean anything
+            return
+        caller = sys._getframe(2)
+        module = str(caller.f_globals.get("__name__", ""))
+        is_ours = module.partition(".")[0] in ("torch", "ringattn")
+        if is_ours or active_sequence() is not self.seq or self._has_positions():
+            return
+        ring, function = self.seq.ring, f"{module}.{caller.f_code.co_qualname}"
+        with refused_by_all(ring):
+            raise InputError(
+                f"rank {ring.rank}: {function} calls torch.arange({self.tokens}) inside of context_parallel, which "
+                f"numbers this rank's tokens from 0: add torch.arange({self.seq.length}) to the buffers, and give it "
+                "to the model as the positions of its tokens. If the range stands for something else, adding it is "
+                "enough"
+            )
+
+    def _has_positions(self) -> bool:
+        """Whether positions are among the buffers, or the caller has asked the sequence for them."""
+        if self.seq._positions is not None:
+            return True
+        wanted = [self.seq.positions(per_document) for per_document in (False, True)]
+        self.seq._positions = None  # asked for here, and not by the caller
+        return any(bool((x == y.to(x.device)).all()) for x in self.buffers for y in wanted)
 
 
 _FLEX = (

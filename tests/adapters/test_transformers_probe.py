@@ -138,6 +138,7 @@ def test_hooks_of_the_first_ring_call_run_once() -> None:
 def test_a_probe_copies_what_a_forward_may_change_and_shares_the_weights() -> None:
     model = rotary("dynamic")
     model.notes = {"lengths": [3], "rotary": model.model.rotary_emb, "bound": model.model.rotary_emb.extra_repr}
+    vars(model.model.rotary_emb)["forward"] = lambda *_: pytest.fail("a forward of the user was called")
     model.model = torch.compile(model.model, backend="eager")
     copied = probe_copy(model)
     inner, theirs = copied.model, model.model._orig_mod
@@ -147,6 +148,7 @@ def test_a_probe_copies_what_a_forward_may_change_and_shares_the_weights() -> No
     assert copied.notes["rotary"] is inner.rotary_emb is copied.notes["bound"].__self__
     assert copied.notes["lengths"] is not model.notes["lengths"]
     assert inner.layers[0].self_attn.config is copied.config and not inner.layers[:1][0].training
+    assert inner.rotary_emb.forward.__func__ is type(theirs.rotary_emb).forward
     assert not counts_by_itself(model)
 
 
