@@ -202,7 +202,7 @@ class _LocalRanges:
     """
 
     def __init__(self, seq: Sequence, buffers: list[Tensor], dims: list[int]) -> None:
-        self.seq, self.buffers = seq, [one.movedim(dim, -1) for one, dim in zip(buffers, dims, strict=True)]
+        self.seq, self.buffers = seq, [x.movedim(dim, -1) for x, dim in zip(buffers, dims, strict=True)]
         self.tokens = seq.counts[seq.ring.rank]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,9 +229,9 @@ class _LocalRanges:
         """Whether positions are among the buffers, or the caller has asked the sequence for them."""
         if self.seq._positions is not None:
             return True
-        wanted = [self.seq.positions(per_document) for per_document in (False, True)]
+        positions = [self.seq.positions(per_document) for per_document in (False, True)]
         self.seq._positions = None  # asked for here, and not by the caller
-        return any(bool((x == y.to(x.device)).all()) for x in self.buffers for y in wanted)
+        return any(bool((x == y.to(x.device)).all()) for x in self.buffers for y in positions)
 
 
 _FLEX = (

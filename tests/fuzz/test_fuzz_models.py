@@ -99,11 +99,11 @@ def test_a_kind_of_layer_that_the_default_configuration_has_not(name: str, kind:
 
 
 def test_kinds_of_layers_that_the_files_of_a_model_know() -> None:
-    known = {
+    kinds_of = {
         "Lfm2ForCausalLM": {"conv"}, "LlamaForCausalLM": set(), "Step3p7Model": {"sliding_attention", "sparse"},
         "MiniMaxM3VLModel": {"minimax_m3_sparse", "dense"},
     }  # fmt: skip
-    for name, kinds in known.items():
+    for name, kinds in kinds_of.items():
         extras = tiny.other_kinds(tiny.build(name, tiny.PROFILES[0]))
         assert {extra.kind for extra in extras} >= kinds
         assert kinds or not extras

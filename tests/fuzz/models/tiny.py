@@ -103,18 +103,18 @@ def build(name: str, profile: dict[str, int], extra: LayerKind | None = None) ->
 def other_kinds(model: Any) -> list[LayerKind]:
     """The kinds of layers that the text of `model` has not, although its files know them."""
     config: Any = model.config.get_text_config(decoder=True)
-    fields, published, words = _fields(type(config)), type(config)(), _words_beside(inspect.getfile(type(config)))
-    found = []
+    fields, published, strings = _fields(type(config)), type(config)(), _strings_near(inspect.getfile(type(config)))
+    missing = []
     for field, allowed in KINDS.items():
         if field in fields:
-            kinds = words | set(getattr(published, field, None) or ())
-            missing = kinds - set(getattr(config, field, None) or ())
-            found += [LayerKind(type(config).__name__, field, kind) for kind in allowed if kind in missing]
-    return found
+            kinds = strings | set(getattr(published, field, None) or ())
+            kinds -= set(getattr(config, field, None) or ())
+            missing += [LayerKind(type(config).__name__, field, kind) for kind in allowed if kind in kinds]
+    return missing
 
 
 @cache
-def _words_beside(file: str) -> frozenset[str]:
+def _strings_near(file: str) -> frozenset[str]:
     """The strings in the files of configurations and models in the folder of this file."""
     folder = Path(file).parent
     files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
