@@ -25,7 +25,7 @@ def draw_idle(seed: int) -> Case:
     calls = [_call(r, case)]
     for draw_more in (draw_mask, draw_alibi, draw_dropout):
         draw_more(r, calls[0])
-    if maybe(r, 0.3):  # the same shapes again, on tensors of its own
+    if maybe(r, 0.3):  # the same shapes again, on other tensors
         calls.append(calls[0] | {"like": 0})
     order = None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))
     return case | {"calls": calls, "order": order}
@@ -36,8 +36,8 @@ def _call(r: Random, case: Case) -> Case:
     drawn, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
     drawn |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
     drawn |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}
-    drawn["strides"] = [r.choice([*STRIDES, BATCH_LAST]) if one != "plain" else one for one in drawn["strides"]]
-    if any(one == BATCH_LAST and dim > 1 for one, dim in zip(drawn["strides"], _dims(drawn), strict=True)):
+    drawn["strides"] = [r.choice([*STRIDES, BATCH_LAST]) if kind != "plain" else kind for kind in drawn["strides"]]
+    if any(kind == BATCH_LAST and dim > 1 for kind, dim in zip(drawn["strides"], _dims(drawn), strict=True)):
         drawn["strides"] = ["plain"] * 3
     options = drawn["options"]
     if maybe(r, 0.8):
@@ -75,6 +75,6 @@ def _sequence(r: Random, length: int) -> Case:
 
 def _documents(r: Random, count: int) -> Case:
     lengths = [r.choice([0, 0, 1, 2, r.randint(1, 12)]) for _ in range(count)]
-    cuts = [sum(lengths[:at]) for at in range(count + 1)]
+    cuts = [sum(lengths[:document]) for document in range(count + 1)]
     layout = r.choice(["contiguous", "contiguous", "per_document", "auto"])
     return {"length": cuts[-1], "documents": cuts, "layout": layout, "for_": "causal"}

@@ -87,10 +87,10 @@ def attend_with_idle_ranks(rank: int, world_size: int, schedule: str) -> list[st
     q, k, v, weights = (
         torch.randn(1, tokens, 1, 4, dtype=torch.float64, generator=generator) for tokens in (6, 18, 18, 6)
     )
-    wanted = [x.clone().requires_grad_() for x in (q, k, v)]
-    scores = torch.einsum("bqhd,bkhd->bhqk", wanted[0], wanted[1]) / 2
+    references = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", references[0], references[1]) / 2
     weight = scores.masked_fill(torch.ones(6, 18).triu(1).bool(), -torch.inf).softmax(-1)
-    (torch.einsum("bhqk,bkhd->bqhd", weight, wanted[2]) * weights).sum().backward()
+    (torch.einsum("bhqk,bkhd->bqhd", weight, references[2]) * weights).sum().backward()
     transport = meet(rank, world_size, list(range(world_size)), 30.0)
     with Ring(transport=transport, engine="plain", timeout_s=30.0, poison=True) as ring:
         seq, kv_seq = ring.sequence(6, layout="contiguous"), ring.sequence(18, layout="contiguous")
@@ -98,9 +98,9 @@ def attend_with_idle_ranks(rank: int, world_size: int, schedule: str) -> list[st
         with ring.recording() as recording:
             out = ring.attention(*leaves, seq, kv_seq=kv_seq, causal=True, schedule=schedule)
             (out * seq.shard(weights)).sum().backward()
-        for leaf, whole, s in zip(leaves, wanted, (seq, kv_seq, kv_seq), strict=True):
-            assert (leaf.grad - s.shard(whole.grad)).abs().max() < 1e-12
-        return [one.name for one in recording.passes]
+        for leaf, whole, sequence in zip(leaves, references, (seq, kv_seq, kv_seq), strict=True):
+            assert (leaf.grad - sequence.shard(whole.grad)).abs().max() < 1e-12
+        return [recorded.name for recorded in recording.passes]
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "pass_q", "balanced", "ulysses_ring:3"])
