@@ -143,7 +143,7 @@ def checked_call(
     ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
 ) -> AttentionCall:
     """The call with these tensors. Raises `InputError` for what cannot be one."""
-    check_tensors(ring, q, k, v, seq, kv_seq or seq, spec.sinks)
+    check_tensors(ring, q, k, v, seq, kv_seq, spec.sinks)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, spec)
 
@@ -193,7 +193,7 @@ def make_problem(
     mask_spec: MaskSpec,
 ) -> Problem:
     """The facts of a call. Raises `InputError` for options that contradict each other."""
-    other = kv_seq or seq
+    other = seq if kv_seq is None else kv_seq
     mask = mask_spec.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
@@ -302,28 +302,35 @@ def _sinks_grad(sinks: Tensor, seed: BackwardInputs) -> Tensor:
     return -(torch.where(seed.lse.isinf(), 0.0, weight) * seed.delta).sum((0, 2)).to(sinks.dtype)
 
 
+def check_sequences(ring: Runtime, seq: Sequence, kv_seq: Sequence | None) -> None:
+    """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is one sequence."""
+    for name, given in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
+        if not isinstance(given, Sequence) or given.ring is not ring:
+            got = "a sequence of another ring" if isinstance(given, Sequence) else type(given).__name__
+            raise InputError(f"rank {ring.rank}: {name} must come from this ring's own ring.sequence(...), got {got}")
+
+
 def check_tensors(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence, sinks: Tensor | None
+    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, sinks: Tensor | None
 ) -> None:
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
     where = f"rank {ring.rank}: "
-    for given in (seq, kv_seq):
-        if not isinstance(given, Sequence) or given.ring is not ring:
-            raise InputError(where + "seq must come from this ring's own ring.sequence(...)")
+    check_sequences(ring, seq, kv_seq)
     for name, one in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if hasattr(one, "to_local"):  # without torch.distributed.tensor, which takes long to import
             raise UnsupportedError(
                 where + f"{name} is a {type(one).__name__}; give {name}.to_local(), this rank's tokens of the heads of "
                 "this rank, or call ringattn.adapters.torch_ops.ring_attention, which takes DTensors of sharded heads"
             )
-    for name, x, owner in (("q", q, seq), ("k", k, kv_seq), ("v", v, kv_seq)):
+    keys = ("seq", seq) if kv_seq is None else ("kv_seq", kv_seq)
+    for name, x, (label, owner) in (("q", q, ("seq", seq)), ("k", k, keys), ("v", v, keys)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(where + f"{name} must be a (batch, tokens, heads, head_dim) tensor, got {got}")
         if x.shape[1] != owner.counts[ring.rank]:
             raise InputError(
                 where + f"{name} has {x.shape[1]} tokens, this rank owns {owner.counts[ring.rank]} of {owner.length}; "
-                "pass seq.shard(x), not the full tensor"
+                f"pass {label}.shard({name}), not the full tensor"
             )
         if x.dtype != q.dtype:
             raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; all three must be alike")

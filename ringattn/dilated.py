@@ -104,7 +104,7 @@ def dilated_attention(
         """The attention of one branch, or of all: (out, lse), zero keys and all."""
 
         def described() -> AttentionCall:
-            check_tensors(ring, q, k, v, seq, seq, sinks)
+            check_tensors(ring, q, k, v, seq, None, sinks)
             spec = AttentionSpec.dilated(
                 segment_lengths, dilation_rates, causal, offset, layer, sinks=sinks, **softmax
             )  # fmt: skip

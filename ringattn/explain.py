@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.attention import make_problem
+from ringattn.attention import check_sequences, make_problem
 from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
 from ringattn.core.presets import Offset, check
@@ -31,7 +31,7 @@ from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
-from ringattn.schedule.ops import Schedule
+from ringattn.schedule.ops import Kind, Schedule
 from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
 from ringattn.schedule.text import grid, idle_steps
 from ringattn.sequence import Sequence
@@ -90,7 +90,8 @@ class Explanation:
         lines = [
             f"{self.forward.name} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
             f"{p.world_size} ranks, {p.q_heads} query and {p.kv_heads} K/V heads of {p.head_dim}, {p.dtype}"
-            + (f", K/V travel as {p.kv_wire_dtype}" if p.kv_wire_dtype else ""),
+            + (f", K/V travel as {p.kv_wire_dtype}" if p.kv_wire_dtype else "")
+            + _output_wire(self),
             f"engine {self.engine_why}",
             "",
             *_steps("forward: what each rank attends | what it sends meanwhile", self.forward),
@@ -211,6 +212,7 @@ def explain(
     Example:
         print(ring.explain(seq, q_heads=32, kv_heads=8, head_dim=128, causal=True))
     """
+    check_sequences(ring, seq, kv_seq)
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
@@ -315,6 +317,12 @@ def _beside(e: Explanation) -> str | None:
     told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
             for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
     return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
+
+
+def _output_wire(e: Explanation) -> str:
+    """The dtype to which outputs are rounded, where ranks compute them for other ranks and send them back."""
+    returns = any(copy.block.kind is Kind.OUT for step in e.forward.steps for copy in step.copies)
+    return f", outputs return as {e.problem.out_wire_dtype}" if returns and e.problem.out_wire_dtype else ""
 
 
 def _steps(head: str, schedule: Schedule) -> list[str]:

@@ -79,8 +79,9 @@ class Ring(Runtime):
                 sent; a rank's own K and V never. Gradients are those of the rounded values. None: the dtype of K and V.
                 Relative errors of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7,
                 0.6, 0.3 % in int8 and 2.1, 3.1, 2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
-            out_wire_dtype: A floating dtype, or its name, in which the schedule ulysses returns outputs to their
-                owners. None: the accumulator dtype.
+            out_wire_dtype: A floating dtype, or its name, in which a rank returns the outputs that it computed for
+                another rank's queries. The schedules ulysses, ulysses_ring, pass_q and balanced do so, and a narrower
+                dtype rounds those outputs. None: the accumulator dtype.
             poison: Fill unused memory with NaN, so that a read of it shows.
             nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
             cluster: The machines that schedule="auto" chooses for, the same on all ranks: the name of a preset, a file

@@ -222,7 +222,7 @@ def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple
 
 def _dimension(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise InputError(f"dimension {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+        raise InputError(f"dim={dim} does not exist in a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
 
 

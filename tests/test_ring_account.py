@@ -1,4 +1,4 @@
-"""What a ring says about itself: counters, memory, explanations; what is active; sums and copies.
+"""What a ring says about itself: counters, memory, explanations; what is active.
 
 Not covered: attention's results (see test_exact.py).
 """
@@ -20,10 +20,11 @@ from ringattn.planner.cluster import CLUSTERS, Cluster
 from ringattn.planner.crossed import Crossed
 from ringattn.planner.links import LinkClass
 from ringattn.runtime.spec import AttentionSpec
+from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_attention, run_ranks
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location
-from tests.face import RANKS, TOKENS, X, errors
+from tests.face import RANKS, TOKENS, X
 from tests.strategies import Case, simple
 
 
@@ -206,20 +207,23 @@ def test_activate_nests_and_stays_in_its_thread() -> None:
         assert ringattn.active_sequence() is None and seen == [None]
 
 
-def test_sums_and_copies() -> None:
-    def body(ring: Ring) -> tuple[torch.Tensor, ...]:
-        one, two = torch.full((3,), ring.rank + 1.0), torch.tensor([ring.rank + 10], dtype=torch.int64)
-        ring.all_reduce([one, two])
-        three = torch.full((2, 2), float(ring.rank))
-        ring.broadcast([three], src=2)
-        return one, two, three
+ROUNDS_OUTPUTS = {"ulysses", "ulysses_ring", "pass_q", "balanced"}
+"""The schedules of which the documentation says that `out_wire_dtype` rounds."""
 
-    for one, two, three in run_ranks(RANKS, body):
-        assert one.tolist() == [6.0] * 3 and two.tolist() == [33] and three.unique().tolist() == [2.0]
-    for error in errors(lambda ring: ring.broadcast([torch.zeros(1)], src=3)):
-        assert isinstance(error, InputError) and "broadcast: there is no rank 3" in str(error)
-    for error in errors(lambda ring: ring.all_reduce([torch.zeros(1 + ring.rank)])):
-        assert isinstance(error, ringattn.DisagreementError) and "rank 2: call 1: all_reduce of (3,)" in str(error)
+
+@pytest.mark.parametrize("schedule", ROUTES)
+def test_explain_names_the_dtype_of_outputs_where_they_are_rounded(schedule: str) -> None:
+    def body(ring: Ring) -> tuple[torch.Tensor, str]:
+        x = torch.randn(1, 24, 4, 8, generator=torch.Generator().manual_seed(0))
+        seq = ring.sequence(24, layout="contiguous")
+        head = str(ring.explain(seq, q=x, causal=True, schedule=schedule)).splitlines()[0]
+        return ring.attention(*[seq.shard(x)] * 3, seq, causal=True, schedule=schedule), head
+
+    wide, narrow = (run_ranks(4, body, engine="plain", out_wire_dtype=wire) for wire in (None, torch.bfloat16))
+    rounds = any(not torch.equal(out, other) for (out, _), (other, _) in zip(wide, narrow, strict=True))
+    assert rounds == (schedule in ROUNDS_OUTPUTS)
+    assert {"outputs return as bfloat16" in head for _, head in narrow} == {rounds}
+    assert not any("outputs return" in head for _, head in wide)
 
 
 def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_wrong_lengths() -> None:
         assert "rank 2: gather got 12 tokens in dimension 1 of (1, 12, 4, 8), this rank has 4" in str(error)
         assert str(error).startswith("rank 2 refused") == (rank != 2)
     for error in errors(lambda ring: ring.sequence(TOKENS).shard_labels(X[0, :, 0, 0].long(), dim=1)):
-        assert isinstance(error, InputError) and "dimension 1 does not exist" in str(error)
+        assert isinstance(error, InputError) and "dim=1 does not exist" in str(error)
 
 
 def test_a_gather_that_ranks_disagree_on() -> None:

@@ -82,7 +82,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """
     cuts = check_documents(cu_seqlens, None)
     if cuts[-1] % world_size:
-        raise InputError(f"{cuts[-1]} tokens do not divide by {world_size} ranks; pad the last document")
+        raise InputError(f"cu_seqlens: {cuts[-1]} tokens do not divide by {world_size} ranks; pad the last document")
     *both, first, last = _local_cuts(cuts, causal, rank, world_size)
     q, k = (cu_seqlens.new_tensor(one) for one in both)
     return q, k, int(q.diff().max()), int(k.diff().max()), KeySlice(first, last, cuts)
@@ -173,10 +173,11 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
 
     def function(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor, None]:
         given = signature.bind(*args, **kwargs).arguments
-        q, k, v = (x for p in stacks for x in _unstacked(given.pop(p.name), len(p.name)))
+        stacked = {p.name: given.pop(p.name) for p in stacks}
         facts = [given.pop(p.name) for p in told]
         ring, packed = ring_of(given.get("group")), bool(told)
         with refused_by_all(ring):
+            q, k, v = (x for p, stack in stacked.items() for x in _unstacked(name, p, stack, packed))
             o = _Options(**given)
             seq = sequence(ring, q.shape[0 if packed else 1], *facts)
         left, right = o.window_size
@@ -196,8 +197,17 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
     return function
 
 
-def _unstacked(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    return x.unbind(-3) if count > 1 else (x,)
+def _unstacked(function: str, name: str, x: Tensor, packed: bool) -> tuple[Tensor, ...]:
+    """The tensors that are stacked in the argument `name`. Raises `InputError` for other dimensions."""
+    count = len(name)
+    stack = [str(count)] if count > 1 else []
+    dims = ["tokens" if packed else "batch, tokens", *stack, "heads", "head_dim"]
+    is_tensor = isinstance(x, Tensor)
+    if not is_tensor or x.dim() != 4 - packed + len(stack) or (stack and x.shape[-3] != count):
+        got = tuple(x.shape) if is_tensor else f"a {type(x).__name__}"
+        why = "; a varlen function takes packed tokens without a batch dimension" if packed else ""
+        raise InputError(f"{function}: {name} must be ({', '.join(dims)}), got {got}{why}")
+    return x.unbind(-3) if stack else (x,)
 
 
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _family(

@@ -91,7 +91,10 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any, *, dro
     check_dropout_seed(dropout_seed)
     cuts = check_documents(cu_seqlens, None)
     if cuts[-1] % ring.world_size:
-        raise InputError(f"{cuts[-1]} tokens do not divide by {ring.world_size} ranks; pad the last document")
+        raise InputError(
+            f"rank {ring.rank}: cu_seqlens: {cuts[-1]} tokens do not divide by {ring.world_size} ranks; "
+            "pad the last document"
+        )
     _told.set(Activation(Sequence(ring, make_layout("contiguous", cuts[-1], ring.world_size), cuts), dropout_seed))
 
 

@@ -59,7 +59,7 @@ class Dilated:
     ) -> Mask:
         """The mask over a sequence; segments begin anew in each document. Raises `InputError` for two sequences."""
         if (length, documents) != (kv_length, kv_documents):
-            raise InputError("dilated attention is self-attention; queries and keys must be of one sequence")
+            raise InputError("kv_seq: dilated attention is self-attention, over one sequence; leave kv_seq out")
         # Segment 8, rate 2, offsets 0 and 1:
         #    positions   0 1 2 3 4 5 6 7 | 8 9 ...
         #    head 0      x . x . x . x . | x . ...

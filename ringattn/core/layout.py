@@ -99,7 +99,7 @@ def make_layout(
     `MOST_TOKENS`.
     """
     if length > MOST_TOKENS:
-        raise InputError(f"{length} tokens: a sequence has at most {MOST_TOKENS} (2^50)")
+        raise InputError(f"length={length}: a sequence has at most {MOST_TOKENS} (2^50)")
     if purpose not in PURPOSES:
         raise InputError(f"for_={purpose!r} is not known; choose one of {', '.join(PURPOSES)}")
     if name == "auto":

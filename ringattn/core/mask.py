@@ -115,10 +115,11 @@ def make_mask(
     """
     check_causal(causal)
     if (documents is None) != (kv_documents is None):
-        raise InputError("either both sequences have documents or neither has")
+        has, none = ("seq", "kv_seq") if kv_documents is None else ("kv_seq", "seq")
+        raise InputError(f"{has} has documents and {none} has none; give cu_seqlens to both sequences, or to neither")
     if documents is not None and kv_documents is not None and len(documents) != len(kv_documents):
         raise InputError(
-            f"documents pair by index: q has {len(documents) - 1} documents and k/v has {len(kv_documents) - 1}"
+            f"documents pair by index: seq has {len(documents) - 1} documents and kv_seq has {len(kv_documents) - 1}"
         )
     # A document pairs with the one of the same index, and distances count from the starts of the two.
     left, right = _window(window)

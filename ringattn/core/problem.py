@@ -43,7 +43,7 @@ class Problem:
     def __post_init__(self) -> None:
         """Raises `InputError` where the facts contradict each other."""
         if self.dtype not in FLOATS:
-            raise InputError(f"dtype {self.dtype} is not supported; use one of {', '.join(FLOATS)}")
+            raise InputError(f"q, k and v are {self.dtype}, which is not supported; use one of {', '.join(FLOATS)}")
         for name, wire in (("dkv_wire_dtype", self.wire_dtype), ("out_wire_dtype", self.out_wire_dtype)):
             if wire is not None and wire not in FLOATS:
                 raise InputError(f"{name} {wire} is not supported; use one of {', '.join(FLOATS)}")
@@ -51,11 +51,11 @@ class Problem:
             raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
         if self.kv_wire_dtype is not None and self.dtype == "float64":
             raise InputError(f"float64 K and V do not travel as {self.kv_wire_dtype}; use kv_wire_dtype=None")
-        for name, size in (("query heads", self.q_heads), ("K/V heads", self.kv_heads), ("head_dim", self.head_dim)):
+        for name, size in (("q_heads", self.q_heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
             if size < 1:
-                raise InputError(f"{name}: {size}, where attention needs at least 1")
+                raise InputError(f"{name}={size}, where attention needs at least 1")
         if self.q_heads % self.kv_heads:
-            raise InputError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} K/V heads")
+            raise InputError(f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}")
 
     @property
     def world_size(self) -> int:

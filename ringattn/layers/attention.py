@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringattn.attention import attend
 from ringattn.core.mask import Banded, check_causal
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.layers.base import Layer, Projections
+from ringattn.layers.base import Layer, Projections, check_sequence
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.runtime.spec import AttentionSpec, BandedOptions, Window
 from ringattn.sequence import Sequence
@@ -91,6 +91,7 @@ class RingAttention(Layer):
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
             OutOfMemoryError: A rank had no memory for the pass.
         """
+        check_sequence(seq)
         return attend(seq.ring, q, k, v, seq, None, self.spec_of_call(dropout_seed))[0]
 
     @property
@@ -259,8 +260,8 @@ class RingMultiheadAttention(Projections):
         """
         if not isinstance(seq, Sequence):
             raise InputError(
-                f"the second argument is a {type(seq).__name__}: this layer makes queries, keys and values of x itself "
-                "and is called with (x, seq), seq being ring.sequence(...)"
+                f"seq, the second argument, is a {type(seq).__name__}: this layer makes queries, keys and values of x "
+                "itself and is called with (x, seq), seq being ring.sequence(...)"
             )
         spec = self.attention.spec_of_call(dropout_seed)
         with seq.ring.refused_by_all():

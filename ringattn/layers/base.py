@@ -13,6 +13,12 @@ from ringattn.runtime.spec import AttentionSpec
 from ringattn.sequence import Sequence
 
 
+def check_sequence(seq: object) -> None:
+    """Raise `InputError` unless `seq` is a sequence, which brings the ring of a call."""
+    if not isinstance(seq, Sequence):
+        raise InputError(f"seq must come from ring.sequence(...), got {type(seq).__name__}")
+
+
 class Layer(nn.Module):
     """What each layer says of itself: its options in a printed model, and its memory."""
 

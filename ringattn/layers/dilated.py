@@ -19,7 +19,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.presets import Offset, check, coverage_warnings
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.errors import InputError
-from ringattn.layers.base import Layer, Projections
+from ringattn.layers.base import Layer, Projections, check_sequence
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.ring import Ring
 from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
@@ -116,6 +116,7 @@ class Dilation(Layer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
         """`Ring.dilated_attention` with the layer's options."""
+        check_sequence(seq)
         softmax = {name: value for name, value in vars(self.spec).items() if name != "mask"}
         out: Tensor = seq.ring.dilated_attention(
             q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **softmax
@@ -287,6 +288,7 @@ class MultiheadDilation(Projections):
 
     def _attend(self, x: Tensor, seq: Sequence) -> Tensor:
         """Dilated self-attention with the layer's weights."""
+        check_sequence(seq)
         options = self.attention
         if (options.grad, options.tail) == ("exact", "ragged"):
             heads = self._attended(x, seq, options.spec)

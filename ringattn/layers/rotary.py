@@ -36,9 +36,9 @@ class Rope(NamedTuple):
     def check(self, head_dim: int) -> None:
         """Raise `InputError` unless style and scale are known and heads of `head_dim` elements can rotate."""
         if self.style not in STYLES:
-            raise InputError(f"rope style {self.style!r} is not known; use neox or interleaved")
+            raise InputError(f"rope={self.style!r} is not known; use neox or interleaved")
         if head_dim % 2:
-            raise InputError(f"rotary positions need an even head_dim, got {head_dim}")
+            raise InputError(f"rope={self.style!r} needs an even head_dim, got {head_dim}")
         scale = self.xpos_scale
         if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
             raise InputError(f"xpos_scale must be a positive number of tokens or None, got {scale!r}")

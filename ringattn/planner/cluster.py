@@ -94,7 +94,9 @@ class Cluster:
     def check_ranks(self, ranks: int) -> None:
         """Raise `InputError` where the links are those of another number of ranks."""
         if self.links is not None and len(self.links.nodes) != ranks:
-            raise InputError(f"the links of {self.name} join {len(self.links.nodes)} ranks, and there are {ranks}")
+            raise InputError(
+                f"cluster={self.name!r}: its links join {len(self.links.nodes)} ranks, and there are {ranks}"
+            )
 
     def node_of(self, rank: int) -> int:
         """The machine of a rank."""

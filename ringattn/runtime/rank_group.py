@@ -6,8 +6,7 @@ and says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ringattn.errors import ClosedError, InputError, RingError
+from ringattn.errors import ClosedError, DisagreementError, InputError, RingError
 from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import ConsistencyCheck
 from ringattn.runtime.selective import unseen
@@ -85,28 +84,42 @@ class RankGroup:
         with self.guarded():
             self.transport.drain()
 
-    def all_reduce(self, tensors: Many[Tensor]) -> None:
+    def all_reduce(self, tensors: Iterable[Tensor | None]) -> None:
         """Sums tensors over the ranks, in place; the same bits on every rank. A collective call.
 
         Args:
             tensors: Tensors of any shape, stride and dtype but bool, with the same shapes and dtypes on all ranks.
-                Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype.
+                Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype. An entry
+                that is None on all ranks, like the gradient of a frozen parameter, is skipped.
 
         Raises:
-            InputError: A tensor is bool, which ends the ring.
-            DisagreementError: Shapes or dtypes differ between ranks.
+            InputError: An entry is neither a tensor nor None, on any rank; or a tensor is bool, which ends the ring.
+            DisagreementError: Shapes, dtypes, or which entries are None differ between ranks.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
 
         Example:
             ring.all_reduce([weight.grad for weight in model.parameters()])
         """
-        self.check_same_call(lambda: f"all_reduce of {collectives.shapes(list(tensors))}")
-        tensors = list(tensors)
-        with self.guarded():
-            collectives.all_reduce(self.transport, tensors)
+        entries: list[Tensor | None] = []
 
-    def broadcast(self, tensors: Many[Tensor], src: int = 0) -> None:
+        def described() -> str:
+            entries.extend(tensors)
+            return f"all_reduce of {collectives.summary(entries)}"
+
+        try:
+            self.check_same_call(described)
+        except DisagreementError as error:
+            if collectives.ARE_NONE not in str(error):
+                raise
+            raise DisagreementError(
+                f"{error}\nall_reduce skips an entry only where it is None on all ranks; on a rank without a gradient "
+                "pass torch.zeros_like(parameter)"
+            ) from None
+        with self.guarded():
+            collectives.all_reduce(self.transport, [entry for entry in entries if entry is not None])
+
+    def broadcast(self, tensors: Iterable[Tensor], src: int = 0) -> None:
         """Copies the tensors of one rank to every rank, in place. A collective call.
 
         Args:
@@ -114,21 +127,24 @@ class RankGroup:
             src: The rank whose tensors are copied.
 
         Raises:
-            InputError: There is no rank `src`.
+            InputError: There is no rank `src`, or an entry is not a tensor, on any rank.
             DisagreementError: `src`, shapes or dtypes differ between ranks.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
         """
+        entries: list[Tensor] = []
 
         def described() -> str:
             if type(src) is not int or not 0 <= src < self.world_size:
                 raise InputError(f"broadcast: there is no rank {src}")
-            return f"broadcast from {src} of {collectives.shapes(list(tensors))}"
+            entries.extend(tensors)
+            if missing := [index for index, entry in enumerate(entries) if entry is None]:
+                raise InputError(f"broadcast: tensors[{missing[0]}] is None; leave it out on all ranks")
+            return f"broadcast from {src} of {collectives.summary(entries)}"
 
         self.check_same_call(described)
-        tensors = list(tensors)
         with self.guarded():
-            collectives.broadcast(self.transport, tensors, src)
+            collectives.broadcast(self.transport, entries, src)
 
     def replay(self, graph: Any) -> None:
         """Replays a captured CUDA graph of calls of this ring on the current stream, under one deadline for all of it.
@@ -174,6 +190,8 @@ class RankGroup:
         self.check_open()
         if refusal is not None:
             attended()
+            if not str(refusal).startswith("rank "):  # checks of options do not know the rank
+                refusal.args = (f"rank {self.rank}: {refusal}",)
         # Alone there is nobody to ask.
         if self.world_size == 1:
             if refusal is not None:

@@ -1,22 +1,41 @@
 """Sums, copies and meeting points over a ring, for whatever transport carries it.
 
 Guarantees: every rank ends with the same bits; half precision is summed in float32 and rounded once; tensors of any
-shape, stride and number. All ranks must pass the same shapes and dtypes in the same order.
+shape, stride and number. All ranks must pass the same shapes and dtypes in the same order (compare `summary` before).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 import torch
 
 from ringattn.errors import InputError
 from ringattn.transport.base import Message, Transport
 
+LISTED = 64
+"""How many tensors a summary shows; its digest covers all of them."""
+ARE_NONE = "None at "
 
-def shapes(tensors: Sequence[torch.Tensor]) -> str:
-    """What all ranks must have in common, readable."""
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors[:64]) + f" ({len(tensors)} tensors)"
+
+def summary(entries: Sequence[torch.Tensor | None]) -> str:
+    """What all ranks must have in common: the shape and dtype of each entry, and which entries are None.
+
+    Raises `InputError` for an entry that is neither a tensor nor None.
+    """
+    for index, entry in enumerate(entries):
+        if entry is not None and not isinstance(entry, torch.Tensor):
+            raise InputError(f"tensors[{index}] is a {type(entry).__name__}; it must be a tensor")
+    words = ["None" if entry is None else f"{tuple(entry.shape)} {entry.dtype}" for entry in entries]
+    missing = [f"tensors[{index}]" for index, entry in enumerate(entries) if entry is None]
+    none = f", {ARE_NONE}{_listed(missing)}" if missing else ""
+    digest = sha256("\n".join(words).encode()).hexdigest()[:16]
+    return f"{_listed(words)} ({len(entries)} tensors{none}) [{digest}]"
+
+
+def _listed(words: list[str]) -> str:
+    return ", ".join([*words[:LISTED], *(["..."] if len(words) > LISTED else [])])
 
 
 def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:

@@ -221,6 +221,36 @@ def test_zigzag_parts_of_odd_lengths() -> None:
     run_ranks(2, body, timeout_s=10.0)
 
 
+@pytest.mark.parametrize("form", ["", "_kvpacked", "_qkvpacked"])
+@pytest.mark.parametrize("family", ["ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen"])
+def test_varlen_functions_take_no_batch_dimension(family: str, form: str) -> None:
+    """Rank 1 alone has one; the message names the argument and what it must be, on all ranks."""
+    names = {"": ["q", "k", "v"], "_kvpacked": ["q", "kv"], "_qkvpacked": ["qkv"]}[form]
+
+    def body(ring: Ring) -> None:
+        shapes = [(6, *([len(name)] if len(name) > 1 else []), 1, 8) for name in names]
+        tensors = [torch.zeros(1, *shape) if ring.rank else torch.zeros(shape) for shape in shapes]
+        stack = f"{len(names[0])}, " if len(names[0]) > 1 else ""
+        message = rf"rank 1: {family}{form}_func: {names[0]} must be \(tokens, {stack}heads, head_dim\), got \(1, 6, "
+        with pytest.raises(InputError, match=message + ".*takes packed tokens without a batch dimension"):
+            told(f"{family}{form}")(*tensors, torch.tensor([0, 2, 6]), 4, group=ring)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_other_dimensions_are_refused_by_name() -> None:
+    with Ring() as ring:
+        flat, stacked = torch.zeros(6, 1, 8), torch.zeros(1, 6, 3, 1, 8)
+        with pytest.raises(InputError, match=r"ring_flash_attn_func: q must be \(batch, tokens, heads, head_dim\)"):
+            told("ring_flash_attn")(flat, flat, flat, group=ring)
+        with pytest.raises(
+            InputError, match=r"kv must be \(batch, tokens, 2, heads, head_dim\), got \(1, 6, 3, 1, 8\)"
+        ):
+            told("ring_flash_attn_kvpacked")(flat[None], stacked, group=ring)
+        with pytest.raises(InputError, match=r"k must be \(batch, tokens, heads, head_dim\), got a list"):
+            told("ring_flash_attn")(flat[None], [1.0], flat[None], group=ring)
+
+
 def test_what_one_rank_alone_gets_wrong() -> None:
     """All ranks raise, none waits for the deadline."""
 

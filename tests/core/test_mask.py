@@ -81,9 +81,9 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
         ({"prefix": (1.0,), "causal": True}, r"prefix must be a number of tokens from 0 on, .* got 1\.0"),
         ({"global_tokens": 2}, r"global_tokens needs a window"),
         ({"global_tokens": 0, "window": (1, 1)}, r"global_tokens must be a number of tokens from 1 on, or None, got 0"),
-        ({"documents": (0, 9)}, r"either both sequences have documents or neither"),
-        ({"kv_documents": (0, 7)}, r"either both sequences have documents or neither"),
-        ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"q has 2 documents and k/v has 1"),
+        ({"documents": (0, 9)}, r"^seq has documents and kv_seq has none"),
+        ({"kv_documents": (0, 7)}, r"^kv_seq has documents and seq has none"),
+        ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"seq has 2 documents and kv_seq has 1"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -145,10 +145,10 @@ PROBLEM = Problem(LAYOUT, LAYOUT, make_mask(16, 16, causal=True), 1, 4, 2, 8, 8,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "int8"}, r"dtype int8 is not supported; use one of float64"),
+        ({"dtype": "int8"}, r"q, k and v are int8, which is not supported; use one of float64"),
         ({"wire_dtype": "float8_e4m3fn"}, r"dkv_wire_dtype float8_e4m3fn is not supported"),
-        ({"kv_heads": 3}, r"4 query heads are not a multiple of 3 K/V heads"),
-        ({"kv_heads": 0}, r"K/V heads: 0, where attention needs at least 1"),
+        ({"kv_heads": 3}, r"q_heads=4 is not a multiple of kv_heads=3"),
+        ({"kv_heads": 0}, r"kv_heads=0, where attention needs at least 1"),
     ],
 )
 def test_facts_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:

@@ -43,7 +43,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("plan memory_gib=1e300", "memory_gib=1e+300: must be at most"),
         ("plan tflops=inf", "tflops=inf: must be a finite number"),
         (f"plan mask=dilated segment_lengths=[{DIGITS}] dilation_rates=[1]", "segment_lengths must be at most"),
-        (f"explain tokens={DIGITS}", f"{DIGITS} tokens: a sequence has at most"),
+        (f"explain tokens={DIGITS}", f"length={DIGITS}: a sequence has at most"),
         (f"explain segment_lengths=[64] dilation_rates=[{DIGITS}]", "dilation_rates must be at most"),
         ("explain heads=1000000000000 segment_lengths=[64] dilation_rates=[2]", "heads=1000000000000: must be at most"),
         (f"run seed={DIGITS}", f"seed={DIGITS}: must be at most {MOST_SEED}"),

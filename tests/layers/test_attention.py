@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringattn import Ring, RingAttention, RingMultiheadAttention, RingMultiheadDilatedAttention
+from ringattn import (
+    Ring,
+    RingAttention,
+    RingDilatedAttention,
+    RingMultiheadAttention,
+    RingMultiheadDilatedAttention,
+)
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
 from tests.face import errors
@@ -270,6 +276,20 @@ def test_no_batch_gives_no_output_and_gradients_of_zero(ranks: int) -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         RingMultiheadAttention(**{"embed_dim": EMBED, "num_heads": HEADS, **options})
+
+
+@pytest.mark.parametrize("name", ["attention", "dilated", "multihead", "multihead dilated"])
+def test_what_is_no_sequence_is_refused_by_the_name_of_its_argument(name: str) -> None:
+    q, x = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 16)
+    layers = {
+        "attention": (RingAttention(), (q, q, q)),
+        "dilated": (RingDilatedAttention([4], [1]), (q, q, q)),
+        "multihead": (RingMultiheadAttention(16, 2), (x,)),
+        "multihead dilated": (RingMultiheadDilatedAttention(16, 2, [4], [1]), (x,)),
+    }
+    layer, tensors = layers[name]
+    with pytest.raises(InputError, match=r"^seq(, the second argument,)? .*NoneType"):
+        layer(*tensors, None)
 
 
 def test_memory_info() -> None:

@@ -96,7 +96,7 @@ def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
     assert [joined.link_class(rank, 0) for rank in (1, 2)] == [LinkClass.NVLINK, LinkClass.NETWORK]
     assert joined.joined(Links((0, 1, 2))) is joined and REFERENCE.joined(None) is REFERENCE
     assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # says eight a machine, of machines that are not at hand
-    with pytest.raises(InputError, match=r"links of no machine, .* join 3 ranks, and there are 4"):
+    with pytest.raises(InputError, match=r"cluster='no machine, .*': its links join 3 ranks, and there are 4"):
         joined.check_ranks(4)
 
 

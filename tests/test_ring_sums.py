@@ -1,0 +1,74 @@
+"""`Ring.all_reduce` and `Ring.broadcast`: results, entries that are None, and what ranks do not agree on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import ringattn
+from ringattn import InputError, Ring
+from ringattn.testing import run_ranks
+from tests.face import RANKS, errors
+
+
+def test_sums_and_copies() -> None:
+    def body(ring: Ring) -> tuple[torch.Tensor, ...]:
+        one, two = torch.full((3,), ring.rank + 1.0), torch.tensor([ring.rank + 10], dtype=torch.int64)
+        ring.all_reduce([one, two])
+        three = torch.full((2, 2), float(ring.rank))
+        ring.broadcast([three], src=2)
+        return one, two, three
+
+    for one, two, three in run_ranks(RANKS, body):
+        assert one.tolist() == [6.0] * 3 and two.tolist() == [33] and three.unique().tolist() == [2.0]
+    for error in errors(lambda ring: ring.broadcast([torch.zeros(1)], src=3)):
+        assert isinstance(error, InputError) and "broadcast: there is no rank 3" in str(error)
+    for error in errors(lambda ring: ring.all_reduce([torch.zeros(1 + ring.rank)])):
+        assert isinstance(error, ringattn.DisagreementError) and "rank 2: call 1: all_reduce of (3,)" in str(error)
+
+
+def test_sums_skip_what_is_none_on_all_ranks() -> None:
+    def body(ring: Ring) -> list[torch.Tensor | None]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
+        model[1].requires_grad_(False)
+        model(torch.full((1, 1), ring.rank + 1.0)).sum().backward()
+        with torch.no_grad():
+            for layer in (model[0], model[2]):
+                layer.weight.grad.fill_(ring.rank + 1.0)
+        # A generator is read once.
+        ring.all_reduce(weight.grad for weight in model.parameters())
+        return [weight.grad for weight in model.parameters()]
+
+    for ranks in (1, RANKS):
+        for first, frozen, last in run_ranks(ranks, body):
+            total = ranks * (ranks + 1) / 2
+            assert first.item() == last.item() == total and frozen is None
+
+
+def test_sums_of_what_is_none_on_some_ranks_name_the_entries_and_the_ranks() -> None:
+    def body(ring: Ring) -> None:
+        ring.all_reduce([torch.ones(1)] * 70 + [None if ring.rank == 1 else torch.ones(2)])
+
+    for error in errors(body):
+        assert isinstance(error, ringattn.DisagreementError)
+        assert re.search(r"rank 1: call 1: .*\(71 tensors, None at tensors\[70\]\)", str(error))
+        assert re.search(r"rank 2: call 1: .*\(71 tensors\)", str(error))
+        assert "pass torch.zeros_like(parameter)" in str(error)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_shapes_that_differ_beyond_those_that_a_message_lists(call: str) -> None:
+    def body(ring: Ring) -> None:
+        getattr(ring, call)([torch.ones(1)] * 70 + [torch.ones(1 + ring.rank)])
+
+    for error in errors(body):
+        assert isinstance(error, ringattn.DisagreementError) and "zeros_like" not in str(error)
+
+
+def test_sums_and_copies_of_what_is_no_tensor() -> None:
+    for error in errors(lambda ring: ring.all_reduce([torch.ones(1), 2.0])):
+        assert isinstance(error, InputError) and re.search(r"rank \d: tensors\[1\] is a float", str(error))
+    for error in errors(lambda ring: ring.broadcast([torch.ones(1), None])):
+        assert isinstance(error, InputError) and re.search(r"rank \d: broadcast: tensors\[1\] is None", str(error))
