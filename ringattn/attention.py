@@ -17,6 +17,7 @@ from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
 from ringattn.runtime.activation import attended
 from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
+from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
 from ringattn.runtime.selective import unseen
@@ -66,7 +67,7 @@ def attention(
 
     torch.autocast changes nothing here: out is in q's dtype, and engines compute as they do without. The backward pass
     needs the outputs, as that of torch's scaled_dot_product_attention does, and raises where they were changed in
-    place.
+    place. If an input of any rank needs a gradient, the outputs of all ranks carry a graph: every rank calls backward.
 
     Args:
         ring: The ring; as a method, `Ring.attention`, the ring itself.
@@ -116,7 +117,7 @@ def attention(
     Raises:
         InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
         UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
-        DisagreementError: The ranks do not make the same call.
+        DisagreementError: The ranks do not make the same call, or some need gradients and another uses torch.no_grad.
         ClosedError: The ring was closed or has failed.
         TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         OutOfMemoryError: A rank had no memory for the pass.
@@ -134,8 +135,16 @@ def attend(
     ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of what `spec` says; see `attention`."""
-    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, spec), spec.sinks)
-    out, lse = AttentionFunction.apply(q, k, v, spec.sinks, ring, call)
+    inputs = {"q": q, "k": k, "v": v, "sinks": spec.sinks}
+    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, spec), spec.sinks, inputs)
+    return apply_attention(ring, call, q, k, v, spec.sinks)
+
+
+def apply_attention(
+    ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a call that all ranks agreed on, with a graph if any rank needs gradients of it."""
+    out, lse = AttentionFunction.apply(q, k, v, sinks, anchor(call.graph, q, k, v, sinks), ring, call)
     return out, lse
 
 
@@ -148,17 +157,26 @@ def checked_call(
     return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, spec)
 
 
-def agreed(ring: Runtime, describe: Callable[[], AttentionCall], sinks: Tensor | None) -> AttentionCall:
-    """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all."""
+def agreed(
+    ring: Runtime,
+    describe: Callable[[], AttentionCall],
+    sinks: Tensor | None,
+    inputs: Inputs | GradientNeeds,
+    *facts: str,
+) -> AttentionCall:
+    """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all.
+
+    `inputs`: see `RankGroup.check_same_call`. `facts`: what else the ranks must have in common.
+    """
     attended()
     calls: list[AttentionCall] = []
 
     def described() -> str:
         calls.append(describe())
-        return calls[0].summary("sinks" if sinks is not None else "no sinks")
+        return calls[0].summary("sinks" if sinks is not None else "no sinks", *facts)
 
-    number = ring.check_same_call(described)
-    return replace(calls[0], number=number)
+    number, graph = ring.check_same_call(described, inputs)
+    return replace(calls[0], number=number, graph=graph)
 
 
 def call_of(
@@ -200,14 +218,21 @@ def make_problem(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q, k, v, sinks) to (out, lse); every rank calls its own backward."""
+    """(q, k, v, sinks) to (out, lse); every rank calls its own backward. The fifth input: see `anchor`."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Runtime, call: AttentionCall
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        _: Tensor | None,
+        ring: Runtime,
+        call: AttentionCall,
     ) -> tuple[Tensor, Tensor]:
         with unseen():
-            result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=any(ctx.needs_input_grad))
+            result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=call.graph)
         ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
         ctx.set_materialize_grads(False)
@@ -218,7 +243,7 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.ring.refused_by_all():  # autograd refuses here what was changed in place, or freed
             q, k, v, sinks, out, lse, kept = ctx.saved_tensors
-        return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None)
+        return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None, None)
 
 
 def forward_pass(

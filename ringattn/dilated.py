@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from ringattn.attention import AttentionFunction, agreed, check_tensors, checked_call
+from ringattn.attention import agreed, apply_attention, check_tensors, checked_call
 from ringattn.core.dilation import Dilated
 from ringattn.core.presets import Offset, head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
@@ -90,7 +90,7 @@ def dilated_attention(
     Raises:
         InputError: A tensor, a branch or an option is wrong, on any rank; every rank raises.
         UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
-        DisagreementError: The ranks do not make the same call.
+        DisagreementError: The ranks do not make the same call, or some need gradients and another uses torch.no_grad.
         ClosedError: The ring was closed or has failed.
         TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         OutOfMemoryError: A rank had no memory for the pass.
@@ -113,8 +113,9 @@ def dilated_attention(
             chosen[:] = [spec if branch is None else replace(spec, mask=spec.mask.branches()[branch])]
             return checked_call(ring, q, k, v, seq, None, chosen[0])
 
-        call = agreed(ring, described, sinks)
-        out, lse = AttentionFunction.apply(q, k, v, sinks, ring, call)
+        inputs = {"q": q, "k": k, "v": v, "sinks": sinks}
+        call = agreed(ring, described, sinks, inputs, f"grad {grad}", f"tail {tail}")
+        out, lse = apply_attention(ring, call, q, k, v, sinks)
         if tail == "zero_pad" and not causal:
             assert isinstance(chosen[0].mask, Dilated)
             out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0].mask, seq, q.shape[2], k.shape[2]))

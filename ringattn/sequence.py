@@ -133,7 +133,8 @@ class Sequence:
 
         Raises:
             InputError: A shard has the wrong length, on any rank; every rank raises.
-            DisagreementError: The ranks' shards differ in dtype, in `dim` or in their other dimensions.
+            DisagreementError: The ranks' shards differ in dtype, in `dim` or in their other dimensions; or a rank needs
+                the gradient, and another one calls under torch.no_grad.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         """
@@ -148,8 +149,8 @@ class Sequence:
             rest = (*x.shape[:at], *x.shape[at + 1 :])
             return f"gather of dim {at}, other dimensions {rest}, {x.dtype}, {self.layout}"
 
-        number = self.ring.check_same_call(described)
-        return _Gather.apply(x, self, _dimension(x, dim), number)
+        call = self.ring.check_same_call(described, {"x": x})
+        return _Gather.apply(x, call.anchor(x), self, _dimension(x, dim), call.number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """Next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
@@ -230,7 +231,7 @@ class _Gather(torch.autograd.Function):
     """All shards in order; backward sums every rank's gradient of a shard at its owner, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seq: Sequence, dim: int, number: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor | None, seq: Sequence, dim: int, number: int) -> Tensor:
         ctx.seq, ctx.dim, ctx.number = seq, dim, number
         ring = seq.ring
         local = x.detach().movedim(dim, 0).contiguous()
@@ -243,7 +244,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         seq, ring = ctx.seq, ctx.seq.ring
         full = grad.movedim(ctx.dim, 0)
         order = torch.from_numpy(seq.layout.order()).to(grad.device)
@@ -255,7 +256,7 @@ class _Gather(torch.autograd.Function):
         total = received[0].clone()
         for part in received[1:]:
             total += part
-        return total.movedim(0, ctx.dim), None, None, None
+        return total.movedim(0, ctx.dim), None, None, None, None
 
 
 def _swap(ring: Ring, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:

@@ -178,16 +178,16 @@ DISAGREE: dict[str, tuple[Change, str, str]] = {
     "documents": (
         lambda ring, a: a.update(seq=ring.sequence(cu_seqlens=[0, 3, 12], layout="zigzag")), "(0, 12)", "(0, 3, 12)"
     ),
-    "heads": (lambda ring, a: a.update({n: a[n][:, :, :1] for n in "kv"}), "heads 4:2", "heads 4:1"),
+    "heads": (lambda ring, a: a.update({n: a[n][:, :, :1] for n in "kv"}), "kv_heads 2", "kv_heads 1"),
     "batch": (lambda ring, a: a.update({n: torch.cat([a[n]] * 2) for n in "qkv"}), "batch 1", "batch 2"),
     "scale": (setting(scale=0.5), "scale 0.353553", "scale 0.5"),
     "softcap": (setting(softcap=2.0), "softcap None", "softcap 2.0"),
     "dropout": (setting(dropout_p=0.1, dropout_seed=1), "dropout_p None", "dropout_p 0.1"),
     "slopes": (setting(alibi_slopes=[0.5] * 4), "alibi_slopes None", "alibi_slopes (0.5, 0.5, 0.5, 0.5)"),
-    "a bit of scale": (setting(scale=1 / math.sqrt(8) + 2**-54), "0.35355339059327373,", "0.3535533905932738,"),
-    "sinks": (setting(sinks=torch.zeros(4)), "no sinks", "'sinks'"),
-    "schedule": (setting(schedule="direct"), "schedule ring", "schedule direct"),
-    "wire": (lambda ring, a: setattr(ring, "dkv_wire_dtype", "bfloat16"), "dK/dV in float32", "dK/dV in bfloat16"),
+    "a bit of scale": (setting(scale=1 / math.sqrt(8) + 2**-54), "0.35355339059327373", "0.3535533905932738"),
+    "sinks": (setting(sinks=torch.zeros(4)), ": no sinks", ": sinks"),
+    "schedule": (setting(schedule="direct"), "schedule.name 'ring'", "schedule.name 'direct'"),
+    "wire": (lambda ring, a: setattr(ring, "dkv_wire_dtype", "bfloat16"), "wire_dtype None", "wire_dtype 'bfloat16'"),
 }  # fmt: skip
 
 

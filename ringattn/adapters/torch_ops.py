@@ -27,6 +27,7 @@ from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
 from ringattn.ring import Ring
 from ringattn.runtime.activation import attended
+from ringattn.runtime.consistency import GradientNeeds, anchor, gradient_needs
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.runtime.spec import AttentionSpec, Window
 from ringattn.schedule.routes import ScheduleName
@@ -50,6 +51,8 @@ class _Kept:
 KEPT_CALLS = 1024
 """Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
 TICKET = HALF = 1 << 32
+GRAPH = 2
+COMPILED_WITHOUT_GRAPH = "!its compiled code has no input that needs a gradient; call x.requires_grad_() on one"
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
 _kept_of: WeakKeyDictionary[Ring, dict[AttentionCall, _Kept]] = WeakKeyDictionary()
@@ -137,13 +140,26 @@ def ring_attention(
     one, each = (prefix, None) if prefix is None or isinstance(prefix, int) else (None, list(prefix))
     # A seed has 64 bits and no sign, a schema's number 63 and one.
     upper, lower = (None, None) if dropout_seed is None else (dropout_seed // HALF, dropout_seed % HALF)
-    out, _, _ = attention(
+    out, lse, ticket = attention(
         q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right, chunk, one, each,
-        global_tokens, scale, softcap, dropout_p, upper, lower, schedule,
+        global_tokens, scale, softcap, dropout_p, upper, lower, schedule, _needs_text(q, k, v, sinks),
     )  # fmt: skip
     if not torch.compiler.is_compiling():
         attended()  # beneath the operator no mode can be left
+        if torch.is_grad_enabled() and not out.requires_grad and ticket[GRAPH]:
+            out = _Anchored.apply(anchor(True), q, k, v, sinks, out, lse, ticket)
     return whole(out)
+
+
+def _needs_text(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
+    """`GradientNeeds` as an operator takes it: names after each other, or "!" and the obstacle."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        inputs = [
+            name for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if x is not None and x.requires_grad
+        ]
+        return " ".join(inputs) if inputs else COMPILED_WITHOUT_GRAPH
+    needs = gradient_needs({"q": q, "k": k, "v": v, "sinks": sinks})
+    return f"!{needs.obstacle}" if needs.obstacle else " ".join(needs.inputs)
 
 
 def _check_options(**options: Any) -> None:
@@ -178,15 +194,16 @@ def attention(
     upper_seed: int | None,
     lower_seed: int | None,
     schedule: str,
+    gradients: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
 
-    The ticket is two numbers: that under which the call is kept here, times `TICKET`, plus its number on the ring; and
-    the bits of the seed of its dropout.
+    The ticket is three numbers: that under which the call is kept here, times `TICKET`, plus its number on the ring;
+    the bits of the seed of its dropout; and, at `GRAPH`, whether any rank needs gradients.
 
     `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded, None for none.
     `prefixes`: one for each document. `upper_seed`, `lower_seed`: the seed is the first times `HALF` plus the second.
-    Raises what `Ring.attention` raises.
+    `gradients`: see `_needs_text`. Raises what `Ring.attention` raises.
     """
     if handle == ACTIVE:
         seq = sequence_of() or lone_sequence(q.shape[1])
@@ -206,10 +223,12 @@ def attention(
         # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
         return replace(call, route=call.route.keeping_nothing())
 
-    call = calls.agreed(ring, described, sinks)
+    obstacle = gradients.removeprefix("!") if gradients.startswith("!") else ""
+    needs = GradientNeeds(() if obstacle else tuple(gradients.split()), obstacle)
+    call = calls.agreed(ring, described, sinks, needs)
     out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)
     signed = call.dropout_seed - (HALF**2 if call.dropout_seed >= HALF**2 // 2 else 0)
-    ticket = torch.tensor([_ticket(ring, call) * TICKET + call.number, signed])
+    ticket = torch.tensor([_ticket(ring, call) * TICKET + call.number, signed, call.graph])
     return _row_first(out).detach(), lse.contiguous(), ticket
 
 
@@ -226,7 +245,7 @@ def attention_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
-    place_and_number, signed = ticket.tolist()
+    place_and_number, signed, _ = ticket.tolist()
     place, number = divmod(place_and_number, TICKET)
     kept = _kept.get(place)
     ring = None if kept is None else kept.ring()
@@ -263,7 +282,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
     lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
-    return out, lse, torch.empty(2, dtype=torch.int64)
+    return out, lse, torch.empty(3, dtype=torch.int64)
 
 
 @attention_backward.register_fake
@@ -286,8 +305,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
-    options = [None] * 15
+    options = [None] * 16
     return dq, dk, dv, None if saved[3] is None else dsinks, *options
 
 
 attention.register_autograd(_gradients, setup_context=_save)
+
+
+class _Anchored(torch.autograd.Function):
+    """The output of an eager call in which other ranks alone need gradients; see `anchor`."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *saved: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*saved)
+        out = saved[4]
+        assert out is not None
+        return out.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:
+        attention_backward(*ctx.saved_tensors, dout, None)
+        return (None,) * 8

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ringattn.attention import AttentionFunction, agreed, call_of, check_recordable, check_sinks
+from ringattn.attention import agreed, apply_attention, call_of, check_recordable, check_sinks
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.layers.projection import Backend, check_projection, project_kv, project_q, stored_dtype
@@ -67,7 +67,9 @@ def projected_attention(
         sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
         return call_of(ring, seq, None, sizes, dtype, x.device, spec)
 
-    call = agreed(ring, described, spec.sinks)
+    # What q, k and v are made of, after the first message has left.
+    inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "sinks": spec.sinks}
+    call = agreed(ring, described, spec.sinks, inputs)
     # One split, so that the two gradients are put together by one copy.
     cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
     (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
@@ -90,8 +92,7 @@ def projected_attention(
         make(None)
     q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
-    out: Tensor = AttentionFunction.apply(q, k, v, spec.sinks, ring, call)[0]
-    return out
+    return apply_attention(ring, call, q, k, v, spec.sinks)[0]
 
 
 def check_shard(x: Tensor, seq: Sequence, model: int) -> None:

@@ -1,72 +1,215 @@
-"""All ranks make the same call, or all of them raise.
+"""Consistency check: all ranks make the same call, or all of them raise.
 
-Guarantees one question and one answer a call: the ranks' words are compared before anything else is sent, and one
-rank's refusal is every rank's.
+Guarantees: each call is compared before anything else is sent; if one rank refuses a call, all ranks refuse it; if one
+rank needs gradients of a call, all ranks learn it before the outputs are made.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ringattn.errors import DisagreementError, InputError, RingError
 from ringattn.transport.base import Transport
 
 KEPT_AGREEMENTS = 4096
-"""Calls that a ring remembers to have agreed on, those made last; with other documents in each step there is no end to
-them. All ranks forget the same one at the same call."""
+"""Calls that a ring remembers to have compared, the latest ones. Every rank forgets the same one at the same time."""
+FEW_VALUES = 3
+"""A longer tuple of dataclasses is one fact in `facts_of`."""
+LONGEST_FACT = 96
+"""Characters of a value in `facts_of`; a longer one is shortened, and its digest is added."""
+
+
+Inputs = Mapping[str, Tensor | None]
+"""The differentiable inputs of a call, by name."""
+
+
+class GradientNeeds(NamedTuple):
+    """The inputs of a differentiable call that need a gradient on this rank.
+
+    `obstacle`: why the outputs of this rank cannot carry a graph, with the remedy; empty if they can.
+    """
+
+    inputs: tuple[str, ...] = ()
+    obstacle: str = ""
+
+
+def anchor(graph: bool, *inputs: Tensor | None) -> Tensor | None:
+    """Return an input that requires a gradient, if the outputs must carry a graph and no input of this rank has one.
+
+    The outputs then require a gradient as on the other ranks, and so does a loss made of them, so this rank's backward
+    pass runs when the other ranks wait for it.
+    """
+    if not graph or any(x is not None and x.requires_grad for x in inputs):
+        return None
+    return torch.zeros((), requires_grad=True)
+
+
+class ComparedCall(NamedTuple):
+    """A call that all ranks make. `number`: the same on all ranks, 0 in a ring of one.
+
+    `graph`: whether the outputs of every rank carry a graph, because some rank needs gradients.
+    """
+
+    number: int
+    graph: bool
+
+    def anchor(self, *inputs: Tensor | None) -> Tensor | None:
+        """See `anchor`."""
+        return anchor(self.graph, *inputs)
+
+
+def gradient_needs(tensors: Inputs) -> GradientNeeds:
+    """Return which of these inputs need a gradient, in the present gradient mode."""
+    if not torch.is_grad_enabled():
+        return GradientNeeds(obstacle="it calls without gradient mode; use torch.no_grad on all ranks, or on none")
+    inputs = tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
+    for name, x in tensors.items():
+        if not inputs and x is not None and x.is_inference():
+            return GradientNeeds(obstacle=f"its {name} was made under torch.inference_mode; pass {name}.clone()")
+    return GradientNeeds(inputs)
 
 
 class ConsistencyCheck:
-    """One rank's side of the agreements of a ring, numbered by its calls."""
+    """One rank's side of the comparisons of a ring, numbered by its calls.
+
+    On a transport that notices differing calls by itself, calls are compared at their first use only: those that need
+    gradients and those that do not separately. Once some ranks needed gradients and others did not, calls with these
+    words are compared every time, so that each rank learns what the others need.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._agreed: dict[bytes, None] = {}
         self.calls = 0
-        """Calls so far: the number of the newest one, which all ranks that make the same calls give it."""
+        """Calls so far: the number of the latest one, which all ranks that make the same calls give it."""
 
-    def announced(self, words: str, refusal: RingError | None, always: bool, backward_of: int | None) -> str | None:
-        """What to say to the other ranks, or None where they have agreed on these words before and would be noticed.
+    def announced(
+        self,
+        words: str,
+        refusal: RingError | None,
+        always: bool,
+        backward_of: int | None,
+        needs: GradientNeeds | None = None,
+    ) -> str | None:
+        """Return what to send to the other ranks, or None if the transport would notice that they make another call.
 
-        A transport that itself notices a rank with another call needs one agreement on a call, unless `always`. It is
-        told `backward_of` too, so one agreement is enough for the backward passes of all calls with these words.
+        The transport also gets `backward_of`, so one comparison is enough for the backward passes of all calls with
+        these words.
         """
         self.calls += 1
-        mine = words if backward_of is None else f"backward of call {backward_of}: {words}"
+        message = words if backward_of is None else f"backward of call {backward_of}: {words}"
         if refusal is not None:
-            mine = f"refused {refusal}"
-        noticed = self._transport.announce(self.calls, _digest(mine), mine)
-        known = noticed and refusal is None and not always and self._used(words, backward_of)
-        return None if known else mine
+            message = f"refused {refusal}"
+        skips = refusal is None and not always and self._used(words, backward_of, needs)
+        # All ranks that compare write the same here, whatever they need; a rank that skips writes what it needs.
+        gradients = "" if needs is None else "compared" if not skips else "needed" if needs.inputs else "not needed"
+        notices = self._transport.announce(self.calls, _digest(message), message, gradients)
+        return None if notices and skips else message
 
-    def ask(self, mine: str) -> list[str]:
-        """Say it, and hear every rank."""
-        return [answer.decode() for answer in self._transport.all_gather_bytes(f"{self.calls}: {mine}".encode())]
+    def ask(self, message: str, needs: GradientNeeds | None = None) -> list[str]:
+        """Send the message of this rank, and return the answers of all ranks."""
+        answer = json.dumps([f"{self.calls}: {message}", needs])
+        return [answer.decode() for answer in self._transport.all_gather_bytes(answer.encode())]
 
-    def settle(self, words: str, backward_of: int | None, answers: list[str]) -> None:
-        """Raise `InputError` for what another rank refused, and `DisagreementError` where the ranks do not agree."""
-        told = [answer.partition(": ")[2] for answer in answers]
-        for rank, answer in enumerate(told):
-            if answer.startswith("refused "):
-                raise InputError(f"rank {rank} refused the call, so all ranks do: {answer.removeprefix('refused ')}")
-        if len(set(answers)) > 1:
-            listed = "\n".join(f"  rank {rank}: call {answer}" for rank, answer in enumerate(answers))
-            raise DisagreementError(f"the ranks do not ask for the same:\n{listed}")
-        self._agreed[_key(words, backward_of)] = None
+    def settle(
+        self, words: str, backward_of: int | None, answers: list[str], needs: GradientNeeds | None = None
+    ) -> bool:
+        """Return whether any rank needs gradients.
+
+        Raises `InputError` if another rank refused the call, and `DisagreementError` if the ranks make different calls
+        or a rank cannot take part in the backward pass that another one needs.
+        """
+        calls, patterns = zip(*map(json.loads, answers), strict=True)
+        for rank, call in enumerate(calls):
+            message = call.partition(": ")[2]
+            if message.startswith("refused "):
+                raise InputError(f"rank {rank} refused the call, so all ranks do: {message.removeprefix('refused ')}")
+        if len(set(calls)) > 1:
+            raise DisagreementError(f"the ranks do not ask for the same:\n{_differences(calls)}")
+        every_need = [GradientNeeds(*(pattern or ())) for pattern in patterns]
+        graph = any(each.inputs for each in every_need)
+        _check_needs(every_need)
+        if needs is not None and len({bool(each.inputs) for each in every_need}) > 1:
+            for kind in (True, False):
+                self._agreed.pop(_key(words, backward_of, kind), None)
+            self._remember(_key(words, backward_of, None))
+        elif needs is None or not self._moved_to_end(_key(words, backward_of, None)):
+            self._remember(_key(words, backward_of, graph))
+        return graph
+
+    def _remember(self, key: bytes) -> None:
+        self._agreed.pop(key, None)
+        self._agreed[key] = None
         if len(self._agreed) > KEPT_AGREEMENTS:
             del self._agreed[next(iter(self._agreed))]
 
-    def _used(self, words: str, backward_of: int | None) -> bool:
-        """Whether the ranks have agreed on these words; if so they are now the ones used last, on every rank."""
-        key = _key(words, backward_of)
+    def _used(self, words: str, backward_of: int | None, needs: GradientNeeds | None) -> bool:
+        """Return whether the ranks have compared these words; if so they are now the latest ones, on every rank."""
+        return self._moved_to_end(_key(words, backward_of, needs is not None and bool(needs.inputs)))
+
+    def _moved_to_end(self, key: bytes) -> bool:
         if key not in self._agreed:
             return False
         self._agreed[key] = self._agreed.pop(key)
         return True
 
 
-def _key(words: str, backward_of: int | None) -> bytes:
-    return _digest(words if backward_of is None else f"backward of {words}")
+def _check_needs(every_need: list[GradientNeeds]) -> None:
+    """Raise `DisagreementError` if a rank needs gradients and another one cannot take part in the backward pass."""
+    needing = [(rank, needs) for rank, needs in enumerate(every_need) if needs.inputs]
+    unable = [(rank, needs) for rank, needs in enumerate(every_need) if not needs.inputs and needs.obstacle]
+    if needing and unable:
+        (first, needs), (rank, without) = needing[0], unable[0]
+        raise DisagreementError(
+            f"rank {first} needs gradients of {', '.join(needs.inputs)}, and rank {rank} could not take part in the "
+            f"backward pass: {without.obstacle}"
+        )
+
+
+def _differences(calls: tuple[str, ...]) -> str:
+    """A line for each rank: its call, and of the facts (see `facts_of`) those that are not the same on all ranks."""
+    rows = [call.split("\n") for call in calls]
+    common = set.intersection(*map(set, rows))
+    lines = []
+    for rank, (call, *facts) in enumerate(rows):
+        differing = [fact for fact in facts if fact not in common]
+        lines.append(f"  rank {rank}: call {call}" + (f": {'; '.join(differing)}" if differing else ""))
+    return "\n".join(lines)
+
+
+def facts_of(value: Any, name: str = "") -> Iterator[str]:
+    """Yield "name value" of every field of a dataclass or named tuple that takes part in its equality, nested ones too.
+
+    Two values give the same lines, in any process, if and only if they are equal (up to the collisions of a digest).
+    """
+    if is_dataclass(value):
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value) if field.compare]
+    elif hasattr(value, "_fields") and "__str__" not in vars(type(value)):
+        parts = list(zip(value._fields, value, strict=True))
+    elif isinstance(value, tuple) and 0 < len(value) <= FEW_VALUES and all(map(is_dataclass, value)):
+        parts = [(str(index), inner) for index, inner in enumerate(value)]
+    else:
+        text = str(value) if hasattr(value, "_fields") else repr(value)
+        if callable(value):  # by its name, for `repr` has its address
+            text = f"{value.__module__}.{value.__qualname__}"
+        if len(text) > LONGEST_FACT:
+            text = f"{text[: LONGEST_FACT // 2]}...{text[-LONGEST_FACT // 4 :]} [{_digest(text).hex()}]"
+        yield f"{name} {text}"
+        return
+    for part, inner in parts:
+        yield from facts_of(inner, f"{name}.{part}" if name else part)
+
+
+def _key(words: str, backward_of: int | None, gradients: bool | None) -> bytes:
+    """`gradients`: whether every rank needs them, or none does. None: the ranks have differed in this."""
+    return _digest(f"{gradients} {words}" if backward_of is None else f"backward of {words}")
 
 
 def _digest(words: str) -> bytes:

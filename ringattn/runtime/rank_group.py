@@ -6,7 +6,7 @@ and says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn.errors import ClosedError, DisagreementError, InputError, RingError
 from ringattn.runtime.activation import attended
-from ringattn.runtime.consistency import ConsistencyCheck
+from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, GradientNeeds, Inputs, gradient_needs
 from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
@@ -165,8 +165,13 @@ class RankGroup:
             self.transport.replay(graph.replay)
 
     def check_consistency(
-        self, summary: str, refusal: RingError | None = None, always: bool = False, backward_of: int | None = None
-    ) -> int:
+        self,
+        summary: str,
+        refusal: RingError | None = None,
+        always: bool = False,
+        backward_of: int | None = None,
+        needs: GradientNeeds | None = None,
+    ) -> ComparedCall:
         """All ranks make the same call, or all raise. A collective call.
 
         Where the transport itself notices a rank that makes another call, one check of a call is enough.
@@ -177,14 +182,16 @@ class RankGroup:
             always: Check also a call that was checked before.
             backward_of: The number of the forward call whose backward pass this is; the same on all ranks. None: no
                 backward.
+            needs: Which gradients this rank needs. None: the call is not differentiable.
 
         Returns:
-            The number of this call, the same on all ranks; 0 alone.
+            The number of this call, and whether any rank needs gradients.
 
         Raises:
             RingError: `refusal`, on the rank that gave it.
             InputError: Another rank refused the call.
-            DisagreementError: The ranks make different calls.
+            DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
+                another one needs.
             ClosedError: The ring was closed or has failed.
         """
         self.check_open()
@@ -192,18 +199,19 @@ class RankGroup:
             attended()
             if not str(refusal).startswith("rank "):  # checks of options do not know the rank
                 refusal.args = (f"rank {self.rank}: {refusal}",)
+        needed = needs is not None and bool(needs.inputs)
         # Alone there is nobody to ask.
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal
-            return 0
-        mine = self._agreement.announced(summary, refusal, always, backward_of)
-        # Asked before: the transport notices a rank that makes another call.
-        if mine is None:
-            return self._agreement.calls
+            return ComparedCall(0, needed)
+        message = self._agreement.announced(summary, refusal, always, backward_of, needs)
+        # Compared before: the transport notices a rank that makes another call.
+        if message is None:
+            return ComparedCall(self._agreement.calls, needed)
         try:
             with self.guarded(), unseen():
-                answers = self._agreement.ask(mine)
+                answers = self._agreement.ask(message, needs)
         except RingError:
             # The own refusal says more than that the check failed.
             if refusal is not None:
@@ -212,26 +220,31 @@ class RankGroup:
         # Raised after the check, so that the other ranks have been told and do not wait for this one.
         if refusal is not None:
             raise refusal
-        self._agreement.settle(summary, backward_of, answers)
-        return self._agreement.calls
+        graph = self._agreement.settle(summary, backward_of, answers, needs)
+        return ComparedCall(self._agreement.calls, graph)
 
-    def check_same_call(self, describe: Callable[[], str]) -> int:
+    def check_same_call(
+        self, describe: Callable[[], str], inputs: Inputs | GradientNeeds | None = None
+    ) -> ComparedCall:
         """`check_consistency` on the call that `describe` describes; an error of `describe` makes all ranks refuse it.
 
         Args:
             describe: Checks the call and returns it in words.
+            inputs: The differentiable inputs, or which of them need a gradient. None: the call is not differentiable.
 
         Returns:
-            The number of this call, the same on all ranks; 0 alone.
+            The number of this call, and whether any rank needs gradients.
 
         Raises:
             InputError: `describe` raised, on any rank; every rank raises.
-            DisagreementError: The ranks make different calls.
+            DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
+                another one needs.
             ClosedError: The ring was closed or has failed.
         """
         with self.refused_by_all():
             words = describe()
-        return self.check_consistency(words)
+            needs = gradient_needs(inputs) if isinstance(inputs, Mapping) else inputs
+        return self.check_consistency(words, needs=needs)
 
     @contextmanager
     def refused_by_all(self) -> Iterator[None]:

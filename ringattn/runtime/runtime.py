@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -23,6 +24,7 @@ from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.exchange import Exchange
 from ringattn.runtime.activation import Activation, entered
+from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.executor import Arithmetic, Counters, Executor
 from ringattn.runtime.pass_profiler import profiler_of
 from ringattn.runtime.pool import Pool
@@ -50,28 +52,28 @@ class AttentionCall:
     dropout_seed: int = 0
     """Where there is dropout; no part of a plan, for it is another one at each step."""
     number: int = field(default=0, compare=False)
-    """Which call of the ring it is, once all ranks agreed on it: its backward pass names it."""
+    """The number that all ranks gave this call when they compared it: its backward pass names it."""
+    graph: bool = field(default=False, compare=False)
+    """Whether the outputs carry a graph on every rank, because some rank needs gradients."""
 
-    def summary(self, *extra: object) -> str:
-        """What all ranks must have in common, readable."""
-        p, s = self.problem, self.softmax
-        bounds = p.mask.branches[0].bounds
-        what = "documents" if len({b.bounds for b in p.mask.branches}) == 1 else "parts"
-        documents = f"{len(bounds) - 1} {what} ending {bounds[-4:]}"
-        branches = dict.fromkeys(f"band {b.band}, segment {b.segment}, rate {b.dilation}" for b in p.mask.branches)
-        known = "group", "starts"  # what the problem says already
-        softmax = ", ".join(f"{name} {value!r}" for name, value in s._asdict().items() if name not in known)
-        if s.dropout_p is not None:
-            softmax += f", dropout_seed {self.dropout_seed}"
-        kv = "" if p.kv_layout == p.q_layout else f", K/V {p.kv_layout.name} of {p.kv_layout.length} tokens"
-        facts = (
-            f"{p.q_layout.name} layout of {p.q_layout.length} tokens{kv}, batch {p.batch}, "
-            f"heads {p.q_heads}:{p.kv_heads}, head_dim {p.head_dim}:{p.value_dim}, {p.dtype}, "
-            f"{'; '.join(branches)}; {documents}, schedule {self.route.name}, "
-            f"{softmax}, K/V travel as {p.kv_dtype}, "
-            f"dK/dV in {p.wire_dtype or p.accumulator_dtype}, outputs in {p.out_wire_dtype or p.accumulator_dtype}"
-        )
-        return f"{facts} {extra} [{p.digest.hex()[:16]}]"
+    def summary(self, *extra: str) -> str:
+        """Return what all ranks must have in common: a readable line, then a line for each fact, see `facts_of`.
+
+        Every field is compared, also of the route and of what else plans are made from. Only engines may differ between
+        ranks: messages and results are the same with every engine.
+        """
+        parts = [part.name for part in fields(self) if part.compare and part.name != "engine"]
+        facts = (fact for name in parts for fact in _facts(getattr(self, name), FACT_NAMES.get(name, name)))
+        return "\n".join((f"{self.route.name} attention of {self.problem.q_layout.length} tokens", *extra, *facts))
+
+
+FACT_NAMES = {"problem": "", "softmax": "", "route": "schedule"}
+"""How facts of these fields begin in an error; those of others begin with the field's name."""
+
+
+@lru_cache(maxsize=256)
+def _facts(part: Hashable, name: str) -> tuple[str, ...]:
+    return tuple(facts_of(part, name))
 
 
 class Runtime(RankGroup):

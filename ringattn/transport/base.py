@@ -86,9 +86,10 @@ class Transport(Protocol):
         """Check and prepare an exchange without starting it."""
         ...
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """Say that this rank makes its `call`-th call, described by `digest` and, for errors, by `words`.
 
+        `gradients`: whether this rank needs them; compared as `digest` is, and a difference is reported as such.
         True if the transport itself notices, at its waits, when other ranks make another call; a call
         that the ranks have checked once need not be checked again.
         """
@@ -164,7 +165,7 @@ class HostTransport(Ending):
         """See `Transport.bind`; the messages are checked when the hop starts."""
         return Rebound(self, sends, recvs)  # type: ignore[arg-type]
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """See `Transport.announce`: such a transport notices nothing."""
         return False
 

@@ -114,9 +114,9 @@ class NodesTransport(Ending):
 
             return NodesHop(self, part(self.between, here=False), part(self.inside, here=True))
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """See `Transport.announce`: all ranks hear of it between nodes."""
-        return self.between.announce(call, digest, words)
+        return self.between.announce(call, digest, words, gradients)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `Transport.all_gather_bytes`."""

@@ -213,7 +213,7 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
         options = (sinks, torch.tensor([0.5, 0.25, 0.1, 0.0])) if dtype == torch.float64 else (None, None)
         masks = (None, None, None, None if window == (-1, -1) else 1)
         dropout = (0.5, 2**31, 5) if dtype == torch.float64 else (0.0, None, None)
-        arguments = (q, k, v, *options, seq.handle, False, *window, *masks, 0.3, 2.0, *dropout, "auto")
+        arguments = (q, k, v, *options, seq.handle, False, *window, *masks, 0.3, 2.0, *dropout, "auto", "q k v")
         torch.library.opcheck(attention, arguments)
         with torch.no_grad():
             out, lse, ticket = attention(*arguments)
@@ -271,7 +271,7 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
             with pytest.raises(InputError, match=told):
                 ring_attention(q, k, k, seq, causal=True, **wrong)
         with pytest.raises(InputError, match="needs a window"):  # by the operator itself, as compiled code calls it
-            attention(q, k, k, None, None, seq.handle, True, *[None] * 5, 1, None, None, 0.0, None, None, "auto")
+            attention(q, k, k, None, None, seq.handle, True, *[None] * 5, 1, None, None, 0.0, None, None, "auto", "")
 
     run_ranks(2, body)
 

@@ -10,6 +10,7 @@ import pytest
 
 from ringattn.engine import rectangles
 from ringattn.planner.plan import Plan
+from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.executor import Executor
 from ringattn.runtime.rank_group import RankGroup
 from ringattn.schedule.ops import Kind
@@ -50,9 +51,10 @@ def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyP
     check_consistency = RankGroup.check_consistency
 
     def forgetful(
-        self: RankGroup, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None
-    ) -> int:
-        return check_consistency(self, summary if backward_of is None else f"backward of {summary}", refusal, always)
+        self: RankGroup, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None, **needs: Any
+    ) -> ComparedCall:
+        words = summary if backward_of is None else f"backward of {summary}"
+        return check_consistency(self, words, refusal, always, **needs)
 
     monkeypatch.setattr(RankGroup, "check_consistency", forgetful)
     case, error = found("order", 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ringattn import DisagreementError, Ring
 from ringattn.runtime import consistency as agreement
-from ringattn.runtime.consistency import ConsistencyCheck
+from ringattn.runtime.consistency import ConsistencyCheck, GradientNeeds
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -21,7 +22,7 @@ class Noticing:
     def __init__(self) -> None:
         self.announced: list[bytes] = []
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         self.announced.append(digest)
         return True
 
@@ -30,8 +31,37 @@ def said(side: ConsistencyCheck, words: str, backward_of: int | None = None) -> 
     """Whether this call needed an agreement, in which all ranks then said the same."""
     mine = side.announced(words, None, False, backward_of)
     if mine is not None:
-        side.settle(words, backward_of, [f"{side.calls}: {mine}"] * 2)
+        side.settle(words, backward_of, [json.dumps([f"{side.calls}: {mine}", None])] * 2)
     return mine is not None
+
+
+def compared(side: ConsistencyCheck, words: str, needs: str, others: str) -> bool:
+    """Whether this call needed a comparison, in which another rank then needed the gradients `others`."""
+    message = side.announced(words, None, False, None, GradientNeeds(tuple(needs)))
+    if message is not None:
+        call = f"{side.calls}: {message}"
+        answers = [json.dumps([call, GradientNeeds(tuple(each))]) for each in (needs, others)]
+        assert side.settle(words, None, answers, GradientNeeds(tuple(needs))) == bool(needs or others)
+    return message is not None
+
+
+def test_calls_with_and_without_gradients_are_compared_separately() -> None:
+    side = ConsistencyCheck(Noticing())  # type: ignore[arg-type]
+    rounds = [compared(side, "a", needs, needs) for needs in ("q", "", "kv", "", "q")]
+    assert rounds == [True, True, False, False, False]
+
+
+def test_words_whose_gradients_some_ranks_needed_and_others_did_not_are_compared_at_every_call() -> None:
+    sides = [ConsistencyCheck(Noticing()) for _ in range(2)]  # type: ignore[arg-type]
+    for needs in (("q", "q"), ("", ""), ("q", ""), ("", "q"), ("q", "q"), ("", "")):
+        asks = [compared(side, "a", needs[rank], needs[1 - rank]) for rank, side in enumerate(sides)]
+        if needs[0] != needs[1] and sides[0].calls == 3:  # which both skip, so that only the heartbeat can notice
+            assert asks == [False, False]
+            for side in sides:
+                side._agreed.clear()
+        else:
+            assert asks == [True, True], needs
+    assert list(sides[0]._agreed) == list(sides[1]._agreed)
 
 
 def test_one_agreement_is_enough_for_the_backward_passes_of_all_calls_that_are_alike() -> None:

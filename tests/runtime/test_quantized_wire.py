@@ -238,8 +238,8 @@ def test_ranks_that_disagree() -> None:
     for error in errors(body, kv_wire_dtype="int8"):
         assert isinstance(error, DisagreementError)
         lines = str(error).splitlines()[1:]
-        assert ["K/V travel as int8" in line for line in lines] == [True, True, False]
-        assert "K/V travel as float8_e4m3fn" in lines[2]
+        assert ["kv_wire_dtype 'int8'" in line for line in lines] == [True, True, False]
+        assert "kv_wire_dtype 'float8_e4m3fn'" in lines[2]
 
 
 def test_float64_is_refused_on_all_ranks() -> None:

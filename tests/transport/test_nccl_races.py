@@ -23,6 +23,7 @@ from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
+from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.records import LocalTensors, PackedBuffer
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.stream import StreamWorkHandle
@@ -247,7 +248,7 @@ def other_lengths() -> tuple[list[Outcome], SimWorld]:
 def test_a_missing_digest_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, world = other_lengths()
     assert world.violations == [] and all(isinstance(one.error, DisagreementError) for one in outcomes)
-    monkeypatch.setattr(Ring, "check_consistency", lambda self, *_, **__: None)
+    monkeypatch.setattr(Ring, "check_consistency", lambda self, *_, **__: ComparedCall(0, False))
     outcomes, world = other_lengths()
     assert any("the bytes of both ends differ" in violation for violation in world.violations)
     assert not any(isinstance(one.error, DisagreementError) for one in outcomes)

@@ -180,24 +180,34 @@ ahead."""
 WORDS = 120
 
 
+GRADIENTS_DIFFER = (
+    "needs gradients on one of the two ranks only, which the other cannot know of a call that was compared before; let "
+    "an input require a gradient on every rank, as q.requires_grad_() does"
+)
+CALLS = 16
+"""Hexadecimal digits of the digest of calls; those of the digest with gradients follow."""
+
+
 class CallHistory:
     """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
 
     The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
+    A second, short one is of what the rank needed gradients of.
     """
 
     def __init__(self) -> None:
         self._chains: dict[int, str] = {}
-        self._chain = b""
+        self._chain = self._gradients = b""
         self.words = ""
         self.number = 0
 
-    def announce(self, number: int, digest: bytes, words: str) -> None:
+    def announce(self, number: int, digest: bytes, words: str, gradients: str = "") -> None:
         """This rank now makes its call `number`."""
-        self._chain = sha256(self._chain + digest).digest()[:8]
-        self._chains[number] = self._chain.hex()
+        self._chain = sha256(self._chain + digest).digest()[: CALLS // 2]
+        self._gradients = sha256(self._gradients + gradients.encode()).digest()[:4]
+        self._chains[number] = self._chain.hex() + self._gradients.hex()
         self._chains.pop(number - KEPT, None)
-        self.words, self.number = words[:WORDS], number
+        self.words, self.number = words.partition("\n")[0][:WORDS], number
 
     def told(self) -> dict[str, object]:
         """For the heartbeat: a few hundred bytes, however many calls there were."""
@@ -211,7 +221,12 @@ class CallHistory:
             mine = self._chains.get(number, "")
             if mine and chain and mine != chain:
                 which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
-                return f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
+                if mine[:CALLS] == chain[:CALLS]:
+                    return f"{which} {GRADIENTS_DIFFER}"
+                other = f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
+                # Several calls: after one that differs in its gradients, others follow that differ in all.
+                several = number != equal + 1 and mine[CALLS:] != chain[CALLS:]
+                return f"{other}, or {GRADIENTS_DIFFER}" if several else other
             equal = number if mine and chain else equal
         return None
 

@@ -176,9 +176,9 @@ class NcclTransport(HopTransport):
             self.abort(error)
             raise
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """See `Transport.announce`: the supervisors compare calls while they wait."""
-        self._calls.announce(call, digest, words)
+        self._calls.announce(call, digest, words, gradients)
         self.look_around()
         return True
 

@@ -91,7 +91,7 @@ class PeerTransport(HopTransport):
         """See `Transport.replay`."""
         raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
 
-    def announce(self, call: int, digest: bytes, words: str) -> bool:
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """See `Transport.announce`: each call is compared in the pages, which costs microseconds."""
         return False
 

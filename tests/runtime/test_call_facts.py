@@ -1,0 +1,170 @@
+"""All that shapes messages is compared between ranks before anything is sent, and what differs is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import DisagreementError, Ring
+from ringattn.attention import call_of
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.links import Links
+from ringattn.runtime.consistency import facts_of
+from ringattn.runtime.runtime import AttentionCall
+from ringattn.runtime.spec import AttentionSpec
+from ringattn.schedule.routes import ROUTES
+from ringattn.testing import run_ranks
+from tests.contract.processes import Processes
+from tests.transport.nccl_rings import on_rings
+from tests.transport.simulated.world import SimWorld
+
+RANKS, TOKENS = 4, 64
+X = torch.randn(1, TOKENS, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+SCHEDULES = {
+    "grids": ("double_ring:2", "double_ring:4", "schedule.grid"),
+    "groups": ("ulysses_ring:1", "ulysses_ring:2", "schedule.grid"),
+    "a grid and the default": ("double_ring:1", "double_ring", "schedule.grid"),
+    "names": ("ring", "direct", "schedule.name"),
+}
+
+
+def machines(ranks_of_a_node: int, latency_s: float) -> Cluster:
+    """Slow machines with so many ranks on a node."""
+    links = Links(tuple(rank // ranks_of_a_node for rank in range(RANKS)))
+    return Cluster("drawn", 1e6, links=links, sync_s=1e-5, bandwidth=1e3, latency_s=latency_s, node_bandwidth=1e6)
+
+
+def attend(ring: Ring, schedule: str = "auto", **options: Any) -> torch.Tensor:
+    seq = ring.sequence(TOKENS)
+    x = seq.shard(X).requires_grad_()
+    out: torch.Tensor = ring.attention(x, x, x, seq, causal=True, schedule=schedule, **options)
+    out.sum().backward()
+    return out.detach()
+
+
+def refused(ring: Ring, call: Callable[[], object]) -> str:
+    """The error of a call; the ring then makes the next one."""
+    with pytest.raises(DisagreementError) as caught:
+        call()
+    seq = ring.sequence(TOKENS)
+    scores = torch.einsum("bnhd,bmhd->bhnm", X, X) / 8**0.5
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    dense = torch.einsum("bhnm,bmhd->bnhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), X)
+    torch.testing.assert_close(attend(ring, "ring"), seq.shard(dense), rtol=1e-10, atol=1e-10)
+    return str(caught.value)
+
+
+def _differing(schedules: tuple[str, str]) -> Callable[[Ring], str]:
+    return lambda ring: refused(ring, lambda: attend(ring, schedules[ring.rank == 2]))
+
+
+@pytest.mark.parametrize(("usual", "odd", "fact"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) -> None:
+    (error,) = set(run_ranks(RANKS, _differing((usual, odd)), timeout_s=20.0))
+    lines = error.splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [f"rank {rank}" for rank in range(RANKS)]
+    assert all(fact in line and "heads" not in line for line in lines)
+    assert len({line.partition(fact)[2] for line in lines}) == 2 and lines[0][8:] == lines[1][8:] == lines[3][8:]
+
+
+def _on_process(rank: int, world_size: int, transport: str, schedules: tuple[str, str]) -> str:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    with Ring(transport=transport, timeout_s=20.0) as ring:
+        assert ring.transport.name == transport
+        return _differing(schedules)(ring)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(RANKS) as made:
+        yield made
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_grids_that_differ_between_processes(transport: str, processes: Processes) -> None:
+    errors = processes.run(_on_process, transport, ("double_ring:2", "double_ring:4"))
+    assert all(
+        "rank 2: call 1: double_ring attention of 64 tokens: schedule.grid" in error for error in errors.values()
+    )
+
+
+def test_grids_that_differ_on_a_gpu() -> None:
+    def body(ring: Ring) -> str:
+        schedules = "double_ring:2", "double_ring:4"
+        with pytest.raises(DisagreementError) as caught:
+            attend(ring, schedules[ring.rank == 2])
+        return str(caught.value)
+
+    outcomes = on_rings(SimWorld(RANKS), body, ring={"engine": "plain"})
+    assert all("schedule.grid" in outcome.result for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("odd", "schedule", "fact"),
+    [
+        (machines(4, 1e-6), "double_ring", "schedule.grid"),
+        (machines(1, 10.0), "ring", "schedule.opening 'kept'"),
+        (machines(1, 10.0), "auto", "schedule.name 'all_gather'"),
+    ],
+    ids=["nodes", "prologue", "choice"],
+)
+def test_machines_that_differ_between_ranks(odd: Cluster, schedule: str, fact: str) -> None:
+    """`cluster=` decides the ranks of inner rings, the prologue of a backward pass, and what "auto" takes."""
+
+    def body(ring: Ring) -> str:
+        usual = machines(2 if schedule == "double_ring" else 1, 1e-6)
+
+        def call() -> None:
+            ring.machines = odd if ring.rank == 2 else usual
+            try:
+                attend(ring, schedule)
+            finally:
+                ring.machines = usual
+
+        return refused(ring, call)
+
+    (error,) = set(run_ranks(RANKS, body, timeout_s=20.0))
+    assert fact in error.splitlines()[3]  # of rank 2
+
+
+def test_facts_cover_every_field_of_what_plans_are_made_from() -> None:
+    """A change of any field of the route or of the problem changes the summary, also of a field that comes later."""
+
+    def calls(ring: Ring) -> AttentionCall:
+        spec = AttentionSpec.banded(causal=True, schedule="double_ring:2")
+        return call_of(ring, ring.sequence(TOKENS), None, (1, 4, 2, 8, 8), torch.float64, torch.device("cpu"), spec)
+
+    call, *_ = run_ranks(RANKS, calls)
+    other = {
+        bool: lambda x: not x,
+        int: lambda x: x + 2,
+        str: lambda x: x + "?",
+        type(None): lambda x: 3,
+        tuple: lambda x: (*x, 7),
+    }
+    for part in ("route", "softmax"):
+        value = getattr(call, part)
+        names = value._fields if hasattr(value, "_fields") else [each.name for each in fields(value)]
+        for name in names:
+            old = getattr(value, name)
+            new = other.get(type(old), lambda x: x * 2)(old)
+            changed = value._replace(**{name: new}) if hasattr(value, "_fields") else replace(value, **{name: new})
+            assert replace(call, **{part: changed}).summary() != call.summary(), f"{part}.{name}"
+    assert replace(call, dropout_seed=5).summary() != call.summary()
+    assert replace(call, number=5, graph=True).summary() == call.summary()
+
+
+def test_facts_are_the_same_in_every_process() -> None:
+    facts = [fact for route in ROUTES.values() for fact in facts_of(route)]
+    assert not any(" at 0x" in fact for fact in facts) and "place ringattn.schedule.placed.pass_q" in facts
+
+
+def test_a_long_value_is_short_and_still_told_apart() -> None:
+    first, second = tuple(range(1000)), (*range(499), 0, *range(500, 1000))
+    (one,), (other,) = facts_of(first, "cuts"), facts_of(second, "cuts")
+    assert one != other and len(one) < 120

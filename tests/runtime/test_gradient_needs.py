@@ -1,0 +1,255 @@
+"""Ranks that need different gradients of one call: the gradients of one process, or a refusal that names the cause."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import DisagreementError, Ring, RingMultiheadAttention, Sequence
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.testing import run_ranks
+from tests.contract.processes import Processes
+from tests.transport.nccl_rings import on_rings, results
+from tests.transport.simulated.world import SimWorld
+
+TOKENS, RANKS = 13, 3
+GENERATOR = torch.Generator().manual_seed(5)
+WHOLE = [torch.randn(2, TOKENS, heads, 8, dtype=torch.float64, generator=GENERATOR) for heads in (4, 2, 2)]
+SINKS = torch.randn(4, dtype=torch.float64, generator=GENERATOR)
+WEIGHT = torch.randn(2, TOKENS, 4, 8, dtype=torch.float64, generator=GENERATOR)
+
+Attend = Callable[[Ring, Tensor, Tensor, Tensor, Tensor, Sequence], Tensor]
+ENTRIES: dict[str, Attend] = {
+    "attention": lambda ring, q, k, v, sinks, seq: ring.attention(q, k, v, seq, causal=True, sinks=sinks),
+    "keeps": lambda ring, q, k, v, sinks, seq: ring.attention(
+        q, k, v, seq, causal=True, sinks=sinks, schedule="all_gather"
+    ),
+    "dilated": lambda ring, q, k, v, sinks, seq: ring.dilated_attention(
+        q, k, v, seq, segment_lengths=[TOKENS], dilation_rates=[1], causal=True, sinks=sinks
+    ),
+    "operator": lambda ring, q, k, v, sinks, seq: ring_attention(q, k, v, seq, causal=True, sinks=sinks),
+    "checkpoint": lambda ring, q, k, v, sinks, seq: checkpoint(
+        lambda *x: ring.attention(*x[:3], seq, causal=True, sinks=x[3]), q, k, v, sinks, use_reentrant=False
+    ),
+    "operator in a checkpoint": lambda ring, q, k, v, sinks, seq: checkpoint(
+        lambda *x: ring_attention(*x[:3], seq, causal=True, sinks=x[3]) * 1.0, q, k, v, sinks, use_reentrant=False
+    ),
+}
+PATTERNS = {
+    "all on one rank": ("", "qkvs", ""),
+    "queries on one rank, keys and values on another": ("", "kv", "q"),
+    "values only": ("v", "", ""),
+    "sinks only": ("", "", "s"),
+}
+
+
+def expected() -> list[Tensor]:
+    """The gradients of q, k, v and of the sinks, by dense float64 attention on one process."""
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (*WHOLE, SINKS))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) / 8**0.5
+    scores = scores.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, TOKENS, 1)], -1)
+    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 2))
+    (out * WEIGHT).sum().backward()
+    return [x.grad for x in (q, k, v, sinks) if x.grad is not None]
+
+
+def step(ring: Ring, attend: Attend, needs: str) -> list[Tensor | None]:
+    """One forward and backward pass with some leaves that need gradients; the gradients of q, k, v and the sinks."""
+    seq = ring.sequence(TOKENS)
+    leaves = [x.clone().requires_grad_(name in needs) for name, x in zip("qkv", map(seq.shard, WHOLE), strict=True)]
+    sinks = SINKS.clone().requires_grad_("s" in needs)
+    (attend(ring, *leaves, sinks, seq) * seq.shard(WEIGHT)).sum().backward()
+    return [x.grad for x in (*leaves, sinks)]
+
+
+def check(pattern: tuple[str, ...], rows: list[Tensor], shards: list[list[Tensor | None]]) -> None:
+    """Raise unless each rank has the gradients of one process where it needs them, and none elsewhere."""
+    whole = expected()
+    partial_sinks = [gradients[3] for gradients in shards]
+    for needs, at, gradients in zip(pattern, rows, shards, strict=True):
+        for name, gradient, reference in zip("qkv", gradients, whole, strict=False):
+            assert (gradient is not None) == (name in needs)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, reference[:, at], rtol=1e-10, atol=1e-10)
+    assert [one is not None for one in partial_sinks] == ["s" in needs for needs in pattern]
+    if all("s" in needs for needs in pattern):
+        total = sum(one for one in partial_sinks if one is not None)
+        torch.testing.assert_close(total, whole[3], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_gradients_are_those_of_one_process(entry: str, pattern: tuple[str, ...]) -> None:
+    def body(ring: Ring) -> Any:
+        # Twice, with every rank in between: the same calls need other gradients then.
+        steps = [step(ring, ENTRIES[entry], needs) for needs in (pattern[ring.rank], "qkvs", pattern[ring.rank])]
+        return ring.sequence(TOKENS).positions(), steps
+
+    found = run_ranks(RANKS, body, poison=True)
+    for index, needs in enumerate((pattern, ("qkvs",) * RANKS, pattern)):
+        check(needs, [rows for rows, _ in found], [steps[index] for _, steps in found])
+
+
+def _on_process(rank: int, world_size: int, transport: str) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    with Ring(transport=transport, timeout_s=20.0) as ring:
+        assert ring.transport.name == transport
+        return ring.sequence(TOKENS).positions(), step(ring, ENTRIES["attention"], ("", "kv", "q")[rank])
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(RANKS) as made:
+        yield made
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_gradients_are_those_of_one_process_between_processes(transport: str, processes: Processes) -> None:
+    found = processes.run(_on_process, transport)
+    rows, shards = zip(*(found[rank] for rank in range(RANKS)), strict=True)
+    check(("", "kv", "q"), list(rows), list(shards))
+
+
+def test_nobody_needs_gradients_and_no_output_carries_a_graph() -> None:
+    def body(ring: Ring) -> bool:
+        seq = ring.sequence(TOKENS)
+        q, k, v = map(seq.shard, WHOLE)
+        outs = [ring.attention(q, k, v, seq), ring_attention(q, k, v, seq), seq.gather(q)]
+        return any(out.requires_grad for out in outs)
+
+    assert run_ranks(RANKS, body) == [False] * RANKS
+
+
+def test_a_frozen_layer_with_inputs_that_train_on_one_rank() -> None:
+    layer = RingMultiheadAttention(16, 4, num_kv_heads=2, causal=True, bias=False).double().requires_grad_(False)
+    x = torch.randn(1, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def body(ring: Ring) -> Any:
+        seq = ring.sequence(TOKENS)
+        shard = seq.shard(x).requires_grad_(ring.rank == 1)
+        (layer(shard, seq) ** 2).sum().backward()
+        return seq.positions(), shard.grad
+
+    leaf = x.clone().requires_grad_()
+    q, k, v = (leaf @ layer.in_proj_weight.T).unflatten(2, (-1, 4)).split((4, 2, 2), 2)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) / 4**0.5
+    weights = scores.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    heads = torch.einsum("bhnm,bmhd->bnhd", weights, v.repeat_interleave(2, 2)).flatten(2)
+    ((heads @ layer.out_proj.weight.T) ** 2).sum().backward()
+    for rank, (rows, gradient) in enumerate(run_ranks(RANKS, body)):
+        assert (gradient is not None) == (rank == 1)
+        if gradient is not None and leaf.grad is not None:
+            torch.testing.assert_close(gradient, leaf.grad[:, rows], rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradient_of_a_gather_that_one_rank_needs() -> None:
+    def body(ring: Ring) -> Any:
+        seq = ring.sequence(TOKENS)
+        shard = seq.shard(WHOLE[0]).requires_grad_(ring.rank == 2)
+        ((ring.rank + 1) * seq.gather(shard) * WEIGHT).sum().backward()
+        return seq.positions(), shard.grad
+
+    for rank, (rows, gradient) in enumerate(run_ranks(RANKS, body)):
+        assert (gradient is not None) == (rank == 2)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, 6 * WEIGHT[:, rows])  # 1 + 2 + 3, the ranks' factors
+
+
+def refused(ring: Ring, call: Callable[[], object]) -> str:
+    """The error of a call; the ring then makes the next one."""
+    with pytest.raises(DisagreementError) as caught:
+        call()
+    step(ring, ENTRIES["attention"], "qkv")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("entry", ["attention", "dilated", "operator"])
+def test_one_rank_without_gradient_mode_is_named(entry: str, mode: Any) -> None:
+    def body(ring: Ring) -> str:
+        def call() -> None:
+            with mode() if ring.rank == 1 else nullcontext():
+                step(ring, ENTRIES[entry], "kv" if ring.rank == 2 else "")
+
+        return refused(ring, call)
+
+    for error in run_ranks(RANKS, body):
+        assert error.startswith("rank 2 needs gradients of k, v, and rank 1 could not take part") and "no_grad" in error
+
+
+def test_one_rank_with_inputs_of_inference_mode_is_named() -> None:
+    def body(ring: Ring) -> str:
+        seq = ring.sequence(TOKENS)
+        with torch.inference_mode(ring.rank == 0):
+            q, k, v = (seq.shard(x).clone() for x in WHOLE)
+        return refused(ring, lambda: ring.attention(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
+
+    for error in run_ranks(2, body):
+        assert "rank 1 needs gradients of q, and rank 0" in error and "pass q.clone()" in error
+
+
+def test_compiled_code_without_inputs_that_need_gradients_is_named() -> None:
+    compiled = torch.compile(lambda q, k, v, seq: ring_attention(q, k, v, seq), fullgraph=True, backend="aot_eager")
+
+    def body(ring: Ring) -> str:
+        seq = ring.sequence(TOKENS)
+        q, k, v = map(seq.shard, WHOLE)
+        return refused(ring, lambda: compiled(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
+
+    for error in run_ranks(2, body):
+        assert "rank 1 needs gradients of q, and rank 0" in error and "x.requires_grad_() on one" in error
+
+
+# --- NCCL, where a call that was compared is not compared again ------------------------------------------------------
+
+
+def test_on_a_gpu_needs_that_change_between_steps_are_compared_at_every_step() -> None:
+    patterns = [("q", ""), ("", "kv"), ("qkv", "qkv"), ("", ""), ("", "v"), ("q", "q")]
+
+    def body(ring: Ring) -> Any:
+        steps: list[Any] = []
+        for pattern in patterns:
+            if any(pattern):
+                steps.append(step(ring, ENTRIES["attention"], pattern[ring.rank]))
+            else:
+                seq = ring.sequence(TOKENS)
+                assert not ring.attention(*map(seq.shard, WHOLE), seq, causal=True, sinks=SINKS).requires_grad
+        ring.synchronize()
+        return ring.sequence(TOKENS).positions(), steps
+
+    found = results(on_rings(SimWorld(2), body, ring={"engine": "plain"}))
+    for index, pattern in enumerate(filter(any, patterns)):
+        check(pattern, [rows for rows, _ in found], [steps[index] for _, steps in found])
+
+
+@pytest.mark.parametrize("before", ["qkv", ""], ids=["after calls with gradients", "after calls without and with"])
+def test_on_a_gpu_needs_that_differ_after_equal_ones_end_the_ring_with_the_cause(before: str) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS)
+        for needs in ("qkv", before):
+            q, k, v = (seq.shard(x).clone().requires_grad_(bool(needs)) for x in WHOLE)
+            ring.attention(q, k, v, seq)
+        q, k, v = (seq.shard(x).clone().requires_grad_(ring.rank == 1) for x in WHOLE)
+        out = ring.attention(q, k, v, seq)
+        if ring.rank == 1:
+            out.sum().backward()
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            ring.synchronize()
+            time.sleep(0.02)
+
+    outcomes = on_rings(SimWorld(2), body, ring={"engine": "plain"})
+    assert any(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
+    for outcome in outcomes:
+        assert "needs gradients on one of the two ranks only" in str(outcome.error)
+        assert "q.requires_grad_()" in str(outcome.error)
+        assert outcome.ended_s - outcome.began_s < 5.0
