@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import DisagreementError, InputError, RingError
-from ringattn.transport.base import Transport
+from ringattn.transport.base import COMPARED, Transport
 
 KEPT_AGREEMENTS = 4096
 """Calls that a ring remembers to have compared, the latest ones. Every rank forgets the same one at the same time."""
@@ -108,9 +108,8 @@ class ConsistencyCheck:
         if refusal is not None:
             message = f"refused {refusal}"
         skips = refusal is None and not always and self._used(words, backward_of, needs)
-        # All ranks that compare write the same here, whatever they need; a rank that skips writes what it needs.
-        gradients = "" if needs is None else "compared" if not skips else "needed" if needs.inputs else "not needed"
-        notices = self._transport.announce(self.calls, _digest(message), message, gradients)
+        gradients = "" if needs is None else "needed" if needs.inputs else "not needed"
+        notices = self._transport.announce(self.calls, _digest(message), message, gradients if skips else COMPARED)
         return None if notices and skips else message
 
     def ask(self, message: str, needs: GradientNeeds | None = None) -> list[str]:

@@ -20,6 +20,9 @@ from ringattn.observe.flight import FlightRecord, MessageRecord
 from ringattn.observe.sigterm import leave_records
 from ringattn.transport.location import Location
 
+COMPARED = "compared"
+"""See `Transport.announce`."""
+
 
 class Message(NamedTuple):
     """One buffer to or from one peer. `buffer` is contiguous; `label` says what it is in errors and traces."""
@@ -89,7 +92,8 @@ class Transport(Protocol):
     def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """Say that this rank makes its `call`-th call, described by `digest` and, for errors, by `words`.
 
-        `gradients`: whether this rank needs them; compared as `digest` is, and a difference is reported as such.
+        `gradients`: `COMPARED` if the ranks compare this call now, so that no transport has to; else whether this rank
+        needs gradients, of which a difference is reported as such.
         True if the transport itself notices, at its waits, when other ranks make another call; a call
         that the ranks have checked once need not be checked again.
         """

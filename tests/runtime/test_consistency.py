@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import DisagreementError, Ring
+from ringattn import DisagreementError, InputError, Ring
 from ringattn.runtime import consistency as agreement
 from ringattn.runtime.consistency import ConsistencyCheck, GradientNeeds
+from ringattn.transport.nccl.attribution import CallHistory
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -121,3 +122,36 @@ def test_on_a_gpu_backward_passes_in_another_order_end_the_ring() -> None:
     assert any(isinstance(error, DisagreementError) for error in errors)
     for error in errors:
         assert "call 7 is another there" in str(error) and "backward of call " in str(error)
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["one rank refuses", "another option on one rank"])
+def test_on_a_gpu_the_ring_lives_on_after_a_call_that_all_ranks_refused(refuses: bool) -> None:
+    def body(ring: Ring) -> int:
+        seq = ring.sequence(12)
+        x = torch.ones(1, seq.counts[ring.rank], 2, 8)
+        for n in range(20):
+            if n == 3:
+                scale = (float("nan") if refuses else 0.5) if ring.rank else None
+                with pytest.raises(InputError):
+                    ring.attention(x, x, x, seq, causal=True, scale=scale)  # not compared before
+            ring.attention(x, x, x, seq)
+            time.sleep(0.05)  # several heartbeats
+        ring.synchronize()
+        return ring.counters()["passes"]
+
+    assert results(on_rings(SimWorld(2), body, ring={"engine": "plain"})) == [20, 20]
+
+
+def test_a_call_without_gradients_on_another_rank_is_told_from_another_call() -> None:
+    def history(*calls: tuple[bytes, str]) -> CallHistory:
+        made = CallHistory()
+        for number, (digest, gradients) in enumerate(calls, 1):
+            made.announce(number, digest, "words", gradients)
+        return made
+
+    usual = (b"a", "compared"), (b"a", "needed")
+    local = history(*usual, (b"b", "compared"))
+    assert "call 2 needs gradients on one of" in str(local.differs(history(usual[0], (b"a", "not needed")).told()))
+    assert "call 2 needs gradients on one of" in str(local.differs(history(usual[0], (b"a", "compared")).told()))
+    assert "call 2 is another there" in str(local.differs(history(usual[0], (b"x", "needed")).told()))
+    assert local.differs(history(*usual, (b"x", "compared")).told()) is None  # which the ranks compare themselves

@@ -18,6 +18,7 @@ from enum import Enum
 from hashlib import sha256
 from typing import Any, Protocol
 
+from ringattn.transport.base import COMPARED
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatMonitor, LastHeartbeat, silence
@@ -184,15 +185,17 @@ GRADIENTS_DIFFER = (
     "needs gradients on one of the two ranks only, which the other cannot know of a call that was compared before; let "
     "an input require a gradient on every rank, as q.requires_grad_() does"
 )
-CALLS = 16
-"""Hexadecimal digits of the digest of calls; those of the digest with gradients follow."""
+CHAIN, CALL = 16, 20
+"""Hexadecimal digits of what is told of a call: the chain ends at the first place, a digest of the call alone at the
+second, and a chain of needed gradients follows."""
 
 
 class CallHistory:
     """Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
 
     The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
-    A second, short one is of what the rank needed gradients of.
+    A call that the ranks compare themselves is the same in all chains, whatever each rank made of it: if they refuse it
+    together, the ring goes on. What follows the chain says only how a difference came about.
     """
 
     def __init__(self) -> None:
@@ -203,9 +206,10 @@ class CallHistory:
 
     def announce(self, number: int, digest: bytes, words: str, gradients: str = "") -> None:
         """This rank now makes its call `number`."""
-        self._chain = sha256(self._chain + digest).digest()[: CALLS // 2]
-        self._gradients = sha256(self._gradients + gradients.encode()).digest()[:4]
-        self._chains[number] = self._chain.hex() + self._gradients.hex()
+        link = b"" if gradients == COMPARED else digest
+        self._chain = sha256(self._chain + link + gradients.encode()).digest()[:8]
+        self._gradients = sha256(self._gradients + gradients.encode()).digest()[:2]
+        self._chains[number] = self._chain.hex() + sha256(digest).hexdigest()[:4] + self._gradients.hex()
         self._chains.pop(number - KEPT, None)
         self.words, self.number = words.partition("\n")[0][:WORDS], number
 
@@ -219,13 +223,13 @@ class CallHistory:
         equal = 0
         for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
             mine = self._chains.get(number, "")
-            if mine and chain and mine != chain:
+            if mine and chain and mine[:CHAIN] != chain[:CHAIN]:
+                if number == equal + 1 and mine[CHAIN:CALL] == chain[CHAIN:CALL]:
+                    return f"call {number} {GRADIENTS_DIFFER}"
                 which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
-                if mine[:CALLS] == chain[:CALLS]:
-                    return f"{which} {GRADIENTS_DIFFER}"
                 other = f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
-                # Several calls: after one that differs in its gradients, others follow that differ in all.
-                several = number != equal + 1 and mine[CALLS:] != chain[CALLS:]
+                # Of several calls the first that differs is not known, only that needed gradients differ, too.
+                several = number != equal + 1 and mine[CALL:] != chain[CALL:]
                 return f"{other}, or {GRADIENTS_DIFFER}" if several else other
             equal = number if mine and chain else equal
         return None
