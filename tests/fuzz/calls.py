@@ -84,6 +84,7 @@ class _Call:
         self.ring, self.case, self.index, self.call = ring, case, index, case["calls"][index]
         odd = case.get("odd", {})
         self.change: Case = odd.get("change", {}) if index == 0 and odd.get("rank") == ring.rank else {}
+        self.grads: str = self.call["grads_of"][ring.rank] if "grads_of" in self.call else self.call["grads"]
         self.refused: str | None = None
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
@@ -140,10 +141,10 @@ class _Call:
             shard = x[:, at] if odd_dtype is None else x[:, at].to(getattr(torch, odd_dtype))
             if "tokens" in self.change or len(at) != len(rows if name == "q" else k_rows):
                 shard = torch.zeros(x.shape[0], len(at) + 1, *x.shape[2:], dtype=shard.dtype)
-            leaf = inputs.leaf_of(kind, shard).requires_grad_(name in call["grads"])
+            leaf = inputs.leaf_of(kind, shard).requires_grad_(name in self.grads)
             self.leaves.append(leaf)
             self.views.append(inputs.as_input(inputs.inside(kind, leaf, x.shape[3]), call, name))
-        self.sinks = None if values.sinks is None else values.sinks.clone().requires_grad_("s" in call["grads"])
+        self.sinks = None if values.sinks is None else values.sinks.clone().requires_grad_("s" in self.grads)
 
     def _result(self) -> tuple[Tensor, Tensor | None]:
         mode, tensors = self.call["mode"], (*self.views, self.sinks)
@@ -158,7 +159,9 @@ class _Call:
         """The call itself, by the entry that was drawn."""
         call, ring = self.call, self.ring
         options = call["options"] | (call["bad"] or {})
-        options |= {key: value for key, value in self.change.items() if key in ("scale", "softcap", "causal")}
+        options |= {
+            key: value for key, value in self.change.items() if key in ("scale", "softcap", "causal", "schedule")
+        }
         if self.change.get("causal") == "a tensor":
             options["causal"] = torch.ones(2, dtype=torch.bool)
         if call["via"] == "sdpa":

@@ -153,6 +153,38 @@ def draw_dropout(r: Random, call: Case) -> None:
         call["options"] |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
 
 
+def draw_frozen(r: Random, case: Case) -> None:
+    """Parts that are frozen on some ranks: which inputs need gradients, by rank. Older seeds draw them for all alike.
+
+    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient, so each rank has one.
+    """
+    calls, least = case["calls"], int(any(call["mode"] == "reentrant" for call in case["calls"]))
+    if case["ranks"] == 1 or not maybe(r, 0.35):
+        return
+    for call in calls:
+        if call["like"] is not None:
+            call["grads_of"], call["grads"] = calls[call["like"]]["grads_of"], calls[call["like"]]["grads"]
+            continue
+        names = "qkvs" if call["sinks"] else "qkv"
+        several = [names[at] for at in range(len(names)) if maybe(r, 0.7)] or ["k"]
+        call["grads_of"] = [
+            "".join(r.sample(several, r.randint(min(least, len(several)), len(several)))) for _ in range(case["ranks"])
+        ]
+        call["grads"] = "".join(name for name in names if any(name in grads for grads in call["grads_of"]))
+
+
+def draw_grids(r: Random, case: Case) -> None:
+    """A schedule that differs in a number alone on one rank, which older seeds do not draw."""
+    first, ranks = case["calls"][0], case["ranks"]
+    if first["via"] == "sdpa" or first["bad"] or not maybe(r, 0.35):
+        return
+    usual, odd = r.sample([size for size in range(1, ranks + 1) if ranks % size == 0], 2)
+    name = r.choice(["double_ring", "ulysses_ring"])
+    for call in case["calls"]:
+        call["options"]["schedule"] = f"{name}:{usual}"
+    case["odd"]["change"] = {"schedule": f"{name}:{odd}"}
+
+
 def draw_memory(r: Random, call: Case) -> None:
     """Heads of one column with batches innermost, which older seeds do not draw; of alike calls alike."""
     (d_k, d_v), strides = call["dims"], list(call["strides"])

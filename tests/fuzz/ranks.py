@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +29,8 @@ from tests.contract.forking import forked
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S
 from tests.poison import unset_is_nan
+from tests.transport.nccl_rings import open_on
+from tests.transport.simulated.world import SimWorld
 
 TIMEOUT_S = 20.0
 OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
@@ -63,8 +66,9 @@ def _locations(case: Case) -> tuple[Location, ...]:
 
 
 def _life(transport: Any, body: Body, case: Case) -> Any:
-    """One rank's life."""
+    """One rank's life. `transport`: an open one, or a function that opens it."""
     try:
+        transport = transport() if callable(transport) else transport
         if _cluster(case) == "auto":
             transport.locations = _locations(case)
         options = {"engine": case["engine"], "cluster": _cluster(case), **case["ring"]}
@@ -76,12 +80,14 @@ def _life(transport: Any, body: Body, case: Case) -> Any:
 
 
 def on_threads(body: Body, case: Case) -> Outcomes:
-    """Every rank is a thread."""
-    world = LocalWorld(case["ranks"], TIMEOUT_S)
+    """Every rank is a thread; "nccl" is simulated."""
+    world, nccl, store = LocalWorld(case["ranks"], TIMEOUT_S), SimWorld(case["ranks"]), dist.HashStore()
     outcomes: Outcomes = [TimeoutError("this rank hangs")] * case["ranks"]
 
     def work(rank: int) -> None:
-        outcomes[rank] = _life(world.transport(rank), body, case)
+        simulated = case.get("transport") == "nccl"
+        transport = partial(open_on, nccl, rank, store.clone(), TIMEOUT_S) if simulated else world.transport(rank)
+        outcomes[rank] = _life(transport, body, case)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case["ranks"])]
     with unset_is_nan():
@@ -93,7 +99,10 @@ def on_threads(body: Body, case: Case) -> Outcomes:
 
 
 class Processes:
-    """Ranks that are processes over gloo or shm. They stay for the next case; each case has a ring of its own."""
+    """Ranks that are processes over gloo or shared memory. They start at the first case and stay.
+
+    Each case has a ring of its own.
+    """
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
@@ -155,8 +164,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             return
         try:
             one = dist.PrefixStore(f"case {number}", store)
-            opened = ShmTransport if case.get("transport") == "shm" else GlooTransport
-            transport = opened.open(one, rank, case["ranks"], TIMEOUT_S)
+            kind = ShmTransport if case.get("transport") == "shm" else GlooTransport
+            transport = kind.open(one, rank, case["ranks"], TIMEOUT_S)
             with unset_is_nan():
                 outcome = _life(transport, body, case)
         except Exception as error:

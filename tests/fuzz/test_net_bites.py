@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 
+from ringattn import attention
 from ringattn.engine import rectangles
 from ringattn.planner.plan import Plan
+from ringattn.runtime import runtime
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.executor import Executor
 from ringattn.runtime.rank_group import RankGroup
 from ringattn.schedule.ops import Kind
+from ringattn.schedule.routes import Route
 from tests.fuzz import session
-from tests.fuzz.draw import Case, draw, kind_of
+from tests.fuzz.draw import LATER_SEEDS, Case, draw, kind_of
 
 
-def found(kind: str, most: int, wanted: Callable[[Case], bool] = lambda case: True) -> tuple[Case, str]:
+def found(kind: str, most: int, wanted: Callable[[Case], bool] = lambda case: True, start: int = 0) -> tuple[Case, str]:
     """The first that fails of so many cases of a kind, and its error."""
-    cases = (draw(seed) for seed in count() if kind_of(seed) == kind)
+    cases = (draw(seed) for seed in count(start) if kind_of(seed) == kind)
     for case in islice(filter(wanted, cases), most):
         if error := session.error_of(case):
             return case, error
@@ -59,6 +62,35 @@ def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RankGroup, "check_consistency", forgetful)
     case, error = found("order", 20)
     assert "raised nothing" in error
+    monkeypatch.undo()
+    assert session.error_of(case) is None
+
+
+def local(case: Case) -> bool:
+    return case.get("transport") == "local" and case["ranks"] > 1
+
+
+def test_outputs_without_a_graph_where_no_input_needs_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(case: Case) -> bool:
+        grads = case["calls"][0].get("grads_of", ())
+        return local(case) and len(case["calls"]) == 1 and "" in grads and any(grads)
+
+    monkeypatch.setattr(attention, "anchor", lambda *_: None)
+    case, error = found("attention", 20, frozen, LATER_SEEDS)
+    assert "PeerLostError" in error or "got no d" in error
+    monkeypatch.undo()
+    assert session.error_of(case) is None
+
+
+def test_facts_that_leave_out_all_of_a_route_but_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts_of = runtime._facts
+
+    def forgetful(part: Any, name: str) -> tuple[str, ...]:
+        return (part.name,) if isinstance(part, Route) else facts_of(part, name)
+
+    monkeypatch.setattr(runtime, "_facts", forgetful)
+    case, error = found("disagree", 20, lambda case: local(case) and "schedule" in case["odd"]["change"], LATER_SEEDS)
+    assert "is answered" in error or "raised" in error
     monkeypatch.undo()
     assert session.error_of(case) is None
 
