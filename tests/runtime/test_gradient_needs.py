@@ -29,9 +29,6 @@ WEIGHT = torch.randn(2, TOKENS, 4, 8, dtype=torch.float64, generator=GENERATOR)
 Attend = Callable[[Ring, Tensor, Tensor, Tensor, Tensor, Sequence], Tensor]
 ENTRIES: dict[str, Attend] = {
     "attention": lambda ring, q, k, v, sinks, seq: ring.attention(q, k, v, seq, causal=True, sinks=sinks),
-    "keeps": lambda ring, q, k, v, sinks, seq: ring.attention(
-        q, k, v, seq, causal=True, sinks=sinks, schedule="all_gather"
-    ),
     "dilated": lambda ring, q, k, v, sinks, seq: ring.dilated_attention(
         q, k, v, seq, segment_lengths=[TOKENS], dilation_rates=[1], causal=True, sinks=sinks
     ),
@@ -97,6 +94,27 @@ def test_gradients_are_those_of_one_process(entry: str, pattern: tuple[str, ...]
     found = run_ranks(RANKS, body, poison=True)
     for index, needs in enumerate((pattern, ("qkvs",) * RANKS, pattern)):
         check(needs, [rows for rows, _ in found], [steps[index] for _, steps in found])
+
+
+def test_what_a_forward_pass_keeps_is_there_on_a_rank_that_needs_no_gradient() -> None:
+    """Backward reads it instead of fetching it again, also for the gradients that other ranks need."""
+    x = torch.randn(1, 64, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+    def body(ring: Ring) -> Any:
+        seq = ring.sequence(64, layout="contiguous")
+        q, k, v = (seq.shard(x).clone() for _ in range(3))
+        (v if ring.rank == 0 else torch.empty(0)).requires_grad_()
+        ring.attention(q, k, v, seq, causal=True, window=(2, None), schedule="all_gather").sin().sum().backward()
+        return seq.positions(), v.grad, ring.memory_info()["kept_bytes"]
+
+    value = x.clone().requires_grad_()
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    scores = torch.einsum("bnhd,bmhd->bhnm", x, x) / 8**0.5
+    weights = scores.masked_fill((distance < 0) | (distance > 2), -torch.inf).softmax(-1)
+    torch.einsum("bhnm,bmhd->bnhd", weights, value).sin().sum().backward()
+    (rows, gradient, _), (*_, kept_bytes) = run_ranks(2, body, poison=True)
+    assert kept_bytes > 0 and value.grad is not None
+    torch.testing.assert_close(gradient, value.grad[:, rows], rtol=1e-10, atol=1e-10)
 
 
 def _on_process(rank: int, world_size: int, transport: str) -> Any:
