@@ -34,7 +34,7 @@ SCHEDULES = {
 
 
 def machines(ranks_of_a_node: int, latency_s: float) -> Cluster:
-    """Slow machines with so many ranks on a node."""
+    """Slow machines with `ranks_of_a_node` ranks on each node."""
     links = Links(tuple(rank // ranks_of_a_node for rank in range(RANKS)))
     return Cluster("drawn", 1e6, links=links, sync_s=1e-5, bandwidth=1e3, latency_s=latency_s, node_bandwidth=1e6)
 

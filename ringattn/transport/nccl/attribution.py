@@ -186,7 +186,7 @@ GRADIENTS_DIFFER = (
     "an input require a gradient on every rank, as q.requires_grad_() does"
 )
 CHAIN, CALL = 16, 20
-"""Hexadecimal digits of what is told of a call: the chain ends at the first place, a digest of the call alone at the
+"""Hexadecimal digits of a call in a heartbeat: the chain ends at the first place, a digest of the call alone at the
 second, and a chain of needed gradients follows."""
 
 
