@@ -55,8 +55,8 @@ def shard_batch(
     Raises:
         DisagreementError: Anything in the batches differs between ranks; every rank raises.
         InputError: An input is not known or not (rows, tokens); positions are not those of rows, of documents, of real
-            tokens or the model's own; there are fewer tokens than ranks; a document begins with a label. Every rank
-            raises.
+            tokens or the model's own; there are fewer tokens than ranks; a document begins with a label; a label is
+            predicted from a padded position. Every rank raises.
         UnsupportedError: The positions that `model` would make cannot be found; every rank raises.
 
     Example:
@@ -87,6 +87,7 @@ def shard_batch(
         _refuse_first_labels(batch["labels"], seq.documents)
         mine["shift_labels"] = seq.shard_labels(batch["labels"])
     if "shift_labels" in mine:
+        _refuse_padded_labels(batch)
         mine["labels"] = mine["shift_labels"]
     return seq, mine
 
@@ -123,6 +124,22 @@ def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> N
             f"documents begin with labels, at {wrong[:5]}{' and on' if len(wrong) > 5 else ''}: one process would ask "
             "the last token of the document before for them; set these labels to -100, as DataCollatorWithFlattening "
             "of transformers does"
+        )
+
+
+def _refuse_padded_labels(batch: Mapping[str, Any]) -> None:
+    """Raise `InputError` where the whole batch's labels, (rows, tokens), are predicted from a padded position."""
+    if (mask := batch.get("attention_mask")) is None:
+        return
+    shifted = batch.get("shift_labels")
+    if shifted is None:
+        shifted, mask = batch["labels"][:, 1:], mask[:, :-1]
+    rows, tokens = ((shifted != -100) & (mask == 0)).nonzero(as_tuple=True)
+    if len(rows):
+        raise InputError(
+            f"row {int(rows[0])} has a label that is predicted from a padded position, token {int(tokens[0])}, whose "
+            "output is not defined: set the label of the first real token after padding, and those of padding, to "
+            "-100: labels[:, 1:][attention_mask[:, :-1] == 0] = -100"
         )
 
 

@@ -275,6 +275,12 @@ def _check_loss(model: Any, given: Mapping[str, Any]) -> None:
             "labels without shift_labels would be shifted inside of each shard: pass "
             "shift_labels=seq.shard_labels(tokens) too"
         )
+    if (mask := given.get("attention_mask")) is not None and mask.shape == given["shift_labels"].shape:
+        if ((given["shift_labels"] != -100) & (mask == 0)).any():
+            raise InputError(
+                "shift_labels has labels at padded positions of attention_mask, whose outputs are not defined: set "
+                "them to -100, as well as the label of the first real token after padding, before labels are shifted"
+            )
     if given.get("num_items_in_batch") is None:
         raise InputError(
             "labels without num_items_in_batch make a mean of every rank's own labels: pass the number of labels of "

@@ -146,3 +146,30 @@ def test_what_tells_of_documents_agrees() -> None:
     refused(lambda ring, seq: call(ring, position_ids=places, cu_seq_lens_q=torch.tensor([0, 12])), "several ways")
     refused(lambda ring, seq: call(ring, seq_idx=torch.zeros_like(tokens), position_ids=places), "several ways to cut")
     refused(lambda ring, seq: call(ring, position_ids=places[None]), "are not \\(rows, tokens\\)")
+
+
+def test_labels_that_padding_predicts() -> None:
+    """As a collator makes them with a tokenizer that pads on the left, or that keeps labels of padding."""
+    tokens = torch.arange(3, 15).reshape(1, 12).repeat(2, 1)
+    left, right = torch.ones_like(tokens), torch.ones_like(tokens)
+    left[1, :5] = right[0, 9:] = 0
+    says = r"row {} has a label that is predicted from a padded position, token {}, .* to -100: labels\[:, 1:\]"
+    for mask, row, token in ((left, 1, 4), (right, 0, 9)):
+        labels = tokens.masked_fill(mask == 0, -100) if mask is left else tokens.clone()
+        whole = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        refused(lambda ring, seq, whole=whole: shard_batch(ring, whole), says.format(row, token))
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        given = {"input_ids": tokens, "attention_mask": mask, "shift_labels": shifted}
+        refused(lambda ring, seq, given=given: shard_batch(ring, given), says.format(row, token))
+
+        def call(ring: Ring, seq: Sequence, given: dict[str, Tensor] = given) -> Any:
+            model = adapter.prepare(tiny_model("llama", "eager"))
+            seq = ring.sequence(12)
+            mine = {name: seq.shard(x) for name, x in given.items()}
+            mine |= {"labels": mine["shift_labels"], "position_ids": seq.positions()[None].expand(2, -1)}
+            with ring.activate(seq):
+                return model(**mine, num_items_in_batch=20)
+
+        refused(call, "shift_labels has labels at padded positions of attention_mask")
+        labels[:, 1:][mask[:, :-1] == 0] = -100
+        run_ranks(2, lambda ring, whole=whole: shard_batch(ring, whole))
