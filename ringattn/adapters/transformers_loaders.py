@@ -52,18 +52,10 @@ def share_training(loader: Any, rings: int, mine: int) -> Any:
 
 
 def share_evaluation(loader: Any, rings: int, mine: int) -> Any:
-    """The same for evaluation, which reads every text once, or at its end twice.
-
-    Raises `UnsupportedError` for a stream over several rings.
-    """
+    """The same for evaluation, which reads every text once, or at its end twice; of a stream with one ring."""
     for shard in shards_of(loader):
         shard.num_processes, shard.process_index = 1, 0
         if is_stream(shard):
-            if rings > 1:
-                raise UnsupportedError(
-                    "an IterableDataset cannot be evaluated over several rings, which cannot tell how many of its "
-                    "texts are left for each; give evaluate a data set with a length"
-                )
             shard.batch_size = 1
         elif not isinstance(shard.batch_sampler, RoundRobin):  # a loader with persistent workers comes again
             shard.even_batches, shard.batch_sampler = False, RoundRobin(shard.batch_sampler, rings, mine)
@@ -76,13 +68,21 @@ def last_turn(loader: Any, rings: int) -> int:
     return (len(found[0].batches) - 1) % rings + 1 if found else rings
 
 
-def refuse_data(data: Any, host: Any) -> None:
-    """Raise `UnsupportedError` for a stream of which accelerate would give each process its own part."""
+def refuse_data(data: Any, host: Any, evaluated_by: int = 1) -> None:
+    """Raise `UnsupportedError` for a stream of which accelerate would give each process its own part.
+
+    `evaluated_by`: the rings that evaluate it, which a stream cannot be dealt to.
+    """
     if isinstance(data, dict):
-        for one in data.values():
-            refuse_data(one, host)
+        for part in data.values():
+            refuse_data(part, host, evaluated_by)
     if not is_stream(data):
         return
+    if evaluated_by > 1:
+        raise UnsupportedError(
+            f"{type(data).__name__} is an IterableDataset and cannot be evaluated over several rings, which cannot "
+            "tell how many of its texts are left for each; give evaluate a data set with a length"
+        )
     if (shards := getattr(data, "n_shards", 0)) >= host.args.world_size > 1:
         raise UnsupportedError(
             f"accelerate deals the {shards} shards of {type(data).__name__} to processes, also those of one ring; "

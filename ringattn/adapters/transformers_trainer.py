@@ -1,19 +1,21 @@
 """The Trainer of transformers over the ranks of a ring.
 
 `RingTrainerMixin` overrides one private method of Trainer, the one that shards batches for context parallelism, and
-refuses a Trainer that has it in another form.
+refuses a Trainer that has it in another form. Trainer's own loss is made of each rank's tokens; a loss of the user's
+(`compute_loss`, `compute_loss_func`) gets the whole batch and whole outputs.
 Guarantees: the loss and gradients of one process, also in evaluation; labels are counted whole.
 Checked with transformers 5.18 to 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.peft import base_of
@@ -25,10 +27,13 @@ from ringattn.adapters.transformers_memory import refuse_logits
 from ringattn.adapters.transformers_trainer_checks import (
     ShardLoss,
     check_trainer,
+    makes_own_loss,
     refuse_loaders,
     refuse_options,
+    refuse_own_loss,
     refuse_parallelism,
 )
+from ringattn.adapters.transformers_whole import whole, whole_calls
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -49,9 +54,8 @@ class RingTrainerMixin:
         kwargs: Those of transformers' Trainer.
 
     Raises:
-        UnsupportedError: The Trainer is of another form; something makes a loss of logits, or metrics of several rings'
-            logits; an option would mean something else on each rank; ranks of a ring would not read the data alike;
-            the model cannot be prepared.
+        UnsupportedError: The Trainer is of another form; an option would mean something else on each rank; ranks of a
+            ring would not read the data alike; the model cannot be prepared.
 
     Example:
         class RingTrainer(RingTrainerMixin, Trainer):
@@ -64,27 +68,56 @@ class RingTrainerMixin:
     """Whether the host's prediction_step shards batches with labels, as that of Trainer does."""
 
     def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
+        self.begin_ring(ring, layout)
+        self._checks_with_callbacks = False  # but after `__init__`, in which a subclass may set options
+        for given in (*args, *kwargs.values()):
+            refuse_parallelism(given)
+        super().__init__(*args, **kwargs)
+        refuse_parallelism(self.accelerator)  # type: ignore[attr-defined]  # the environment may say so too
+        self._check_options()
+
+    def begin_ring(self, ring: Ring, layout: LayoutName | str = "auto") -> None:
+        """Set the ring, before Trainer's `__init__` or inside of it.
+
+        Args:
+            ring: The ring.
+            layout: As in `Ring.sequence`.
+
+        Raises:
+            UnsupportedError: The Trainer is of another form.
+        """
         check_trainer(type(self))
         self.ring, self.layout = ring, layout
         self._seq: Sequence | None = None
         self._gathers_losses = False
-        for given in (*args, *kwargs.values()):
-            refuse_parallelism(given)
-        super().__init__(*args, **kwargs)
-        host: Any = self
-        refuse_parallelism(host.accelerator)  # accelerate's environment variables may say so too
-        self._take_losses()
-        refuse_options(host, self._rings()[0])
-        refuse_loaders(host)
-        for data in (host.train_dataset, host.eval_dataset):
-            refuse_data(data, host)
-        prepare(host.model)
+        self._checks_with_callbacks = True
 
-    def _take_losses(self) -> None:
-        """Let losses that Trainer makes of logits know that labels are shifted already."""
+    def add_callback(self, callback: Any) -> None:
+        """As Trainer does. Its `__init__` adds one when its options are set, and a ring begun inside checks them then.
+
+        Args:
+            callback: As in Trainer.
+
+        Raises:
+            UnsupportedError: See `RingTrainerMixin`.
+        """
+        super().add_callback(callback)  # type: ignore[misc]
+        if self._checks_with_callbacks:
+            self._checks_with_callbacks = False
+            self._check_options()
+
+    def _check_options(self) -> None:
+        """Refuse options, and let the loss of smoothed labels know that labels are shifted already."""
         host: Any = self
-        if host.label_smoother is not None:
+        if host.label_smoother is not None and not isinstance(host.label_smoother, ShardLoss):
             host.label_smoother = ShardLoss(host.label_smoother)
+        rings = self._rings()[0]
+        refuse_options(host)
+        refuse_own_loss(host)
+        refuse_loaders(host)
+        refuse_data(host.train_dataset, host)
+        refuse_data(host.eval_dataset, host, evaluated_by=rings)
+        prepare(host.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model from `model_init`, prepared: `train` begins with another one than `__init__`.
@@ -117,7 +150,21 @@ class RingTrainerMixin:
             found = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._is_counting = False
-        return None if found is None else found / self.ring.world_size
+        host: Any = self
+        if found is None or (makes_own_loss(host) and not host.args.average_tokens_across_devices):
+            return found
+        return found / self.ring.world_size
+
+    def get_tp_size(self) -> int:
+        """Processes that make the same loss, by whose number Trainer divides its scale of a loss.
+
+        Returns:
+            Trainer's number; times the ranks of the ring while a loss is made that each of them makes whole.
+        """
+        size: int = super().get_tp_size()  # type: ignore[misc]
+        return size * self.ring.world_size if self._is_making_whole_loss else size
+
+    _is_making_whole_loss = False
 
     def get_train_dataloader(self) -> Any:
         """Trainer's own, which all ranks of a ring read alike.
@@ -146,7 +193,8 @@ class RingTrainerMixin:
         """
         host: Any = self
         data = host.eval_dataset if eval_dataset is None else eval_dataset
-        refuse_data(host.eval_dataset[data] if isinstance(data, str) else data, self)
+        data = host.eval_dataset[data] if isinstance(data, str) else data
+        refuse_data(data, self, evaluated_by=self._rings()[0])
         return share_evaluation(super().get_eval_dataloader(eval_dataset), *self._rings())  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -161,11 +209,11 @@ class RingTrainerMixin:
         Raises:
             UnsupportedError: As `get_eval_dataloader`.
         """
-        refuse_data(test_dataset, self)
+        refuse_data(test_dataset, self, evaluated_by=self._rings()[0])
         return share_evaluation(super().get_test_dataloader(test_dataset), *self._rings())  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own, in which each text's loss counts once, on however many ranks.
+        """Trainer's own, in which each text counts once, on however many ranks.
 
         Args:
             dataloader: What `get_eval_dataloader` or `get_test_dataloader` gave.
@@ -176,7 +224,7 @@ class RingTrainerMixin:
             What Trainer returns: an EvalLoopOutput.
 
         Raises:
-            UnsupportedError: More than the loss is asked for over several rings.
+            UnsupportedError: The model returns what cannot be gathered.
         """
         self.gather_function = partial(self._gather_once, dataloader)
         return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
@@ -198,15 +246,10 @@ class RingTrainerMixin:
             The loss, or None without labels; logits and labels, or None.
 
         Raises:
-            UnsupportedError: Logits are asked for over several rings, or the model returns what cannot be gathered.
+            UnsupportedError: The model returns what cannot be gathered.
             InputError: The batch cannot be sharded, see `shard_batch`.
         """
         host: Any = self
-        if not prediction_loss_only and self._rings()[0] > 1:
-            raise UnsupportedError(
-                "logits over several rings: a ring has those of its own texts only; open one ring over all ranks, or "
-                "ask for the loss only, as evaluate does"
-            )
         if not prediction_loss_only and inputs.get("labels") is not None:
             refuse_logits(base_of(host.model), "prediction")
         active: Callable[[], Any] = nullcontext
@@ -259,7 +302,7 @@ class RingTrainerMixin:
     def _gather_tokens(self, found: Any) -> Any:
         """Outputs of this rank's tokens, (rows, tokens, ...), of the whole sequence."""
         if found is None or self._seq is None:
-            return found
+            return whole(found)
         if isinstance(found, list | tuple):
             return type(found)(self._gather_tokens(one) for one in found)
         tokens = self._seq.counts[self.ring.rank]
@@ -271,26 +314,30 @@ class RingTrainerMixin:
         return self._seq.gather(found, dim=1)
 
     def _gather_once(self, loader: Any, found: Any) -> Any:
-        """What Trainer gathers over processes. Of one ring everything but losses is whole on each already."""
-        if not self._gathers_losses:
-            return found
-        self._gathers_losses = False
-        return self._gather_losses(loader, found)
+        """What Trainer gathers over processes, of the texts of all rings: each text once.
 
-    def _gather_losses(self, loader: Any, losses: Tensor) -> Tensor:
-        """Losses (texts of a batch,) of every ring, (texts,): once for each ring, and none for texts read twice."""
+        Losses are gathered from one ring, too, whose last batch Trainer fills up; all else is whole on each rank.
+        """
+        is_loss, self._gathers_losses = self._gathers_losses, False
+        if self._rings()[0] == 1 and not is_loss:
+            return found
+        return tree_map_only(Tensor, partial(self._gather_texts, loader), found)
+
+    def _gather_texts(self, loader: Any, found: Tensor) -> Tensor:
+        """Rows (texts of a batch, ...) of every ring, (texts, ...): once for each ring, without texts read twice."""
         from transformers.trainer_utils import has_length
 
         host: Any = self
         rings, _ = self._rings()
-        found: Tensor = host.accelerator.gather(losses)
-        found = found.unflatten(0, (rings, -1, len(losses)))[:, 0].flatten(0, 1)
+        found = host.accelerator.pad_across_processes(found, dim=0)  # a ring's last batch may be smaller
+        found = host.accelerator.gather(found.contiguous())
+        found = found.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
         if not has_length(loader.dataset):
             return found
-        texts = len(loader.dataset)
+        texts, size = len(loader.dataset), host.args.eval_batch_size
         if host.args.dataloader_drop_last:
-            texts -= texts % len(losses)
-        rest = texts % len(found)
+            texts -= texts % size
+        rest = texts % (rings * size)
         return found[:rest] if rest and host.accelerator.gradient_state.end_of_dataloader else found
 
     def _prepare_context_parallel_inputs(
@@ -305,8 +352,26 @@ class RingTrainerMixin:
             )
         if not stands_around(prepared):
             prepare(prepared)  # Trainer applies Liger's kernels when training begins
-        self._seq, mine = shard_batch(self.ring, inputs, self.layout, model=prepared)
         # Batches of one step draw on from its seed, and a run that is resumed goes on with that of its step.
         host = self
         seed = seed_from(host.args.seed, self._rings()[1], host.state.global_step)
+        if makes_own_loss(host):
+            refuse_own_loss(host)
+            self._seq = None
+            return partial(self._whole_step, model, prepared, seed), dict(inputs)
+        self._seq, mine = shard_batch(self.ring, inputs, self.layout, model=prepared)
         return partial(self.ring.activate, self._seq, dropout_seed=seed), mine
+
+    @contextmanager
+    def _whole_step(self, model: Any, prepared: Any, seed: int) -> Iterator[None]:
+        """Inside, a loss is made of the whole batch and of whole outputs, on every rank."""
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        backward = accelerator.backward
+        self._is_making_whole_loss = True
+        try:
+            with whole_calls(self.ring, model, prepared, self.layout, seed) as calls:
+                accelerator.backward = calls.backward_of(backward)
+                yield
+        finally:
+            accelerator.backward = backward
+            self._is_making_whole_loss = False

@@ -10,6 +10,7 @@ from typing import Any
 
 from ringattn.adapters.peft import base_of
 from ringattn.adapters.transformers_memory import refuse_logits
+from ringattn.adapters.transformers_whole import WholeTensor
 from ringattn.errors import UnsupportedError
 
 _TRL = {
@@ -25,12 +26,17 @@ _TRL = {
 
 
 class ShardLoss:
-    """A loss of logits and labels of this rank's tokens, labels shifted already, over the labels of all ranks."""
+    """A loss of logits and labels of this rank's tokens, labels shifted already, over the labels of all ranks.
+
+    Of whole logits it is the loss itself.
+    """
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
 
     def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
+        if isinstance(outputs["logits"] if isinstance(outputs, dict) else outputs[0], WholeTensor):
+            return self.loss(outputs, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
         if num_items_in_batch is None:
             raise UnsupportedError(
                 "num_items_in_batch is missing: a rank cannot make its part of a mean without the number of all labels"
@@ -45,8 +51,8 @@ def check_trainer(kind: type[Any]) -> None:
         kind: The class, which inherits from `RingTrainerMixin` and then from transformers' Trainer.
 
     Raises:
-        UnsupportedError: It is no such class, its transformers shards batches in another way, it overrides
-            compute_loss, or it is a trainer of TRL that makes something of whole texts.
+        UnsupportedError: It is no such class, its transformers shards batches in another way, or it is a trainer of
+            TRL that makes something of whole texts, or a RingSFTTrainer that overrides compute_loss.
     """
     import transformers
 
@@ -62,10 +68,37 @@ def check_trainer(kind: type[Any]) -> None:
     known = getattr(kind, "ring_compute_loss", None)
     if known is None:
         _refuse_trl(kind)
-    if kind.compute_loss not in (transformers.Trainer.compute_loss, known):
+    elif kind.compute_loss is not known:
         raise UnsupportedError(
-            f"{kind.__name__} overrides compute_loss, which gets labels that are shifted already and logits of this "
-            "rank alone; leave it out, or write the loop with shard_batch and make the loss of shift_labels"
+            f"{kind.__name__} overrides compute_loss of RingSFTTrainer, which gets labels that are shifted already "
+            "and logits of this rank alone; leave it out, or override that of a RingTrainerMixin before "
+            "transformers.Trainer"
+        )
+
+
+def makes_own_loss(host: Any) -> bool:
+    """Whether the user makes the loss: of the whole batch and of whole outputs, on every rank.
+
+    Raises nothing. What a user's function reads cannot be known, so all that it may read is whole.
+    """
+    from transformers import Trainer
+
+    if hasattr(type(host), "ring_compute_loss"):
+        return False
+    return (
+        host.compute_loss_func is not None or getattr(host.compute_loss, "__func__", None) is not Trainer.compute_loss
+    )
+
+
+def refuse_own_loss(host: Any) -> None:
+    """Raise `UnsupportedError` for a loss of the user in a Trainer whose scale of it cannot be set."""
+    import transformers
+
+    if makes_own_loss(host) and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
+        raise UnsupportedError(
+            f"compute_loss of {type(host).__name__}, or compute_loss_func: the Trainer of transformers "
+            f"{transformers.__version__} would scale a loss that each rank makes whole by the number of ranks; take "
+            "transformers 5.20 or later, or leave it out"
         )
 
 
@@ -89,20 +122,18 @@ def refuse_parallelism(args: Any) -> None:
             )
 
 
-def refuse_options(host: Any, rings: int) -> None:
+def refuse_options(host: Any) -> None:
     """Raise `UnsupportedError` for options of a Trainer that would mean something else on each rank."""
-    if host.compute_metrics is not None and rings > 1:
+    if not hasattr(base_of(host.model), "config"):
         raise UnsupportedError(
-            "compute_metrics over several rings needs the logits of other rings' texts; open one ring over all "
-            "ranks, or leave it out"
+            f"{type(host.model).__name__} is no model of transformers; shard its batches in a loop of your own"
         )
     for name in ("compute_loss_func", "label_smoother", "compute_metrics"):
         if getattr(host, name) is not None:
             refuse_logits(base_of(host.model), name)
-    if host.compute_loss_func is not None and not isinstance(host.compute_loss_func, ShardLoss):
+    if host.compute_loss_func is not None and hasattr(type(host), "ring_compute_loss"):
         raise UnsupportedError(
-            "compute_loss_func would shift labels that are shifted already, and needs labels whose neighbors this "
-            "rank has not; leave it out, or write the loop with shard_batch and make the loss of shift_labels"
+            "compute_loss_func in addition to SFTTrainer's own losses; take loss_type, or leave it out"
         )
     if host.label_smoother is not None and not host.model_accepts_loss_kwargs:
         raise UnsupportedError(

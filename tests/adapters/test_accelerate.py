@@ -1,33 +1,31 @@
-"""accelerate's configuration of a ring: what a step has to be, and what is refused; tests.adapters.trainer trains."""
+"""accelerate's configuration of a ring: the Trainer that gets it, and refusals; tests.adapters.trainer trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters.accelerate import RingParallelismConfig, _gather_losses, _prepared, _sharding
-from ringattn.testing import run_ranks
+from ringattn.adapters import accelerate as adapter
+from ringattn.adapters.accelerate import RingParallelismConfig
+from ringattn.adapters.transformers_trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model
-
-TOKENS = torch.arange(3, 17)[None]
-
-
-@pytest.fixture
-def ring() -> Iterator[Ring]:
-    with Ring() as ring:
-        yield ring
+from tests.adapters.trainer import Stream, padded, texts
 
 
 @pytest.mark.parametrize("name", ["sp_size", "tp_size"])
 def test_other_sizes(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}=2 beside a ring; set cp_size"):
+    with pytest.raises(UnsupportedError, match=f"{name}=2 together with a ring; set cp_size"):
         RingParallelismConfig(cp_size=1, **{name: 2})
 
 
@@ -40,68 +38,82 @@ def test_ways_to_send() -> None:
         config.build_device_mesh("cpu")
 
 
-def test_a_step_is_one_call_of_a_model_with_labels(ring: Ring) -> None:
-    model = _prepared(tiny_model("llama", "eager"), ring)
-    given = {"input_ids": TOKENS, "labels": TOKENS.clone(), "num_items_in_batch": torch.tensor(13)}
-    with pytest.raises(
-        UnsupportedError, match=r"no labels came to the model.*label_smoothing_factor.*RingTrainerMixin"
-    ):
-        with _sharding(ring):
-            model(input_ids=TOKENS)
-    with pytest.raises(InputError, match="inputs without names"), _sharding(ring):
-        model(TOKENS)
-    for calls in (0, 2):
-        with pytest.raises(UnsupportedError, match=f"a step called the model {calls} times"), _sharding(ring):
-            [model(**given) for _ in range(calls)]
-    model.get_input_embeddings().neftune_noise_alpha = 5.0
-    with pytest.raises(UnsupportedError, match="neftune_noise_alpha: the noise is scaled"), _sharding(ring):
-        model(**given)
-    with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
-        _prepared(torch.nn.Linear(2, 2), ring)
+class Alone(RingParallelismConfig):
+    """As if this process were both ranks of a ring."""
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """The stand-in of a mesh."""
+        return type("Mesh", (dict,), {"mesh_dim_names": ()})(cp=None)
 
 
-def test_buffers_keep_their_shards() -> None:
-    """As accelerate says of its own: Trainer counts the tokens of them."""
-    models = [tiny_model("llama", "eager") for _ in range(2)]
-    true = models[0](input_ids=TOKENS, labels=TOKENS, num_items_in_batch=13).loss.detach()
-
-    def body(ring: Ring) -> tuple[int, torch.Tensor]:
-        model, tokens, labels = _prepared(models[ring.rank], ring), TOKENS.clone(), TOKENS.clone()
-        with _sharding(ring, [tokens, labels], [1, 1], {tokens}):
-            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(13)).loss.detach()
-            whole = tokens.shape[1]
-        assert (whole, labels.shape[1]) == (14, 14)
-        ring.all_reduce([loss])
-        return tokens.shape[1], loss
-
-    for tokens, loss in run_ranks(2, body):
-        assert tokens == 7
-        torch.testing.assert_close(loss, true)
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[RingParallelismConfig]:
+    """A configuration whose ring has one rank."""
+    AcceleratorState._reset_state(True)
+    with Ring() as ring:
+        monkeypatch.setattr(adapter, "ring_of", lambda mesh: ring)
+        yield Alone(cp_size=2)
+    AcceleratorState._reset_state(True)
 
 
-def test_steps_drop_by_seeds_of_their_own() -> None:
-    """Alike on both ranks, or the ring would raise."""
+def make_trainer(folder: Path, config: RingParallelismConfig, kind: Any = transformers.Trainer, **options: Any) -> Any:
+    """A Trainer that gets the configuration; `options` are those of TrainingArguments, and in `given` of Trainer."""
+    given = {"model": tiny_model("llama", "eager"), "train_dataset": texts(), "data_collator": padded}
+    given |= options.pop("given", {})
+    settings = {
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_steps": 1,
+        "save_strategy": "no",
+        **options,
+    }
+    return kind(args=transformers.TrainingArguments(str(folder), parallelism_config=config, **settings), **given)
 
-    def body(ring: Ring) -> list[float]:
-        model, found = _prepared(tiny_model("llama", "eager", attention_dropout=0.4), ring), []
-        for _ in range(2):
-            with _sharding(ring):
-                loss = model(input_ids=TOKENS, labels=TOKENS.clone(), num_items_in_batch=torch.tensor(13)).loss.detach()
-            ring.all_reduce([loss])
-            found.append(loss.item())
-        return found
 
-    first, other = run_ranks(2, body)
-    assert first == other and first[0] != first[1]
+def test_a_trainer_gets_the_ring(tmp_path: Path, config: RingParallelismConfig) -> None:
+    class Theirs(transformers.Trainer):
+        pass
+
+    trainer = make_trainer(tmp_path, config, Theirs)
+    assert isinstance(trainer, RingTrainerMixin) and isinstance(trainer, Theirs) and type(trainer).__name__ == "Theirs"
+    assert not issubclass(Theirs, RingTrainerMixin) and trainer.ring.world_size == 1
+    assert trainer.train().training_loss > 0
 
 
-def test_only_losses_are_gathered() -> None:
-    state = SimpleNamespace(end_of_dataloader=True, remainder=1)
-    whole = torch.tensor([1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 7.0, 7.0])  # of two replicas of two ranks, two texts each
-    host = SimpleNamespace(gather=lambda _: whole, gradient_state=state)
-    assert _gather_losses(host, 2, torch.tensor([1.0, 1.0])).tolist() == [2.0]
-    state.end_of_dataloader = False
-    assert _gather_losses(host, 2, torch.tensor([1.0, 1.0])).tolist() == [2.0, 2.0, 6.0, 6.0]
-    for other in (torch.ones(2, 3), torch.tensor(3), [torch.ones(2)]):
-        with pytest.raises(UnsupportedError, match=r"gather_for_metrics of other numbers than losses.*RingSFTTrainer"):
-            _gather_losses(host, 2, other)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: the noise is scaled by the tokens of a row"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches would cut batches among the ranks of a ring"),
+        ({"given": {"train_dataset": Stream(texts())}}, r"Stream is an IterableDataset.*\"dispatch_batches\": False"),
+        ({"given": {"eval_dataset": {"a": Stream(texts())}}}, r"Stream is an IterableDataset.*dispatch_batches"),
+    ],
+)
+def test_what_is_refused_when_the_trainer_is_made(
+    options: dict[str, Any], says: str, tmp_path: Path, config: RingParallelismConfig
+) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        make_trainer(tmp_path, config, **options)
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "SFTTrainer"])
+def test_trainers_of_trl(name: str, tmp_path: Path, config: RingParallelismConfig) -> None:
+    theirs = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name.lower()}"})
+    with pytest.raises(UnsupportedError, match=f"TRL's {name} "):
+        make_trainer(tmp_path, config, theirs)
+
+
+def test_loops_of_ones_own(config: RingParallelismConfig) -> None:
+    with pytest.raises(UnsupportedError, match="RingParallelismConfig is for a Trainer of transformers; in a loop of"):
+        Accelerator(cpu=True, parallelism_config=config)
+
+
+def test_labels_after_padding(tmp_path: Path, config: RingParallelismConfig) -> None:
+    """As a tokenizer that pads on the left makes them."""
+
+    def left(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+        return {name: x.flip(1) for name, x in padded(rows).items()}
+
+    with pytest.raises(InputError, match=r"row \d has a label that is predicted from a padded position, token \d+"):
+        make_trainer(tmp_path, config, given={"data_collator": left}).train()

@@ -25,6 +25,7 @@ from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers_whole import WholeTensor
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
@@ -133,21 +134,19 @@ def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pyt
     assert seeds == [seed_from(5, 2, step) for step in (0, 0, 1, 1)]
 
 
-def test_losses_and_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
-    shifted = "compute_loss_func would shift labels that are shifted already.*leave it out, or .* shard_batch"
-    with pytest.raises(UnsupportedError, match=shifted):
-        made(tmp_path, ring, compute_loss_func=lambda out, labels, num_items_in_batch: out.loss)
+def test_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
     with pytest.raises(UnsupportedError, match="neftune_noise_alpha: the noise is scaled by the tokens of a row"):
         made(tmp_path, ring, args={"neftune_noise_alpha": 5.0})
 
 
-def test_metrics_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_evaluated_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused when the trainer is made, and not at the first evaluation."""
     monkeypatch.setattr(RingTrainer, "_rings", lambda self: (2, 0))
-    with pytest.raises(UnsupportedError, match=r"compute_metrics over several rings .*open one ring over all ranks"):
-        made(tmp_path, ring, compute_metrics=lambda found: {})
-    trainer = made(tmp_path, ring, eval_dataset=texts())
-    with pytest.raises(UnsupportedError, match=r"logits over several rings.*ask for the loss only"):
-        trainer.predict(texts())
+    args, stream = {"accelerator_config": {"dispatch_batches": False}}, Stream(texts())
+    made(tmp_path, ring, args=args, train_dataset=stream, eval_dataset=texts())
+    for data in (stream, {"a": texts(), "b": stream}):
+        with pytest.raises(UnsupportedError, match=r"Stream .* cannot be evaluated over several rings"):
+            made(tmp_path, ring, args=args, eval_dataset=data)
 
 
 def test_smoothed_labels_are_counted_on_all_ranks(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +197,65 @@ class Between(OwnLoss, transformers.Trainer):
     pass
 
 
-@pytest.mark.parametrize("bases", [(OwnLoss, RingTrainer), (RingTrainerMixin, Between)])
-def test_an_overridden_loss(bases: tuple[type, ...], tmp_path: Path, ring: Ring) -> None:
-    with pytest.raises(UnsupportedError, match="Ours overrides compute_loss, which gets labels that are shifted alr"):
-        made(tmp_path, ring, type("Ours", bases, {}))
+def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A `compute_loss_func`."""
+    return outputs.logits.square().sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("bases", "given"),
+    [
+        ((OwnLoss, RingTrainer), {}),
+        ((RingTrainerMixin, Between), {}),
+        ((RingTrainer,), {"compute_loss_func": own_function}),
+    ],
+)
+def test_a_loss_of_the_users_beside_another_scale(
+    bases: tuple[type, ...], given: dict[str, Any], tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("Ours", bases, {})
+    made(tmp_path, ring, kind, **given).train()
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
+        return model(**inputs).loss * self.accelerator.num_processes  # as in transformers 5.18
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
+    made(tmp_path, ring)
+    with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.20"):
+        made(tmp_path, ring, kind, **given)
+
+
+def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
+    """Also on the trainer itself."""
+    trainer, seen = made(tmp_path, ring), []
+
+    def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        seen.append(outputs.logits)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert all(isinstance(logits, WholeTensor) for logits in seen) and seen
+
+
+def test_metrics_beside_a_loss_of_the_users(tmp_path: Path, ring: Ring) -> None:
+    metrics = {"compute_metrics": lambda found: {"shape": found.predictions.shape}, "eval_dataset": texts()[:2]}
+    trainer = made(tmp_path, ring, compute_loss_func=own_function, **metrics)
+    assert tuple(trainer.evaluate()["eval_shape"]) == (2, 11, 64)
+
+
+def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:
+    with pytest.raises(UnsupportedError, match="Linear is no model of transformers; shard its batches in a loop"):
+        made(tmp_path, ring, model=torch.nn.Linear(2, 2))
+
+
+def test_an_overridden_loss_of_sfttrainer() -> None:
+    sft = type("RingSFTTrainer", (RingTrainer,), {"compute_loss": OwnLoss.compute_loss})
+    sft.ring_compute_loss = sft.compute_loss
+    check_trainer(sft)
+    with pytest.raises(UnsupportedError, match="Ours overrides compute_loss of RingSFTTrainer"):
+        check_trainer(type("Ours", (sft,), {"compute_loss": lambda self: None}))
 
 
 def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
@@ -252,6 +306,7 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trainer, "_rings", lambda: (2, 0))
     with pytest.raises(UnsupportedError, match="cannot be evaluated over several rings"):
         trainer.evaluate(stream)
+    monkeypatch.setattr(trainer, "_rings", lambda: (1, 0))
     monkeypatch.setattr(type(trainer.args), "world_size", 4)
     stream.n_shards = 4  # as data sets of Hugging Face say
     with pytest.raises(UnsupportedError, match="accelerate deals the 4 shards of Stream to processes, also those of"):

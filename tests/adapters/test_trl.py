@@ -97,7 +97,7 @@ def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text(code_of("embedding-trainers.md"), encoding="utf-8")
     printed = run_under_torchrun([str(page)], tmp_path, 2, 560.0, tmp_path, **with_trl())
-    for words in ("SFTTrainer: [", "\nTrainer: ", "configuration: "):
+    for words in ("SFTTrainer: [", "\nTrainer: ", "\ngenerated: 6", "configuration: "):
         assert printed.count(words) == 2, printed
 
 

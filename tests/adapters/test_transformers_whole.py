@@ -1,0 +1,216 @@
+"""Whole batches and whole outputs of a sharded model, for losses that were written for one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+from ringattn import InputError, Ring, Sequence, UnsupportedError
+from ringattn.adapters.local import local_attention
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_whole import WholeTensor, whole_calls
+from ringattn.testing import run_ranks
+from tests.adapters.models import tiny_model
+from tests.adapters.own_losses import CASES, ROUTES
+from tests.adapters.ranks import in_double
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = torch.randint(3, 64, (2, 13), generator=torch.Generator().manual_seed(1))
+BATCH = {"input_ids": TOKENS, "labels": TOKENS.clone()}
+TOLERANCE = 1e-10
+Loss = Callable[[Any], Tensor]
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def over_ranks(make_loss: Loss, ranks: int = 2, **options: Any) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Of every rank the loss, and the mean over ranks of each gradient."""
+    models = [prepare(tiny_model("llama", "eager")) for _ in range(ranks)]
+
+    def body(ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
+        model = models[ring.rank]
+        with whole_calls(ring, model, model, "auto", 0) as calls:
+            loss = make_loss(model(**BATCH, **options))
+            calls.backward_of(torch.autograd.backward)(loss)
+        found = gradients(model)
+        ring.all_reduce(list(found.values()))
+        return loss.detach(), {name: grad / ring.world_size for name, grad in found.items()}
+
+    return run_ranks(ranks, body, timeout_s=20.0)
+
+
+def in_loss(outputs: Any) -> Tensor:
+    return outputs.loss.square() + outputs.loss
+
+
+def in_logits(outputs: Any) -> Tensor:
+    return outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean()
+
+
+def in_views(outputs: Any) -> Tensor:
+    """Through views, one of which is changed in place."""
+    logits = outputs.logits[:, :-1]
+    logits = logits.masked_fill(logits > 2.0, 0.5)
+    rest = outputs["logits"].clone()
+    rest[:, ::3] *= 2.0
+    return cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()) + rest.sin().sum()
+
+
+def in_place(outputs: Any) -> Tensor:
+    """Changed in place, through a view and as it is, after a first read without a graph."""
+    with torch.no_grad():
+        first = outputs.logits.std()
+    shifted = outputs.logits[:, :-1]
+    shifted[..., 3] = 0.7
+    shifted.mul_(1.5)
+    outputs.logits[1] *= first
+    outputs["logits"].clamp_(-3.0, 3.0)
+    return shifted.sin().sum() + outputs.logits.square().mean() + outputs.logits.mT[0].sum()
+
+
+def in_states(outputs: Any) -> Tensor:
+    return outputs.loss + sum(state.pow(3).mean() for state in outputs.hidden_states)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, by a function that autograd does not see into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def in_function(outputs: Any) -> Tensor:
+    return Doubled.apply(outputs.logits).cos().mean()
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "ranks"),
+    [(in_loss, 2), (in_logits, 3), (in_views, 2), (in_place, 3), (in_states, 3), (in_function, 2)],
+)
+@in_double()
+def test_a_loss_of_whole_outputs_is_that_of_one_process(make_loss: Loss, ranks: int) -> None:
+    options = {"output_hidden_states": True} if make_loss is in_states else {}
+    model = tiny_model("llama", "eager")
+    true = make_loss(model(**BATCH, num_items_in_batch=24, **options))
+    true.backward()
+    for loss, grads in over_ranks(make_loss, ranks, **options):
+        torch.testing.assert_close(loss, true.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grads[name], grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_logits_are_gathered_only_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered, gather = [], Sequence.gather
+
+    def seen(self: Sequence, x: Tensor, dim: int = 1) -> Tensor:
+        gathered.append(tuple(x.shape))
+        return gather(self, x, dim)
+
+    monkeypatch.setattr(Sequence, "gather", seen)
+
+    def unread(outputs: Any) -> Tensor:
+        assert isinstance(outputs.logits, WholeTensor)
+        assert outputs.logits.shape == (2, 13, 64) and outputs.logits.dtype == torch.float64
+        return outputs.loss
+
+    over_ranks(unread)
+    assert not gathered
+    over_ranks(lambda outputs: outputs.logits.sum() + outputs.logits.mean())
+    assert gathered in ([(2, 7, 64), (2, 6, 64)], [(2, 6, 64), (2, 7, 64)])
+
+
+def changed_past_python(outputs: Any) -> Tensor:
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        outputs.logits.mul_(2.0)
+    return outputs.loss
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "options", "says"),
+    [
+        (changed_past_python, {}, "mul_.Tensor would change an output of a model over a ring in place"),
+        (
+            lambda out: out.loss + out.past_key_values[0][0].sum(),
+            {"use_cache": True},
+            "past_key_values of a model over",
+        ),
+        (lambda out: out.loss + out.past_key_values.get_seq_length(), {"use_cache": True}, "past_key_values of a mod"),
+        (lambda out: out.loss * out.past_key_values, {"use_cache": True}, "past_key_values of a model over a ring is"),
+        (lambda out: torch.stack([out.past_key_values]), {"use_cache": True}, "past_key_values of a model over a ring"),
+    ],
+)
+def test_outputs_that_are_not_made_whole(make_loss: Loss, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        over_ranks(make_loss, **options)
+
+
+def test_logits_of_a_model_that_makes_none() -> None:
+    models = [prepare(tiny_model("llama", "eager"), chunked_loss=4) for _ in range(2)]
+
+    def body(ring: Ring) -> None:
+        model = models[ring.rank]
+        with whole_calls(ring, model, model, "auto", 0):
+            outputs = model(**BATCH)
+        assert outputs.loss > 0
+        with pytest.raises(UnsupportedError, match="logits of a model over a ring is not made whole"):
+            outputs.logits.float()
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+def test_calls_that_cannot_be_made_whole() -> None:
+    models = [prepare(tiny_model("llama", "eager")) for _ in range(2)]
+
+    def body(ring: Ring) -> None:
+        model = models[ring.rank]
+        with whole_calls(ring, model, model, "auto", 0):
+            with pytest.raises(InputError, match="inputs without names: call the model with keywords"):
+                model(TOKENS)
+            with pytest.raises(InputError, match="return_dict=False"):
+                model(**BATCH, return_dict=False)
+            assert isinstance(model(**BATCH).logits, WholeTensor)  # a call that failed leaves nothing active
+        with pytest.raises(InputError, match="no sequence is active"):
+            model(**BATCH)
+        with local_attention():
+            assert model(**BATCH).logits.shape == (2, 13, 64)
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_losses_of_users_by_both_routes(tmp_path: Path) -> None:
+    """Weights after two steps, losses, calls of the model in a callback and after training: those of one process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adapters.own_losses", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=560,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "own-losses.json").read_text())
+    assert set(found) == {f"{case} by {route}" for case in CASES for route in ROUTES}
+    for case, errors in found.items():
+        assert errors["weights"] <= TOLERANCE and errors["called"] <= TOLERANCE, case
+        mine, true = errors["losses"]
+        assert len(mine) == 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
+        evaluated, truly = errors["evaluated"]
+        assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
