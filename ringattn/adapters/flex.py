@@ -8,9 +8,7 @@ a `block_mask` is that of the whole sequence, and it and a `score_mod` are prove
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.flex_functions import Recording, record
 from ringattn.adapters.flex_masks import FoundMask, found_masks
 from ringattn.adapters.flex_scores import found_score
 from ringattn.adapters.sdpa import check_heads_first
@@ -45,12 +44,13 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: AuxRequest | None = None,
+    trust: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """`torch.nn.attention.flex_attention.flex_attention` over the active sequence; differentiable.
 
     Where local attention is asked for (see `adapters.context.sequence_of`) it is torch's function of these arguments.
-    Compiled code breaks its graph here. What a block_mask says is found at its first use, and again when its tables or
-    what its mask_mod reads have changed.
+    Compiled code breaks its graph here. block_mask and score_mod are evaluated at their first use; each call runs their
+    functions at a single pair and reads the tensors that these use, and evaluates again if anything has changed.
 
     Args:
         query: This rank's shard of the active sequence.
@@ -68,6 +68,8 @@ def flex_attention(
         return_lse: Also return the logarithms of the sums of exp(score).
         kernel_options: None; they are of torch's kernels.
         return_aux: AuxRequest(lse=True) returns them in an AuxOutput. None: out only.
+        trust: With more pairs to evaluate than `flex_functions.MOST_PAIRS`, evaluate a sample instead of raising. The
+            caller answers for the other pairs. Smaller masks and score_mods are proven all the same.
 
     Shape:
         query: (batch, heads, tokens, head_dim)
@@ -79,7 +81,7 @@ def flex_attention(
 
     Raises:
         UnsupportedError: The mask, the score_mod or an option is not computed over a ring, or the mask is not of the
-            whole sequence.
+            whole sequence, or has too many pairs to evaluate and trust is False.
         InputError: Heads do not fit each other, the mask lets documents of the sequence meet, or nothing is active
             while a ring of several ranks is open.
 
@@ -97,13 +99,18 @@ def flex_attention(
     with refused_by_all(seq.ring):
         _refuse(query, key, value, enable_gqa, return_lse, kernel_options, return_aux)
         batch, heads = query.shape[:2]
-        found = _kept(block_mask, (seq.length, batch, heads), lambda: found_masks(block_mask, seq.length, batch, heads))
+        found = _kept(
+            block_mask, _record_mask, (seq.length, batch, heads, trust),
+            lambda: found_masks(block_mask, seq.length, batch, heads, trust),
+        )  # fmt: skip
         rows: dict[FoundMask, list[int]] = {}
         for row, one in enumerate(found):
             _check_documents(one, seq)
             rows.setdefault(one, []).append(row)
-        facts = (found, seq.length, heads, query.device)
-        score = _kept(score_mod, facts, lambda: found_score(score_mod, *facts))
+        facts = (found, seq.length, heads, query.device, trust)
+        score = _kept(
+            score_mod, lambda mod: record(mod, query.device, True), facts, lambda: found_score(score_mod, *facts)
+        )
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     parts: list[tuple[Tensor, Tensor]] = []
     for one, mine in rows.items() or {FoundMask(False, None, None): list[int]()}.items():
@@ -147,94 +154,45 @@ def _check_documents(found: FoundMask, seq: Sequence) -> None:
     )
 
 
-# --- what was found, kept as long as it holds ------------------------------------------------------------------------
+# --- kept analyses ---------------------------------------------------------------------------------------------------
 
-_found: WeakKeyDictionary[Any, tuple[list[Any], dict[Any, Any]]] = WeakKeyDictionary()
-"""Of a BlockMask or a score_mod what it reads, and what was found under which facts."""
+
+class _Analysis(NamedTuple):
+    facts: tuple[Any, ...]
+    recording: Recording
+    result: Any
+
+
+_analyses: WeakKeyDictionary[Any, list[_Analysis]] = WeakKeyDictionary()
+"""The analyses of a BlockMask or score_mod. Each holds for its facts and its recording only."""
 KEPT = 16
-"""Findings of one, those made last: a score_mod may stand beside the masks of several kinds of layers."""
+"""Analyses of each, the last ones: one score_mod may be used with the masks of several kinds of layers."""
 
 
-def _kept(of: Any, facts: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """`find()`, or what it gave before under these facts where nothing that it read has changed since."""
-    if of is None:
-        return find()
-    reads: list[Any] = []
+def _kept(
+    subject: Any, record_subject: Callable[[Any], Recording | None], facts: tuple[Any, ...], analyse: Callable[[], T]
+) -> T:
+    """Return `analyse()`, or an earlier result for the same facts and an equal recording of `subject`."""
+    recording = None if subject is None else record_subject(subject)
+    if recording is None:
+        return analyse()
     try:
-        _collect(of, reads, set())
-        known = _found.get(of)
-    except (_OpaqueError, TypeError, ValueError):  # it may read anything, not be referred to weakly, or not be made yet
-        return find()
-    if known is None or not _alike(known[0], reads):
-        known = _found[of] = reads, {}
-    findings: dict[Any, T] = known[1]
-    try:
-        return findings[facts]
-    except KeyError:
-        found = findings[facts] = find()
-    for facts in list(findings)[:-KEPT]:
-        findings.pop(facts, None)  # gone already where another thread did it
-    return found
+        # A bound method is a new object each time it is read.
+        analyses = _analyses.setdefault(getattr(subject, "__func__", subject), [])
+    except TypeError:  # no weak references, or no hash
+        return analyse()
+    for analysis in tuple(analyses):
+        if analysis.facts == facts and analysis.recording.is_same(recording):
+            return analysis.result
+    recording = recording.copied()
+    result = analyse()
+    analyses.append(_Analysis(facts, recording, result))
+    del analyses[:-KEPT]
+    return result
 
 
-class _OpaqueError(Exception):
-    """It cannot be known what a function reads."""
-
-
-_CONSTANTS = (
-    int,
-    float,
-    bool,
-    str,
-    bytes,
-    type(None),
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    torch._ops.OpOverloadPacket,
-)
-
-
-def _collect(one: Any, reads: list[Any], seen: set[int]) -> None:
-    """All tensors, with their versions, and numbers that a BlockMask or a function reads. Raises `_OpaqueError`."""
-    if isinstance(one, Tensor):
-        if one.is_inference():
-            raise _OpaqueError  # it has no versions
-        reads.append((one, one._version))
-    elif isinstance(one, _CONSTANTS):
-        reads.append(one)
-    elif id(one) in seen:
-        return
-    elif isinstance(one, FunctionType):
-        seen.add(id(one))
-        cells = [cell.cell_contents for cell in one.__closure__ or ()]
-        names = () if str(one.__module__).startswith("torch.") else one.__code__.co_names
-        if any(hasattr(constant, "co_names") for constant in one.__code__.co_consts):
-            raise _OpaqueError  # a function in it, with names of its own
-        own = [one.__globals__[name] for name in names if name in one.__globals__]
-        for read in (*cells, *own, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()):
-            _collect(read, reads, seen)
-    elif isinstance(one, partial):
-        for read in (one.func, *one.args, *one.keywords.values()):
-            _collect(read, reads, seen)
-    elif isinstance(one, tuple):
-        for read in one:
-            _collect(read, reads, seen)
-    elif isinstance(one, BlockMask):
-        _collect(one.as_tuple(), reads, seen)
-    else:
-        raise _OpaqueError
-
-
-def _alike(before: list[Any], now: list[Any]) -> bool:
-    if len(before) != len(now):
-        return False
-    for one, other in zip(before, now, strict=True):
-        if isinstance(one, tuple) != isinstance(other, tuple):
-            return False
-        if isinstance(one, tuple):
-            if one[0] is not other[0] or one[1] != other[1]:
-                return False
-        elif type(one) is not type(other) or one != other:
-            return False
-    return True
+def _record_mask(mask: Any) -> Recording | None:
+    if not isinstance(mask, BlockMask):
+        return None  # refused by its analysis
+    *tables, mask_mod = mask.as_tuple()
+    return record(mask_mod, mask.kv_indices.device, False, *tables)

@@ -1,28 +1,25 @@
 """What a BlockMask of torch's flex_attention says, in the words of `Ring.attention`.
 
 A mask_mod may be any code, so nothing is read off its name. A few rows of it are evaluated, which give the only window
-and documents that it could be; these are then proven: every block of the BlockMask's tables has to be what they say,
-and mask_mod has to agree at all pairs of a short sequence, and of a long one at the ends of every row's keys and at a
-drawn sample.
-Guarantees: what is not proven is refused, by name.
+and documents that it could be. This candidate is then proven: the tables of full and of listed blocks have to be what
+it computes, and mask_mod has to agree with it at all pairs of the blocks that are listed as partial. In the other
+blocks torch's kernels do not evaluate mask_mod either.
+Guarantees: what is not proven is refused, by name, unless the caller says `trust=True`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask
 
+from ringattn.adapters.flex_functions import PairFunction, checked_tiles, tiles_of
 from ringattn.errors import UnsupportedError
 
-EVERY_PAIR = 1 << 20
-"""Up to so many pairs of a query and a key, 1,024 tokens, all of them are compared."""
-DRAWN = 1 << 18
-"""Pairs of a longer sequence that are drawn, besides the ends of every row's keys."""
+ALL_BLOCKS_TOKENS = 1024
+"""Up to this length mask_mod is evaluated in all blocks, so that tables older than what it reads are noticed."""
 
 _POSSIBLE = (
     "a ring computes full, causal and sliding-window masks, also cut into documents (so chunks of equal length too), "
@@ -63,8 +60,14 @@ class FoundMask:
         return first, after
 
 
-def found_masks(mask: BlockMask | None, length: int, batch: int, heads: int) -> tuple[FoundMask, ...]:
-    """The mask of each row of the batch. Raises `UnsupportedError` for what is none of `FoundMask`, or not whole."""
+def found_masks(
+    mask: BlockMask | None, length: int, batch: int, heads: int, trust: bool = False
+) -> tuple[FoundMask, ...]:
+    """Return the mask of each row of the batch.
+
+    Raises UnsupportedError for a mask that is not a `FoundMask` or not of the whole sequence, and for too many pairs to
+    evaluate unless the caller says `trust`.
+    """
     if mask is None or length == 0:
         return (FoundMask(False, None, None),) * batch
     if not isinstance(mask, BlockMask):
@@ -81,44 +84,46 @@ def found_masks(mask: BlockMask | None, length: int, batch: int, heads: int) -> 
         )
     if mask.kv_indices.shape[1] not in (1, heads):
         raise UnsupportedError(f"block_mask is of {mask.kv_indices.shape[1]} heads, there are {heads} query heads")
-    pairs = _Pairs(mask.mask_mod, mask.kv_indices.device)
-    found = _only_candidates(pairs, batch, length)
-    for row, one in enumerate(found):
-        ranges = one.ranges(length, pairs.device)
-        _check_blocks(mask, row, length, one, ranges)
-        _check_pairs(pairs, row, heads, one, ranges)
-    return found
+    pairs = _MaskFunction(mask)
+    candidates = _only_candidates(pairs, batch, length)
+    reads_row = pairs.reads(0)
+    partial: dict[int, Tensor] = {}  # blocks to evaluate, in the rows of the batch that may differ
+    for row in range(batch if reads_row or len(mask.kv_indices) > 1 else 1):
+        listed = _check_blocks(mask, row, length, candidates[row])
+        key = row if reads_row else 0
+        partial[key] = partial[key] | listed if key in partial else listed
+    _check_pairs(pairs, partial, length, heads if pairs.reads(1) else 1, candidates, mask.BLOCK_SIZE, trust)
+    return candidates
 
 
-class _Pairs:
-    """A mask_mod at pairs of positions."""
+class _MaskFunction(PairFunction):
+    def __init__(self, mask: BlockMask) -> None:
+        def refusal(reason: str) -> UnsupportedError:
+            return UnsupportedError(
+                f"mask_mod {_name(mask.mask_mod)} {reason}; a sliced BlockMask has none: pass the whole one, or call "
+                "create_block_mask again"
+            )
 
-    def __init__(self, mask_mod: Callable[..., Tensor], device: torch.device) -> None:
-        self.mask_mod, self.device = mask_mod, device
+        super().__init__(mask.mask_mod, mask.kv_indices.device, refusal)
 
     def __call__(self, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """(pairs,) bool; each argument is one number of each pair."""
-        if not len(q):
-            return torch.empty(0, dtype=torch.bool, device=self.device)
-        try:
-            # As torch evaluates it: one pair at a time, and indices may be looked up in tensors.
-            with torch.no_grad(), TransformGetItemToIndex():
-                found = torch.vmap(self.mask_mod)(row, head, q, k)
-        except Exception as error:
+        """Return whether query and key of each pair meet, (pairs,) bool."""
+        return self.checked(self.at(row, head, q, k)) if len(q) else torch.empty_like(q, dtype=torch.bool)
+
+    def checked(self, values: Tensor) -> Tensor:
+        """Raise UnsupportedError unless mask_mod returned bools."""
+        if values.dtype != torch.bool:
             raise UnsupportedError(
-                f"mask_mod {_name(self.mask_mod)} could not be evaluated ({type(error).__name__}: {error}); a sliced "
-                "BlockMask has none: slice nothing, or make the mask anew"
-            ) from error
-        if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != q.shape:
-            raise UnsupportedError(f"mask_mod {_name(self.mask_mod)} gives {found!r:.80}, not one bool for each pair")
-        return found
+                f"mask_mod {_name(self.function)} returns {values.dtype}, not one bool for each pair"
+            )
+        return values
 
 
 def _name(function: object) -> str:
     return repr(getattr(function, "__name__", function))
 
 
-def _only_candidates(pairs: _Pairs, batch: int, length: int) -> tuple[FoundMask, ...]:
+def _only_candidates(pairs: _MaskFunction, batch: int, length: int) -> tuple[FoundMask, ...]:
     """Of each row the one mask that it can be, if any: neighbors tell the documents, the longest one the window."""
     rows, places = torch.arange(batch, device=pairs.device), torch.arange(length, device=pairs.device)
 
@@ -130,7 +135,7 @@ def _only_candidates(pairs: _Pairs, batch: int, length: int) -> tuple[FoundMask,
     if lonely.any():
         row, query = lonely.nonzero()[0].tolist()
         raise UnsupportedError(
-            f"mask_mod {_name(pairs.mask_mod)}: query {query} of row {row} does not see its own key. Padding that sees "
+            f"mask_mod {_name(pairs.function)}: query {query} of row {row} does not see its own key. Padding that sees "
             f"nothing is made a document of its own instead; {_POSSIBLE}"
         )
     # Neighbors of one document see each other, one the other or both, unless every token sees itself alone.
@@ -138,7 +143,7 @@ def _only_candidates(pairs: _Pairs, batch: int, length: int) -> tuple[FoundMask,
     return tuple(_candidate(pairs, row, places, meets[row]) for row in range(batch))
 
 
-def _candidate(pairs: _Pairs, row: int, places: Tensor, meets: Tensor) -> FoundMask:
+def _candidate(pairs: _MaskFunction, row: int, places: Tensor, meets: Tensor) -> FoundMask:
     if not meets.any():
         return FoundMask(False, (0, 0) if len(places) > 1 else None, None)
     cuts = torch.cat([places[:1], places[1:][~meets], places[-1:] + 1])
@@ -153,7 +158,7 @@ def _candidate(pairs: _Pairs, row: int, places: Tensor, meets: Tensor) -> FoundM
     return found if sides[0] is not None else _with_prefix(pairs, row, places, cuts, found)
 
 
-def _with_prefix(pairs: _Pairs, row: int, places: Tensor, cuts: Tensor, found: FoundMask) -> FoundMask:
+def _with_prefix(pairs: _MaskFunction, row: int, places: Tensor, cuts: Tensor, found: FoundMask) -> FoundMask:
     """`found`, or a prefix in each document and causal after it, where the first queries of documents say so."""
     # How many keys the first query of each document sees: one where it is causal, of a prefix all.
     lengths = cuts.diff()
@@ -180,18 +185,27 @@ def _run(seen: Tensor) -> int:
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_blocks(mask: BlockMask, row: int, length: int, found: FoundMask, ranges: tuple[Tensor, Tensor]) -> None:
-    """Raise `UnsupportedError` unless every block is listed where `found` has pairs in it, and full only where all."""
-    first, last = ranges
-    (rows, columns), (q_block, k_block) = (-(-length // size) for size in mask.BLOCK_SIZE), mask.BLOCK_SIZE
-    q0 = torch.arange(rows, device=first.device) * q_block
-    q1 = (q0 + q_block).clamp(max=length) - 1  # the last query of each block
-    k0 = torch.arange(columns, device=first.device) * k_block
-    k1 = (k0 + k_block).clamp(max=length)
+def met_blocks(found: FoundMask, length: int, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return in which blocks some pairs meet, and in which all: two tables of (rows, columns) bool."""
+    first, last = found.ranges(length, device)
+    q0, k0 = (torch.arange(-(-length // side), device=device) * side for side in size)
+    q1 = (q0 + size[0]).clamp(max=length) - 1  # the last query of each block
+    k1 = (k0 + size[1]).clamp(max=length)
     # Both ends of the keys ascend from query to query, and each query sees itself: what a block of queries sees is one
     # range, from the first key of its first to the last key of its last one; what all of them see is one too.
     some = (first[q0, None] < k1) & (last[q1, None] > k0)
-    every = (first[q1, None] <= k0) & (last[q0, None] >= k1)
+    return some, (first[q1, None] <= k0) & (last[q0, None] >= k1)
+
+
+def _check_blocks(mask: BlockMask, row: int, length: int, found: FoundMask) -> Tensor:
+    """Return the blocks in which mask_mod has to be evaluated, (rows, columns) bool.
+
+    Raises UnsupportedError unless each block is listed just where `found` has pairs in it, and full only where all.
+    """
+    q_block, k_block = mask.BLOCK_SIZE
+    some, every = met_blocks(found, length, mask.BLOCK_SIZE, mask.kv_indices.device)
+    rows, columns = some.shape
+    evaluated = torch.full_like(some, length <= ALL_BLOCKS_TOKENS)
     of = min(row, mask.kv_indices.shape[0] - 1)
     for head in range(mask.kv_indices.shape[1]):
         partial = _listed(mask.kv_num_blocks[of, head], mask.kv_indices[of, head], rows, columns)
@@ -203,6 +217,7 @@ def _check_blocks(mask: BlockMask, row: int, length: int, found: FoundMask, rang
         for counts, indices, wanted in tables:  # what torch's backward pass reads
             if counts is not None and indices is not None:
                 wrong |= _listed(counts[of, head], indices[of, head], columns, rows).T != wanted
+        evaluated |= partial.bool()
         if wrong.any():
             i, j = wrong.nonzero()[0].tolist()
             what = "no pair" if not some[i, j] else "every pair" if every[i, j] else "some pairs"
@@ -211,6 +226,7 @@ def _check_blocks(mask: BlockMask, row: int, length: int, found: FoundMask, rang
                 f"({i}, {j}) of {q_block} queries and {k_block} keys, and the tables of row {row}, head {head} say "
                 f"otherwise; {_POSSIBLE}"
             )
+    return evaluated
 
 
 def _listed(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
@@ -229,42 +245,27 @@ def _listed(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _check_pairs(pairs: _Pairs, row: int, heads: int, found: FoundMask, ranges: tuple[Tensor, Tensor]) -> None:
-    """Raise `UnsupportedError` unless mask_mod says what `found` says, at all pairs or at those of `compared`."""
-    first, last = ranges
-    generator = torch.Generator().manual_seed(0)  # the same on every rank
-    for head, q, k in compared(first, last, heads, generator):
-        said = pairs(torch.full_like(q, row), head, q, k)
-        wrong = said != ((k >= first[q]) & (k < last[q]))
-        if wrong.any():
-            at = int(wrong.nonzero()[0])
-            raise UnsupportedError(
-                f"block_mask: mask_mod {_name(pairs.mask_mod)} says {bool(said[at])} at query {int(q[at])}, key "
-                f"{int(k[at])} of row {row}, head {int(head[at])}, and would else be {_words(found)}; {_POSSIBLE}"
-            )
-
-
-def compared(
-    first: Tensor, last: Tensor, heads: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Heads, queries and keys, a part at a time."""
-    length, device = len(first), first.device
-    places = torch.arange(length, device=device)
-    if length**2 <= EVERY_PAIR:
-        most = max(1, EVERY_PAIR // length**2)  # heads at a time
-        for some in torch.arange(heads, device=device).split(most):
-            head, q, k = torch.meshgrid(some, places, places, indexing="ij")
-            yield head.flatten(), q.flatten(), k.flatten()
-        return
-
-    def drawn(bound: int, count: int) -> Tensor:
-        return torch.randint(bound, (count,), generator=generator).to(device)
-
-    yield drawn(heads, DRAWN), drawn(length, DRAWN), drawn(length, DRAWN)
-    for ends in (first - 1, first, last - 1, last):
-        legal = (ends >= 0) & (ends < length)
-        for q, k in zip(places[legal].split(EVERY_PAIR), ends[legal].split(EVERY_PAIR), strict=True):
-            yield drawn(heads, len(q)), q, k
+def _check_pairs(
+    pairs: _MaskFunction, blocks: dict[int, Tensor], length: int, heads: int, candidates: tuple[FoundMask, ...],
+    size: tuple[int, int], trust: bool,
+) -> None:  # fmt: skip
+    """Raise UnsupportedError unless mask_mod is the candidate at all pairs of these blocks of each row."""
+    tiles = {row: tiles_of(chosen, size, length) for row, chosen in blocks.items()}
+    tiles = checked_tiles(tiles, heads, trust, f"block_mask: mask_mod {_name(pairs.function)}")
+    every_head = torch.arange(heads, device=pairs.device)
+    for row, part in tiles.items():
+        first, last = candidates[row].ranges(length, pairs.device)
+        for some_heads, q, k in part.pieces(every_head):
+            said = pairs.checked(pairs.on_tiles(torch.tensor(row, device=pairs.device), some_heads, q, k))
+            keys = k[:, None, :]
+            wrong = said != ((keys >= first[q][..., None]) & (keys < last[q][..., None]))[:, None]
+            if wrong.any():
+                tile, head, i, j = wrong.nonzero()[0].tolist()
+                raise UnsupportedError(
+                    f"block_mask: mask_mod {_name(pairs.function)} says {bool(said[tile, head, i, j])} at query "
+                    f"{int(q[tile, i])}, key {int(k[tile, j])} of row {row}, head {int(some_heads[head])}, and would "
+                    f"else be {_words(candidates[row])}; {_POSSIBLE}"
+                )
 
 
 def _words(found: FoundMask) -> str:

@@ -1,24 +1,32 @@
 """What a score_mod of torch's flex_attention says, in the words of `Ring.attention`: a softcap, ALiBi, or both.
 
-A score_mod may be any code, so nothing is read off its name. First it is evaluated on a grid of scores, with places
-that nothing can be made of: what stands this is a softcap, or nothing. One that reads places can only be ALiBi. Its
-softcap is found where a query meets itself, and its slopes are those between neighbors. It has to agree at the pairs
-that the mask lets meet: at all of a short sequence; of a long one at all keys, in every head, of the queries that see
-the most, at the ends of every row's keys, and at a drawn sample.
-Guarantees: what is not proven is refused, by name.
+A score_mod may be any code, so nothing is read off its name. First it is evaluated on a grid of scores, with positions
+that it cannot use: what stands this is a softcap, or nothing. One that reads positions can only be ALiBi. Its softcap
+is found where a query meets itself, and its slopes are those between neighbors. It then has to agree at all pairs that
+the mask lets meet, in every head, each with a drawn score.
+Guarantees: what is not proven is refused, by name, unless the caller says `trust=True`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from ringattn.adapters import flex_masks
-from ringattn.adapters.flex_masks import FoundMask, compared
+from ringattn.adapters.flex_functions import (
+    TILE_TOKENS,
+    PairFunction,
+    ReadError,
+    Tiles,
+    Unread,
+    checked_tiles,
+    record,
+    tiles_of,
+)
+from ringattn.adapters.flex_masks import FoundMask, met_blocks
 from ringattn.errors import UnsupportedError
 
 ROUNDING = 2.0**-22
@@ -33,41 +41,94 @@ class FoundScore(NamedTuple):
 
 
 def found_score(
-    score_mod: Callable[..., Tensor] | None, masks: tuple[FoundMask, ...], length: int, heads: int, device: torch.device
-) -> FoundScore:
-    """What a score_mod is under these masks, one of each row of the batch. Raises `UnsupportedError` for any other."""
+    score_mod: Callable[..., Tensor] | None, masks: tuple[FoundMask, ...], length: int, heads: int,
+    device: torch.device, trust: bool = False,
+) -> FoundScore:  # fmt: skip
+    """Return what a score_mod is under these masks, one of each row of the batch.
+
+    Raises UnsupportedError for any other, and for too many pairs to evaluate unless the caller says `trust`.
+    """
     if score_mod is None or length == 0 or not masks:
         return FoundScore()
-    nowhere = torch.zeros((), dtype=torch.int64).as_subclass(_Unread)
+    nowhere = torch.zeros((), dtype=torch.int64).as_subclass(Unread)
     try:
         return FoundScore(_softcap(score_mod, nowhere))
-    except _ReadError:
+    except ReadError:
         pass
-    mod = _Scores(score_mod, device)
+    mod = _ScoreFunction(score_mod, device)
     # Where a query meets itself, ALiBi adds nothing.
     softcap = _softcap(score_mod, torch.zeros((), dtype=torch.int64, device=device))
     slopes = _slopes(mod, masks, length, heads)
-    generator = torch.Generator().manual_seed(0)  # the same on every rank
-    for mask in dict.fromkeys(masks):
-        rows = torch.tensor([row for row, one in enumerate(masks) if one == mask])
-        for head, q, k in _pairs(mask, length, heads, device, generator):
-            row = rows[torch.randint(len(rows), (len(q),), generator=generator)].to(device)
-            score = (12 * torch.rand(len(q), generator=generator, dtype=torch.float64) - 6).to(device)
-            bias = -slopes[head] * (q - k).abs()
-            wanted = (score if softcap is None else softcap * torch.tanh(score / softcap)) + bias
-            said = mod(score, row, head, q, k)
-            # slope * key - slope * query, where that is how it is written, rounds each of the two.
-            apart = 2.0**-50 * (slopes[head] * (q + k)).abs()
-            wrong = ~((said - wanted).abs() <= ROUNDING * bias.abs() + 1e-14 * wanted.abs() + apart)
-            if wrong.any():
-                at = int(wrong.nonzero()[0])
-                raise _unknown(
-                    score_mod,
-                    f"of the score {score[at]:.6g} it makes {said[at]:.6g} at query {int(q[at])}, key {int(k[at])} of "
-                    f"row {int(row[at])}, head {int(head[at])}, where ALiBi with its slope between neighbors, "
-                    f"{slopes[head[at]]:.6g}, makes {wanted[at]:.6g}",
-                )
+    _check_pairs(mod, masks, length, slopes, softcap, trust)
     return FoundScore(softcap, tuple(slopes.tolist()) if slopes.any() else None)
+
+
+def _check_pairs(
+    mod: _ScoreFunction, masks: tuple[FoundMask, ...], length: int, slopes: Tensor, softcap: float | None, trust: bool
+) -> None:
+    """Raise UnsupportedError unless score_mod is this softcap and ALiBi at all pairs that the masks let meet."""
+    device, single = mod.device, torch.zeros(1, dtype=torch.float64, device=mod.device)
+    # A mask that several rows have is evaluated in the first of them, unless score_mod tells rows apart.
+    rows = range(len(masks)) if mod.reads(0, single) else [masks.index(mask) for mask in dict.fromkeys(masks)]
+    heads = torch.arange(len(slopes) if mod.reads(1, single) else 1, device=device)
+    recording = record(mod.function, device, True)
+    tiles_of_mask = _tiles_of_distances if recording is not None and recording.is_of_distance() else _tiles_of_pairs
+    tiles = {row: tiles_of_mask(masks[row], length, device) for row in rows}
+    tiles = checked_tiles(tiles, len(heads), trust, f"score_mod {_name(mod.function)}")
+    for row, part in tiles.items():
+        first, last = masks[row].ranges(length, device)
+        scores = _drawn_scores(part.size, device)
+        capped = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        for some_heads, q, k in part.pieces(heads):
+            said = mod.on_tiles(torch.tensor(row, device=device), some_heads, q, k, scores).double()
+            queries, keys, slope = q[:, None, :, None], k[:, None, None, :], slopes[some_heads][:, None, None]
+            distances = (queries - keys).abs().double()
+            wanted = torch.addcmul(capped, slope, distances, value=-1)
+            met = (keys >= first[q][:, None, :, None]) & (keys < last[q][:, None, :, None])
+            error = (said - wanted).abs_()
+            wrong = ~(error <= (ROUNDING * slope.abs()) * distances) & met
+            if wrong.any():  # unlikely; so the rest of the rounding that is allowed is not computed for all pairs
+                # slope * key - slope * query, where that is how it is written, rounds each of the two.
+                apart = 2.0**-50 * (slope * (queries + keys)).abs()
+                wrong &= ~(error <= ROUNDING * slope.abs() * distances + 1e-14 * wanted.abs() + apart)
+            if wrong.any():
+                tile, head, i, j = wrong.nonzero()[0].tolist()
+                raise _unknown(
+                    mod.function,
+                    f"of the score {scores[i, j]:.6g} it makes {said[tile, head, i, j]:.6g} at query "
+                    f"{int(q[tile, i])}, key {int(k[tile, j])} of row {row}, head {int(some_heads[head])}, where ALiBi "
+                    f"with its slope between neighbors, {slopes[some_heads[head]]:.6g}, makes "
+                    f"{wanted[tile, head, i, j]:.6g}",
+                )
+
+
+def _tiles_of_pairs(mask: FoundMask, length: int, device: torch.device) -> Tiles:
+    """Return tiles that hold all pairs of a mask."""
+    size = min(TILE_TOKENS, length), min(TILE_TOKENS, length)
+    return tiles_of(met_blocks(mask, length, size, device)[0], size, length)
+
+
+def _tiles_of_distances(mask: FoundMask, length: int, device: torch.device) -> Tiles:
+    """Return tiles that hold all distances of a mask: those of the queries with the first and the last key farthest.
+
+    The keys of each query are a range around it, so no distance between is left out.
+    """
+    first, last = mask.ranges(length, device)
+    places = torch.arange(length, device=device)
+    starts, ends = [], []
+    for q in ((places - first).argmax(), (last - places).argmax()):
+        keys = torch.arange(int(first[q]), int(last[q]), TILE_TOKENS, device=device)
+        starts.append(torch.stack([q.expand_as(keys), keys], 1))
+        ends.append(torch.stack([q, last[q] - 1]).expand(len(keys), 2))
+    return Tiles(torch.cat(starts), torch.cat(ends), (1, min(TILE_TOKENS, length)))
+
+
+def _drawn_scores(size: tuple[int, int], device: torch.device) -> Tensor:
+    """Draw the scores of a tile, float64: most of them moderate, some up to 100,000."""
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    moderate = 12 * torch.rand(size, generator=generator, dtype=torch.float64) - 6
+    scale = 10 ** (6 * torch.rand(size, generator=generator, dtype=torch.float64) - 1)
+    return torch.where(scale < 1e3, moderate, moderate.sign() * scale).to(device)
 
 
 def _softcap(score_mod: Callable[..., Tensor], place: Tensor) -> float | None:
@@ -82,7 +143,7 @@ def _softcap(score_mod: Callable[..., Tensor], place: Tensor) -> float | None:
             steps = torch.linspace(-6, 6, 4097, dtype=torch.float64)
             grid = torch.cat([steps * cap.clamp(-1e4, 1e4), steps, 1e-6 * steps, 1e6 * steps])
             out = of(grid).cpu()
-        except _ReadError:
+        except ReadError:
             raise
         except Exception as error:
             raise _unknown(score_mod, f"it could not be evaluated ({type(error).__name__}: {error})") from error
@@ -97,48 +158,24 @@ def _softcap(score_mod: Callable[..., Tensor], place: Tensor) -> float | None:
     return value
 
 
-class _ReadError(Exception):
-    """A score_mod has made something of the place of a score."""
-
-
-class _Unread(Tensor):
-    """A number that every function of torch refuses."""
-
-    @classmethod
-    def __torch_function__(cls, *_: object) -> Any:
-        """Of whatever gets one among its arguments."""
-        raise _ReadError
-
-
 def _unknown(score_mod: object, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"score_mod {getattr(score_mod, '__name__', score_mod)!r} is not what a ring computes: no score_mod, softcap * "
+        f"score_mod {_name(score_mod)} is not what a ring computes: no score_mod, softcap * "
         f"tanh(score / softcap) with a number, and after it ALiBi, - slope[head] * abs(query - key): {why}. Masks go "
         "into block_mask"
     )
 
 
-class _Scores:
-    """A score_mod at scores and their places."""
+def _name(function: object) -> str:
+    return repr(getattr(function, "__name__", function))
 
+
+class _ScoreFunction(PairFunction):
     def __init__(self, score_mod: Callable[..., Tensor], device: torch.device) -> None:
-        self.score_mod, self.device = score_mod, device
-
-    def __call__(self, score: Tensor, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """(pairs,) float64; each argument is one number of each pair."""
-        if not len(q):
-            return score
-        try:
-            with torch.no_grad(), TransformGetItemToIndex():
-                said = torch.vmap(self.score_mod)(score, row, head, q, k)
-        except Exception as error:
-            raise _unknown(self.score_mod, f"it could not be evaluated ({type(error).__name__}: {error})") from error
-        if not isinstance(said, Tensor) or said.shape != score.shape:
-            raise _unknown(self.score_mod, f"it gives {said!r:.80}, not one number for each score")
-        return said.double()
+        super().__init__(score_mod, device, lambda reason: _unknown(score_mod, f"it {reason}"))
 
 
-def _slopes(mod: _Scores, masks: tuple[FoundMask, ...], length: int, heads: int) -> Tensor:
+def _slopes(mod: _ScoreFunction, masks: tuple[FoundMask, ...], length: int, heads: int) -> Tensor:
     """Of each head what the bias of neighbors says, (heads,) float64; 0 where no token meets its neighbor."""
     slopes: Tensor | None = None
     for row, mask in enumerate(masks):
@@ -151,41 +188,9 @@ def _slopes(mod: _Scores, masks: tuple[FoundMask, ...], length: int, heads: int)
         q = behind[0] if len(behind) else ahead[0]
         head = torch.arange(heads, device=mod.device)
         q, k = q.expand(heads), (q + (-1 if len(behind) else 1)).expand(heads)
-        found = 0 - mod(
-            torch.zeros(heads, dtype=torch.float64, device=mod.device), torch.full_like(head, row), head, q, k
-        )
+        zeros = torch.zeros(heads, dtype=torch.float64, device=mod.device)
+        found = 0 - mod.at(zeros, torch.full_like(head, row), head, q, k).double()
         if slopes is not None and not torch.equal(found, slopes):
-            raise _unknown(mod.score_mod, f"row {row} of the batch has other slopes than those before it")
+            raise _unknown(mod.function, f"row {row} of the batch has other slopes than those before it")
         slopes = found
     return torch.zeros(heads, dtype=torch.float64, device=mod.device) if slopes is None else slopes
-
-
-def _pairs(
-    mask: FoundMask, length: int, heads: int, device: torch.device, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Heads, queries and keys that the mask lets meet, a part at a time."""
-    first, last = mask.ranges(length, device)
-    if length**2 <= flex_masks.EVERY_PAIR:
-        for head, q, k in compared(first, last, heads, generator):
-            met = (k >= first[q]) & (k < last[q])
-            yield head[met], q[met], k[met]
-        return
-    # Every distance that occurs, in every head: what the first and the last of the queries with the most keys see.
-    counts = last - first
-    most = (counts == counts.max()).nonzero().flatten()
-    for query in (most[0], most[-1]):
-        keys = torch.arange(int(first[query]), int(last[query]), device=device)
-        for one in range(heads):
-            for k in keys.split(flex_masks.EVERY_PAIR):
-                yield torch.full_like(k, one), query.expand(len(k)), k
-
-    def drawn(bound: int, count: int) -> Tensor:
-        return torch.randint(bound, (count,), generator=generator).to(device)
-
-    places = torch.arange(length, device=device)
-    for ends in (first, last - 1):
-        for q, k in zip(places.split(flex_masks.EVERY_PAIR), ends.split(flex_masks.EVERY_PAIR), strict=True):
-            yield drawn(heads, len(q)), q, k
-    q = drawn(length, flex_masks.DRAWN)
-    share = torch.rand(len(q), generator=generator, dtype=torch.float64).to(device)
-    yield drawn(heads, len(q)), q, first[q] + (share * counts[q]).long()
