@@ -365,13 +365,9 @@ class RingTrainerMixin:
     @contextmanager
     def _whole_step(self, model: Any, prepared: Any, seed: int) -> Iterator[None]:
         """Inside, a loss is made of the whole batch and of whole outputs, on every rank."""
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        backward = accelerator.backward
         self._is_making_whole_loss = True
         try:
-            with whole_calls(self.ring, model, prepared, self.layout, seed) as calls:
-                accelerator.backward = calls.backward_of(backward)
+            with whole_calls(self.ring, model, prepared, self.layout, seed):
                 yield
         finally:
-            accelerator.backward = backward
             self._is_making_whole_loss = False

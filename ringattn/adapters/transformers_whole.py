@@ -10,7 +10,7 @@ gradient (DDP, FSDP) is that of one process; an output that cannot be made whole
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -232,22 +232,11 @@ class WholeCalls:
         assert self.seq is not None
         return _whole_outputs(self.seq, out)
 
-    def backward_of(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `backward` inside the activation of the last call's sequence, for what is computed again."""
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            if self.seq is None:
-                return backward(*args, **kwargs)
-            with self._activate(self.seq):
-                return backward(*args, **kwargs)
-
-        return inside
-
 
 @contextmanager
 def whole_calls(
     ring: Ring, outer: nn.Module, model: Any, layout: LayoutName | str, dropout_seed: int
-) -> Iterator[WholeCalls]:
+) -> Iterator[None]:
     """Inside, `outer` takes whole batches, the same on every rank, and returns whole outputs.
 
     Args:
@@ -257,8 +246,8 @@ def whole_calls(
         layout: As in `Ring.sequence`.
         dropout_seed: As in `Ring.activate`.
 
-    Yields:
-        The calls.
+    Returns:
+        A context manager.
 
     Raises:
         DisagreementError: The ranks' batches differ.
@@ -270,7 +259,7 @@ def whole_calls(
         outer.register_forward_hook(calls.leave, always_call=True),
     ]
     try:
-        yield calls
+        yield
     finally:
         for hook in hooks:
             hook.remove()
