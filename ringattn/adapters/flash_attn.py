@@ -25,7 +25,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.flash_attn_hf import substitute_hf_flash_attn as substitute_hf_flash_attn
 from ringattn.adapters.flash_attn_hf import update_ring_flash_attn_params as update_ring_flash_attn_params
 from ringattn.adapters.flash_attn_hf import use_ring_attn as use_ring_attn
@@ -176,7 +175,7 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
         stacked = {p.name: given.pop(p.name) for p in stacks}
         facts = [given.pop(p.name) for p in told]
         ring, packed = ring_of(given.get("group")), bool(told)
-        with refused_by_all(ring):
+        with ring.refused_by_all():
             q, k, v = (x for p, stack in stacked.items() for x in _unstacked(name, p, stack, packed))
             o = _Options(**given)
             seq = sequence(ring, q.shape[0 if packed else 1], *facts)

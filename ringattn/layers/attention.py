@@ -260,7 +260,7 @@ class RingMultiheadAttention(Projections):
         """
         if not isinstance(seq, Sequence):
             raise InputError(
-                f"seq, the second argument, is a {type(seq).__name__}: this layer makes queries, keys and values of x "
+                f"seq: the second argument is a {type(seq).__name__}; this layer makes queries, keys and values of x "
                 "itself and is called with (x, seq), seq being ring.sequence(...)"
             )
         spec = self.attention.spec_of_call(dropout_seed)

@@ -197,8 +197,6 @@ class RankGroup:
         self.check_open()
         if refusal is not None:
             attended()
-            if not str(refusal).startswith("rank "):  # checks of options do not know the rank
-                refusal.args = (f"rank {self.rank}: {refusal}",)
         needed = needs is not None and bool(needs.inputs)
         # Alone there is nobody to ask.
         if self.world_size == 1:
@@ -262,6 +260,8 @@ class RankGroup:
         try:
             yield
         except RingError as error:
+            if not str(error).startswith("rank "):  # checks of options do not know the rank
+                error.args = (f"rank {self.rank}: {error}",)
             self.check_consistency("", error)
         except Exception as error:
             refusal = InputError(f"rank {self.rank}: {type(error).__name__}: {error}")

@@ -172,7 +172,7 @@ def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, A
 
     for error in errors(body):
         assert isinstance(error, InputError) and re.search(told, str(error))
-    with pytest.raises(InputError, match=r"second argument is a Tensor: .*\(x, seq\)"):
+    with pytest.raises(InputError, match=r"second argument is a Tensor; .*\(x, seq\)"):
         layer()(X, X)
 
 
@@ -288,7 +288,7 @@ def test_what_is_no_sequence_is_refused_by_the_name_of_its_argument(name: str) -
         "multihead dilated": (RingMultiheadDilatedAttention(16, 2, [4], [1]), (x,)),
     }
     layer, tensors = layers[name]
-    with pytest.raises(InputError, match=r"^seq(, the second argument,)? .*NoneType"):
+    with pytest.raises(InputError, match=r"^seq(:| must) .*NoneType"):
         layer(*tensors, None)
 
 
