@@ -142,10 +142,8 @@ def functions(seed: int, most: int) -> None:
     """Call, change the values, call with a new BlockMask, and call with the old one."""
     r = Random(seed)
     length = int(most ** r.uniform(0.3, 1.0)) if r.random() < 0.6 else r.randint(most // 2, most)
-    heads, block = (
-        r.choice([1, 2]),
-        r.choice([16, 128, (64, 32), length]) if length <= 1500 else r.choice([128, length]),
-    )
+    heads = r.choice([1, 2])
+    block: Any = r.choice([16, 128, (64, 32), length]) if length <= 1500 else r.choice([128, length])
     no_hole: Function = lambda b, h, q, k: torch.zeros_like(q + k, dtype=torch.bool)  # noqa: E731
     hole, queries = drawn_hole(r, heads, length)
     in_score = r.random() < 0.4
