@@ -1,7 +1,7 @@
 """The functions of torch's flex_attention, mask_mod and score_mod: evaluation on pairs, and recordings of their code.
 
-Such a function may be any code, and reads whatever it likes: closures, globals, attributes, memory shared with numpy.
-Few of these have a version counter, so nothing is concluded from its code. `record` runs it and writes down each
+Such a function may be any code, and may read closures, globals, attributes and memory shared with numpy. Few of these
+have a version counter, so its code alone proves nothing. `record` runs it and writes down each
 operation of torch, with the numbers and tensors among its arguments. Under vmap Python cannot branch on a position, so
 two equal recordings are the same function at all positions.
 """
@@ -163,7 +163,7 @@ def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str
     Args:
         tiles: Tiles to evaluate in each row or mask.
         heads: Heads in which each is evaluated.
-        trust: Whether the caller answers for what is not evaluated.
+        trust: Whether the caller answers for the pairs that are not evaluated.
         subject: The function, for the message.
     """
     pairs = sum(part.pairs for part in tiles.values()) * heads

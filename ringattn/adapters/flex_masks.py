@@ -1,10 +1,10 @@
-"""What a BlockMask of torch's flex_attention says, in the words of `Ring.attention`.
+"""Translate a BlockMask of torch's flex_attention into options of `Ring.attention`.
 
-A mask_mod may be any code, so nothing is read off its name. A few rows of it are evaluated, which give the only window
-and documents that it could be. This candidate is then proven: the tables of full and of listed blocks have to be what
-it computes, and mask_mod has to agree with it at all pairs of the blocks that are listed as partial. In the other
+A mask_mod may be any code, so its name proves nothing. A few of its rows are evaluated; they leave one candidate for
+the window and the documents. This candidate is then proven: the tables of full and of listed blocks must equal those
+of the candidate, and mask_mod must agree with it at all pairs of the blocks that are listed as partial. In the other
 blocks torch's kernels do not evaluate mask_mod either.
-Guarantees: what is not proven is refused, by name, unless the caller says `trust=True`.
+Guarantees: a mask that is not proven is refused by name, unless the caller passes `trust=True`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _MaskFunction(PairFunction):
         super().__init__(mask.mask_mod, mask.kv_indices.device, refusal)
 
     def __call__(self, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return whether query and key of each pair meet, (pairs,) bool."""
+        """Return whether the query of each pair attends to its key, (pairs,) bool."""
         return self.checked(self.at(row, head, q, k)) if len(q) else torch.empty_like(q, dtype=torch.bool)
 
     def checked(self, values: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def _run(seen: Tensor) -> int:
 
 
 def met_blocks(found: FoundMask, length: int, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return in which blocks some pairs meet, and in which all: two tables of (rows, columns) bool."""
+    """Return the blocks in which the mask allows some pairs, and those in which it allows all: (rows, columns) bool."""
     first, last = found.ranges(length, device)
     q0, k0 = (torch.arange(-(-length // side), device=device) * side for side in size)
     q1 = (q0 + size[0]).clamp(max=length) - 1  # the last query of each block

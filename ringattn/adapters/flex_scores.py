@@ -1,10 +1,10 @@
-"""What a score_mod of torch's flex_attention says, in the words of `Ring.attention`: a softcap, ALiBi, or both.
+"""Translate a score_mod of torch's flex_attention into options of `Ring.attention`: a softcap, ALiBi, or both.
 
-A score_mod may be any code, so nothing is read off its name. First it is evaluated on a grid of scores, with positions
-that it cannot use: what stands this is a softcap, or nothing. One that reads positions can only be ALiBi. Its softcap
-is found where a query meets itself, and its slopes are those between neighbors. It then has to agree at all pairs that
-the mask lets meet, in every head, each with a drawn score.
-Guarantees: what is not proven is refused, by name, unless the caller says `trust=True`.
+A score_mod may be any code, so its name proves nothing. First it is evaluated on a grid of scores, with positions that
+raise when they are read: a function that passes is a softcap or the identity. One that reads positions can only be
+ALiBi. Its softcap follows from pairs of a query and its own key, its slopes from neighboring pairs. It then has to
+agree at every pair that the mask allows, in every head, each with a drawn score.
+Guarantees: a function that is not proven is refused by name, unless the caller passes `trust=True`.
 """
 
 from __future__ import annotations

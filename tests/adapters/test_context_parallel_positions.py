@@ -114,10 +114,10 @@ def test_other_ranges_stay() -> None:
             torch.arange(x.shape[1])
         return model(x, seq.positions())
 
-    def beside(model: Model, x: Tensor, positions: Tensor, seq: Any) -> Tensor:
+    def with_positions(model: Model, x: Tensor, positions: Tensor, seq: Any) -> Tensor:
         return model(x[:, torch.arange(x.shape[1])], positions)
 
-    for grad in (*over_ranks(call, False), *over_ranks(beside, True)):
+    for grad in (*over_ranks(call, False), *over_ranks(with_positions, True)):
         torch.testing.assert_close(grad, expected(), rtol=1e-9, atol=1e-10)
     model, x = Model(), tokens()
     with Ring() as ring, context_parallel(ring, buffers=[x], buffer_seq_dims=[1]):
