@@ -172,14 +172,13 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
     "function": (Trainer, {}, {"compute_loss_func": sum_of_squares}),
     "padded on the left": (Trainer, {}, {"data_collator": left_padded}),
     "z-loss, padded on the left": (ZLoss, {}, {"data_collator": left_padded}),
-    "z-loss, compiled": (ZLoss, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
     "z-loss, sharded": (ZLoss, {"fsdp": True, "fsdp_config": SHARDED}, {}),
 }
 """By name: the Trainer, and what differs of TrainingArguments and of Trainer's arguments.
 
 Sharded weights come last: accelerate remembers them in variables of the process.
 """
-OVER_RANKS = "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend"
+OVER_RANKS = "fsdp", "fsdp_config"
 """Options that are left out in one process."""
 
 
