@@ -94,8 +94,10 @@ _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKey
 
 def _refuse_replaced(inner: nn.Module, args: tuple[Any, ...]) -> None:
     """Raise `InputError` where the model's forward was replaced since, and its calls are not checked any more."""
+    if torch.compiler.is_compiling():
+        return
     seq = active_sequence()
-    if torch.compiler.is_compiling() or seq is None or seq.ring.world_size == 1:
+    if seq is None or seq.ring.world_size == 1:
         return
     model = _outer[inner]() if inner in _outer else None  # none of a copy's, until that is prepared
     if model is not None and not stands_around(model):

@@ -22,6 +22,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import hosts
 from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers_calls import _refuse_replaced
 from ringattn.adapters.transformers_forward import around_forward, stands_around
 from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
@@ -159,3 +160,10 @@ def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
         assert error <= 1e-5, told
         words = "loss and gradients of a Llama with all its kernels, interpreted, in float32, against one without Liger"
         record("Liger", LIGER, mode, "exact", ranks=2, worst=error, words=words)
+
+
+def test_the_check_of_a_replaced_forward_does_not_break_compiled_graphs() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(_refuse_replaced)
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
