@@ -1,0 +1,51 @@
+"""Activation checkpointing in training loops and Trainers over two ranks: every combination is that of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+from tests.adapters.checkpoint_cells import CELLS, Cell
+from tests.adapters.test_trl import ROOT, run_with_trl
+
+TOLERANCE = 1e-11
+QUICK = [
+    Cell("attention", "reentrant", "none", "packed", 3),
+    Cell("attention", "non-reentrant", "none", "changing", 3),
+    Cell("attention", "reentrant", "inside", "packed", 2),
+    Cell("transformers", "reentrant", "none", "packed", 2),
+    Cell("RingTrainerMixin", "reentrant", "none", "packed"),
+    Cell("RingParallelismConfig", "reentrant", "none", "packed"),
+]
+
+
+def check(folder: Path, cells: list[Cell]) -> None:
+    verdicts = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
+    assert list(verdicts) == [str(cell) for cell in cells]
+    wrong = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, str) or not verdict < TOLERANCE}
+    assert not wrong
+
+
+def test_some_cells(tmp_path: Path) -> None:
+    """Batches with as many local tokens and other documents, which each step distinguishes by the sequence alone."""
+    command = [sys.executable, "-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, QUICK)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check(tmp_path, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_cell(tmp_path: Path) -> None:
+    assert len(CELLS) == 162
+    run_with_trl("-m", "tests.adapters.checkpoint_cells", str(tmp_path), timeout_s=880.0)
+    check(tmp_path, CELLS)
