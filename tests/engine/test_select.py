@@ -265,8 +265,8 @@ def test_explain_says_what_a_margin_costs() -> None:
     cost = duration(eight.margin_us / 1e6)
     told = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"
     assert told in str(eight)
-    with pytest.raises(InputError, match="of an unknown number"):
-        Ring().explain(Ring().sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)
+    with Ring() as ring, pytest.raises(InputError, match="of an unknown number"):
+        ring.explain(ring.sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)
 
 
 @pytest.mark.usefixtures("_hopper")
