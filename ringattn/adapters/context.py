@@ -50,8 +50,8 @@ def sequence_of() -> Sequence | None:
     if active is None and shared_ring_is_open() and torch._C._current_graph_task_id() == -1:
         raise InputError(
             "a ring of several ranks is open and no sequence is active, so this model may hold shards: call it inside "
-            "`with ring.activate(seq):`, or for local attention inside `with ring.activate(None):` or, without access to "
-            "the ring, `with ringattn.adapters.local.local_attention():`"
+            "`with ring.activate(seq):`. For local attention call it inside `with ring.activate(None):` or, if the "
+            "ring is not at hand, inside `with ringattn.adapters.local.local_attention():`"
         )
     return None if active is None else active.seq
 
