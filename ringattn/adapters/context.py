@@ -47,7 +47,7 @@ def sequence_of() -> Sequence | None:
         out = attend(sequence_of(), q, k, v, causal=True)
     """
     active = activation()
-    if active is None and shared_ring_is_open() and torch._C._current_graph_task_id() == -1:
+    if active is None and shared_ring_is_open():
         raise InputError(
             "a ring of several ranks is open and no sequence is active, so this model may hold shards: call it inside "
             "`with ring.activate(seq):`. For local attention call it inside `with ring.activate(None):` or, if the "

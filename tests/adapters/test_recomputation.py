@@ -22,6 +22,7 @@ from ringattn.adapters.attend import attend
 from ringattn.adapters.context import attends_locally, recompute_context, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
+from ringattn.runtime.activation import active_sequence
 from ringattn.testing import dense_attention, run_ranks
 
 DOCUMENTS = [0, 3, 12, 16], None, [0, 5, 16]
@@ -363,6 +364,24 @@ def test_a_region_around_which_two_sequences_were_active_is_refused() -> None:
             first.__enter__()
             loss = checkpoint(leaving, sequences[0].shard(tokens()).requires_grad_(), use_reentrant=False).sum()
         with pytest.raises(InputError, match="in forward 2 sequences were active in turn"):
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+def test_an_activation_that_only_the_forward_run_enters_is_refused_in_recomputation() -> None:
+    """As by a hook that does nothing in backward. Nothing was active around the region, and the ring is open."""
+
+    def body(ring: Ring) -> None:
+        module, seq = Attending(), ring.sequence(16, layout="zigzag")
+
+        def forward_only(x: Tensor) -> Tensor:
+            assert active_sequence() is None  # stored on the region
+            with ring.activate(seq) if torch._C._current_graph_task_id() == -1 else nullcontext():
+                return module(x)  # type: ignore[no-any-return]
+
+        loss = checkpoint(forward_only, seq.shard(tokens()).requires_grad_(), use_reentrant=False).sum()
+        with ring.activate(seq), pytest.raises(InputError, match="no sequence is active"):
             loss.backward()
 
     run_ranks(2, body)
