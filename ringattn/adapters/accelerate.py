@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from transformers import Trainer
 
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
@@ -105,6 +104,8 @@ def _as_they_are(*prepared: Any) -> tuple[Any, ...]:
 
 def _trainer_in_the_making(frame: FrameType | None) -> Any:
     """Return the Trainer whose `__init__` is making an Accelerator, the nearest on the stack, or None."""
+    from transformers import Trainer  # not above: transformers looks for packages by names that a checkout has, too
+
     while frame is not None:
         host = frame.f_locals.get("self")
         if frame.f_code.co_name == "create_accelerator_and_postprocess" and isinstance(host, Trainer):
