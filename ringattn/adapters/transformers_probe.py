@@ -60,13 +60,13 @@ class _Copies:
 
     def value(self, value: Any) -> Any:
         """Return the copy of an attribute or of a member of a container."""
-        from transformers import PreTrainedConfig
+        from transformers.configuration_utils import PretrainedConfig  # the name that 4.57 has, too
 
         if id(value) in self.by_id:
             return self.by_id[id(value)]
         if isinstance(value, nn.Module):
             return self.module(value)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             return copy.deepcopy(value, self.by_id)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             return MethodType(value.__func__, self.module(value.__self__))
