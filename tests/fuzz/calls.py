@@ -28,8 +28,9 @@ def on_rank(ring: ringattn.Ring, case: Case) -> list[Found]:
     rows = [_Call(ring, case, index) for index in range(len(case["calls"]))]
     for index, one in enumerate(rows):
         one.attend(rows[: index + 1])
-    active = case.get("active_in_backward")
-    with nullcontext() if active is None else ring.activate(rows[active].seq):
+    index = case.get("active_in_backward")
+    active = None if index is None or rows[index].refused else rows[index].seq
+    with nullcontext() if active is None else ring.activate(active):
         for backward in _backwards(ring, case, rows):
             backward()
     return [one.found() for one in rows]
