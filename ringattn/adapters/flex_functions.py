@@ -32,8 +32,8 @@ PIECE_PAIRS = 1 << 20
 Function = Callable[..., Tensor]
 
 
-class ReadError(Exception):
-    """A function has used an argument that stands for any value."""
+class ReadError(BaseException):
+    """A function has used an argument that stands for any value. A function's own `except Exception` lets it pass."""
 
 
 class Unread(Tensor):
@@ -97,7 +97,7 @@ class PairFunction:
         try:
             with torch.no_grad(), TransformGetItemToIndex():
                 torch.vmap(without)(*scores, *positions)
-        except Exception:
+        except (Exception, ReadError):
             return True
         return False
 

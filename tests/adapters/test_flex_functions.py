@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ringattn import Ring, UnsupportedError
 from ringattn.adapters import flex, flex_functions, flex_scores
 from ringattn.adapters.flex import flex_attention
-from ringattn.adapters.flex_functions import record
+from ringattn.adapters.flex_functions import PairFunction, record
 from ringattn.adapters.flex_masks import FoundMask, found_masks
 from ringattn.adapters.flex_scores import FoundScore, found_score
 from tests.adapters.test_flex import TOKENS, Mod, block_mask, causal, dense, drawn
@@ -244,6 +244,15 @@ def test_what_cannot_be_recorded() -> None:
             return s
 
     assert record(swallows, CPU, True) is None
+
+    def hides_row(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        try:
+            return q >= k + b
+        except Exception:
+            return q >= k
+
+    assert PairFunction(hides_row, CPU, UnsupportedError).reads(0)
+    assert not PairFunction(hides_row, CPU, UnsupportedError).reads(1)
     assert record(lambda s, b, h, q, k: s * table[q], CPU, True) is not None
 
 
