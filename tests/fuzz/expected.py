@@ -20,7 +20,7 @@ from tests.fuzz.draw import Case
 RELATIVE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 ROUNDOFF = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = {"float64": 0.0, "float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
-"""What is smaller is lost."""
+"""The distance between two neighbouring numbers below the smallest normal one."""
 ROUNDINGS = 4.0
 """Of P, of out inside delta, of dS, of the result."""
 USUAL_SCORE = 5.0
@@ -170,7 +170,8 @@ def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
     results: Results = {}
     for name, value in found.items():
         top = float(value.masked_fill(value.isinf(), 0).abs().max()) if value.numel() else 0.0
-        tolerance = torch.full_like(value, relative * max(top, usual[name]) + SMALLEST[case["dtype"]])
+        smallest = SMALLEST[case["dtype"]] * (1 + _addends(name, call, calls)) / 2  # half a distance a rounding
+        tolerance = torch.full_like(value, relative * max(top, usual[name]) + smallest)
         if sums:
             every = [_sums(call)] if name in ("out", "lse") else sums
             most = sum((one[name] for one in every if name in one), torch.zeros(()))
@@ -178,6 +179,16 @@ def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
         spread = nan.get(name, torch.zeros_like(value, dtype=torch.bool)) if case.get("nan") else None
         results[name] = Wanted(value, tolerance, spread)
     return results
+
+
+def _addends(name: str, call: _Call, calls: list[Any]) -> int:
+    """How many rounded numbers autograd adds for one element: of each call with the leaf, and of each expanded row."""
+    if name not in ("dq", "dk", "dv"):
+        return 1
+    place = "qkv".index(name[1])
+    leaf = call.leaves[place]
+    alike = [one for one in calls if one is not None and one.leaves is call.leaves]
+    return sum(one.tensors[place].numel() // max(leaf.numel(), 1) for one in alike)
 
 
 # --- half dtypes -----------------------------------------------------------------------------------------------------
