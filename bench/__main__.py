@@ -9,7 +9,7 @@ from ringattn.errors import InputError
 
 NAMES = (
     "planning", "memory", "attention_memory", "training_memory", "claims", "speed", "dilated", "prediction", "choice",
-    "recording", "hop", "control_store", "launch", "faults", "link_faults", "two_nodes", "makespan", "margin", "shm",
+    "recording", "hop", "control_store", "launch", "faults", "two_nodes", "makespan", "margin", "shm",
     "estimate", "training_published", "published",
 )  # fmt: skip
 

@@ -1,141 +1,310 @@
-"""What the ranks of a scripted fault do, started by torchrun: `python -m ringattn.bench.fault_ranks JOB.json`.
+"""The ranks of a scripted fault: processes that run exact passes of attention until one of them does something wrong.
 
-A pass of attention, forward and backward, goes well; in the next one rank does something wrong, and the others write
-down which error they got and when. Survivors ignore SIGTERM, for torchrun ends them as soon as a rank dies.
-Guarantees: nothing is reported unless the first pass was exact.
+Guarantees: nothing is reported unless the first pass was exact; every later result is compared with it.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
+import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from ringattn.bench.gate import GateError
+from ringattn.bench.hosts import enter
+from ringattn.errors import RingError
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention
 
-FATAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-KINDS = (*FATAL, "refuse", "shape", "plan")
 TOKENS = 40
 OPEN_S = 60.0
-TRIES = 3  # a rank that needs nothing more from the lost one hears of it in its next call
+PASSES = 8
+"""Passes of each rank. The fault happens in the third."""
+STRUCK = 2
+CHILD_S = 5.0
+"""How long a forked child may take."""
+
+BETWEEN, IN_PASS, IN_BACKWARD, AT_CLOSE = "between passes", "in a pass", "in backward", "before close"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` does what `kind` says; a fatal one right after its `hop`-th exchange of the pass has been posted."""
+    """Rank `rank` does `act` at `moment`. `deadlines`: how long the act lasts, in deadlines of the ring.
 
-    kind: str
+    `outcome` says what the ranks must do then, see `faults.judged`.
+    """
+
+    name: str
+    act: str
+    outcome: str
+    rank: int = 1
+    moment: str = BETWEEN
+    deadlines: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs, and in which ring. `namespace`: its network namespace, empty for this machine's own."""
+
     rank: int
+    ranks: int
+    meeting: str
+    port: int
+    transport: str
+    timeout_s: float
+    namespace: str = ""
     hop: int = 0
+    """The exchange of the pass after which a fault in a pass happens."""
 
 
-def one_pass(ring: Ring, tokens: int = TOKENS, extra: int = 0, causal: bool = True) -> torch.Tensor:
-    """Forward and backward of one call; the output. `extra` rows in this rank's queries make it refuse the call."""
+@dataclass
+class Answer:
+    """How a rank ended: "right" if all its results were, else its error. Times are of the monotonic clock."""
+
+    kind: str = "right"
+    message: str = ""
+    at_s: float = 0.0
+    waits_s: float = 0.0
+    """When the wait that failed began: an earlier fault is noticed from there on."""
+    child: str = ""
+    """What a forked child of this rank raised, and whether it ended."""
+
+
+def one_pass(
+    ring: Ring, tokens: int = TOKENS, extra: int = 0, strike: Callable[[], None] | None = None, **options: Any
+) -> torch.Tensor:
+    """Run one call forward and backward; return its output and the gradient of the queries.
+
+    `extra` rows in this rank's queries make it refuse the call. `strike` is called when backward begins.
+    """
     seq = ring.sequence(tokens, layout="zigzag")
     x = torch.randn(1, tokens, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     q = seq.shard(x).detach()
     q = torch.cat([q, q[:, :extra]], 1).requires_grad_()
-    out = ring.attention(q, q, q, seq, causal=causal)
+    out = ring.attention(q, q, q, seq, **{"causal": True, **options})
+    if strike is not None:
+        out.register_hook(lambda grad: strike())
     out.sum().backward()
-    return out.detach()
+    return torch.cat([out.detach().flatten(), q.grad.flatten()])  # type: ignore[union-attr]
 
 
 def open_gate(ring: Ring) -> None:
-    """One exact pass. Raises `GateError`."""
-    x = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    """Compare one pass with dense attention. Raises `GateError`."""
+    x = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).requires_grad_()
     seq = ring.sequence(TOKENS, layout="zigzag")
-    error = (one_pass(ring) - seq.shard(dense_attention(x, x, x, causal=True)[0])).abs().max().item()
+    out = dense_attention(x, x, x, causal=True)[0]
+    out.sum().backward()
+    expected = torch.cat([seq.shard(out.detach()).flatten(), seq.shard(x.grad).flatten()])  # type: ignore[arg-type]
+    error = (one_pass(ring) - expected).abs().max().item()
     if not error < 1e-10:
         raise GateError(f"rank {ring.rank}: off by {error:.1e} before any fault; nothing is measured")
 
 
-def suffer(fault: Fault, timeout_s: float, note: Path, transport: str = "gloo") -> dict[str, Any]:
-    """One fault in a fresh ring: which error this rank got, when, and whether the ring still works.
-
-    The faulty rank writes when it happened, in seconds of the host's monotonic clock, and its process id to `note`.
-    """
-    with Ring(transport=transport, timeout_s=OPEN_S) as meeting:
-        open_gate(meeting)  # a deadline of a few seconds is no measure for processes that still import
-    with Ring(transport=transport, timeout_s=timeout_s) as ring:
-        before = one_pass(ring)
-        faulty = ring.rank == fault.rank
-
-        def happens() -> None:
-            _write(note, {"at_s": time.monotonic(), "pid": os.getpid()})
-            if fault.kind in FATAL:
-                os.kill(os.getpid(), FATAL[fault.kind])
-
-        if faulty and fault.kind in FATAL:
-            _after_exchange(ring.transport, fault.hop, happens)
-        elif faulty:
-            happens()
-        # What the faulty rank asks for; the others ask for what they asked before.
-        odd: dict[str, dict[str, Any]] = {
-            "refuse": {"extra": 1},
-            "shape": {"tokens": TOKENS + 1},
-            "plan": {"causal": False},
-        }
-        asked: dict[str, Any] = odd.get(fault.kind, {}) if faulty else {}
-        seen: dict[str, Any] = {"kind": "nothing", "message": ""}
-        for _ in range(TRIES):
-            try:
-                one_pass(ring, **asked)
-            except Exception as error:
-                seen = {"kind": type(error).__name__, "message": str(error)}
-                break
-        seen["at_s"] = time.monotonic()
-        if fault.kind not in FATAL:
-            seen["works_on"] = torch.equal(one_pass(ring), before)
-        return seen
+def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
+    """Be one rank. Sends "now" when the fault happens, then an `Answer`, and leaves as a program would."""
+    if seat.namespace:
+        enter(seat.namespace)
+    os.environ.update(
+        RANK=str(seat.rank), WORLD_SIZE=str(seat.ranks), MASTER_ADDR=seat.meeting, MASTER_PORT=str(seat.port),
+        RES_OPTIONS="timeout:1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    # torchrun sends SIGTERM to all ranks once a rank has failed; the survivors' own errors are what is measured.
+    if seat.rank != fault.rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        pipe.send(_Rank(seat, fault, pipe).run())
+    except (SystemExit, KeyboardInterrupt):
+        pass
+    if fault.act in LEAVING and seat.rank == fault.rank:
+        atexit._run_exitfuncs()  # a process of `multiprocessing` skips them
+        return
+    # The store's host must not end before the other ranks have answered.
+    with suppress(EOFError):
+        pipe.recv()
 
 
-def _after_exchange(transport: Any, hop: int, happens: Callable[[], None]) -> None:
-    """Let it happen when the `hop`-th exchange from now has been posted."""
-    # What each start of an exchange passes through, bound before or not.
+@dataclass
+class _Rank:
+    """One rank and its ring."""
+
+    seat: Seat
+    fault: Fault
+    pipe: Connection
+    answer: Answer = field(default_factory=Answer)
+
+    def run(self) -> Answer:
+        """Return what this rank's passes ended with."""
+        seat = self.seat
+        with Ring(transport=seat.transport, timeout_s=OPEN_S) as first:
+            open_gate(first)
+        self.ring = Ring(transport=seat.transport, timeout_s=seat.timeout_s)
+        self.expected = one_pass(self.ring)
+        self._watch_waits()
+        try:
+            for number in range(PASSES):
+                self._pass(number)
+            self._strike(AT_CLOSE)
+            self.ring.close()
+        except RingError as error:
+            self._say(type(error).__name__, str(error))
+        except Exception as error:
+            self._say(type(error).__name__, str(error))
+        return self.answer
+
+    def strike(self) -> None:
+        """Let the fault happen now, on this rank."""
+        self.pipe.send("now")
+        self.pipe.recv()  # the parent has noted the time, or has spoiled the link
+        ACTS[self.fault.act](self)
+
+    def lasts_s(self) -> float:
+        """Seconds that the fault lasts."""
+        return self.fault.deadlines * self.seat.timeout_s
+
+    def _pass(self, number: int) -> None:
+        self.answer.waits_s = time.monotonic()
+        struck = number == STRUCK and self.seat.rank == self.fault.rank
+        if struck:
+            self._strike(BETWEEN)
+        if struck and self.fault.moment == IN_PASS:
+            after_exchange(self.ring.transport, self.seat.hop, self.strike)
+        changes = CHANGES.get(self.fault.act, {}) if struck else {}
+        in_backward = self.strike if struck and self.fault.moment == IN_BACKWARD else None
+        result = one_pass(self.ring, strike=in_backward, **changes)
+        if not torch.equal(result, self.expected) and not changes:
+            self._say("wrong", f"pass {number} was not exact")
+
+    def _strike(self, moment: str) -> None:
+        if self.seat.rank == self.fault.rank and self.fault.moment == moment:
+            self.strike()
+
+    def _say(self, kind: str, message: str) -> None:
+        self.answer.kind, self.answer.message, self.answer.at_s = kind, message, time.monotonic()
+
+    def _watch_waits(self) -> None:
+        """Note when the waits of the transport begin: each has a deadline of its own."""
+        transport = self.ring.transport
+        for name in ("await_both", "_finish"):
+            if hasattr(transport, name):
+                finish = getattr(transport, name)
+
+                def waits(*arguments: Any, finish: Any = finish) -> None:
+                    self.answer.waits_s = time.monotonic()
+                    finish(*arguments)
+
+                setattr(transport, name, waits)
+                return
+
+
+def after_exchange(transport: Any, hop: int, strike: Callable[[], None]) -> None:
+    """Call `strike()` when the `hop`-th exchange from now has been posted."""
+    transport = getattr(transport, "between", transport)
+    # Every start of an exchange passes through this method, bound before or not.
     name = "_start" if transport.name == "shm" else "exchange"
     post, posted = getattr(transport, name), [0]
 
     def exchange(*messages: Any) -> Any:
         ticket = post(*messages)
-        if posted[0] == hop:
-            happens()
         posted[0] += 1
+        if posted[0] == hop + 1:
+            strike()
         return ticket
 
     setattr(transport, name, exchange)
 
 
-def _write(path: Path, content: Any) -> None:
-    """All of it or nothing, for the reader looks while this rank writes."""
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.rename(path)
+# --- acts ------------------------------------------------------------------------------------------------------------
 
 
-def main(job: Path) -> int:
-    """One rank's life: every fault of the job. 1 after a fatal one, as a program that raises."""
-    torch.set_num_threads(1)
-    described = json.loads(job.read_text(encoding="utf-8"))
-    faults, rank = [Fault(**fault) for fault in described["faults"]], int(os.environ["RANK"])
-    if not any(fault.kind in FATAL and fault.rank == rank for fault in faults):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    answers = []
-    for number, fault in enumerate(faults):
-        note = job.parent / f"fault-{number}.json"
-        answers.append({**asdict(fault), **suffer(fault, described["timeout_s"], note, described["transport"])})
-    _write(job.parent / f"answer-{rank}.json", answers)
-    return int(any(fault.kind in FATAL for fault in faults))
+def _hold_interpreter(rank: _Rank) -> None:
+    ctypes.PyDLL(None).usleep(int(rank.lasts_s() * 1e6))  # PyDLL keeps the interpreter's lock
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+def _raise(error: BaseException) -> Callable[[_Rank], None]:
+    def act(rank: _Rank) -> None:
+        raise error
+
+    return act
+
+
+def _raise_in_with(rank: _Rank) -> None:
+    with rank.ring:
+        raise ValueError("the model is wrong")
+
+
+def _send(number: int) -> Callable[[_Rank], None]:
+    return lambda rank: os.kill(os.getpid(), number)
+
+
+def _fork(use: Callable[[_Rank], None]) -> Callable[[_Rank], None]:
+    """Fork a child that does `use`, and note how it ends."""
+
+    def act(rank: _Rank) -> None:
+        readable, writable = os.pipe()
+        child = os.fork()
+        if not child:
+            said = "nothing"
+            try:
+                use(rank)
+            except RingError as error:
+                said = type(error).__name__
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writable, said.encode())
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.close(writable)
+        until = time.monotonic() + CHILD_S
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
+            time.sleep(0.01)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.set_blocking(readable, False)
+        with suppress(BlockingIOError):
+            rank.answer.child = os.read(readable, 400).decode()
+        rank.answer.child += "" if ended else "; hung"
+        os.close(readable)
+
+    return act
+
+
+ACTS: dict[str, Callable[[_Rank], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "terminate": _send(signal.SIGTERM),
+    "interrupt": _send(signal.SIGINT),
+    "stop": _send(signal.SIGSTOP),
+    "exit": _raise(SystemExit(3)),
+    "raise": _raise(ValueError("the model is wrong")),
+    "raise in with": _raise_in_with,
+    "out of memory": _raise(MemoryError("no room")),
+    "close": lambda rank: rank.ring.close(),
+    "sleep": lambda rank: time.sleep(rank.lasts_s()),
+    "hold the interpreter": _hold_interpreter,
+    "extra call": lambda rank: (one_pass(rank.ring), None)[1],
+    "barrier": lambda rank: rank.ring.barrier(),
+    "child uses the ring": _fork(lambda rank: rank.ring.barrier()),
+    "child closes the ring": _fork(lambda rank: rank.ring.close()),
+    "child exits": _fork(lambda rank: None),
+    "other mask": lambda rank: None,
+    "other length": lambda rank: None,
+    "wrong shape": lambda rank: None,
+    "spoil the link": lambda rank: None,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "other mask": {"causal": False},
+    "other length": {"tokens": TOKENS + 1},
+    "wrong shape": {"extra": 1},
+}
+"""Acts that change the rank's own call."""
+LEAVING = ("exit", "terminate", "interrupt", "out of memory", "raise", "raise in with")
+"""Acts after which a program ends. `sys.exit`, SIGTERM and Ctrl-C end it at once."""

@@ -1,242 +1,384 @@
-"""Scripted faults under torchrun: does every survivor name the guilty rank, and how soon?
+"""Scripted faults: does every other rank raise in time, and name the guilty rank and no other?
 
-Three gloo processes, one of which is killed, is stopped, refuses its input, asks for another shape or for another
-plan. The bar: every survivor's error names that rank, and no other, within the deadline and two seconds.
-Guarantees: no process is left behind; one that is, is ended and is an error.
+Ranks are processes on this machine (shared memory, or gloo), or on two hosts that are network namespaces (`nodes`:
+shared memory within a host and gloo between them; `hosts`: gloo only). One rank is killed, stopped, slow, exits, asks
+for another call or forks; or the link between the hosts is cut, loses packets or delays them. A row of the table is a
+fault, a column is a transport.
+Guarantees: no process is left behind; a fault that did not happen is an error.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
 
-from ringattn.bench.fault_ranks import FATAL, KINDS, Fault
+from ringattn.bench.fault_ranks import AT_CLOSE, BETWEEN, IN_BACKWARD, IN_PASS, LEAVING, Answer, Fault, Seat, live
+from ringattn.bench.hosts import ADDRESSES, LinkState, TwoHosts
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.errors import InputError, RingError
 
-RANKS = 3
-HOPS = 4  # of a pass of three ranks, forward and backward
 GRACE_S = 2.0
-"""How long after the deadline a survivor may speak."""
-JOB_S = 120.0
-END_S = 10.0
-POLL_S = 0.05
-PROGRAM = "ringattn.bench.fault_ranks"
+"""How long after its deadline a rank may take to raise."""
+JOB_S = 240.0
+SLOW_S = 30.0
+"""The deadline where the link is only slow: a connection that loses 30 % may not move for ten seconds."""
+LINKS = {
+    "link cut": LinkState(lost=(1.0, 1.0)),
+    "one direction lost": LinkState(lost=(1.0, 0.0)),
+    "other direction lost": LinkState(lost=(0.0, 1.0)),
+    "30 % loss": LinkState(lost=(0.3, 0.3)),
+    "200 ms delay": LinkState(delay_s=0.2),
+}
+SLOW_LINKS = ("30 % loss", "200 ms delay")
+SPOIL = "spoil the link"
+
+NAMED, PROMPT, DIFFER, RIGHT, CHILD, LINK, SLOW_LINK = (
+    "named", "named at once", "refused on all ranks", "right", "right, and the child is refused",
+    "the other host is lost", "right or lost",
+)  # fmt: skip
+"""What must follow a fault. `NAMED`: every other rank raises and names the guilty rank, within the deadline and
+`GRACE_S`. `PROMPT`: the same within `GRACE_S`. `DIFFER`: every rank refuses the call. `RIGHT`: all results are right.
+`LINK`: every rank raises in time and blames no rank of its own host. `SLOW_LINK`: right, or as `LINK`."""
+
+
+def _faults() -> list[Fault]:
+    lost = [
+        Fault(f"{act} {moment}{' (rank 0)' if not rank else ''}", act, PROMPT, rank, moment)
+        for act, rank, moment in (
+            ("kill", 1, BETWEEN), ("kill", 1, IN_BACKWARD), ("kill", 1, IN_PASS), ("kill", 0, BETWEEN),
+            ("kill", 0, IN_PASS), ("terminate", 1, BETWEEN), ("interrupt", 1, BETWEEN), ("exit", 1, BETWEEN),
+            ("exit", 1, IN_BACKWARD), ("exit", 0, BETWEEN), ("raise", 1, BETWEEN), ("raise", 1, IN_BACKWARD),
+            ("raise in with", 1, BETWEEN), ("out of memory", 1, BETWEEN), ("close", 1, BETWEEN),
+            ("close", 1, IN_BACKWARD),
+        )
+    ]  # fmt: skip
+    silent = [
+        Fault(f"{act} {deadlines:g} T {moment}{' (rank 0)' if not rank else ''}", act, outcome, rank, moment, deadlines)
+        for act, rank, moment, deadlines, outcome in (
+            ("hold the interpreter", 1, BETWEEN, 2.5, NAMED), ("sleep", 1, BETWEEN, 0.6, RIGHT),
+            ("sleep", 1, BETWEEN, 2.5, NAMED), ("sleep", 1, IN_BACKWARD, 2.5, NAMED), ("stop", 1, BETWEEN, 0.5, RIGHT),
+            ("stop", 0, BETWEEN, 0.5, RIGHT), ("stop", 1, BETWEEN, 2.5, NAMED), ("stop", 0, BETWEEN, 2.5, NAMED),
+            ("stop", 1, IN_PASS, 2.5, NAMED), ("stop", 0, IN_PASS, 2.5, NAMED),
+        )
+    ]  # fmt: skip
+    different = [
+        Fault(f"{act} on rank {rank}", act, DIFFER, rank)
+        for act, rank in (
+            ("other mask", 1), ("other length", 2), ("wrong shape", 0), ("extra call", 1), ("barrier", 2),
+        )
+    ]  # fmt: skip
+    forked = [Fault(act, act, outcome) for act, outcome in (
+        ("child uses the ring", CHILD), ("child closes the ring", RIGHT), ("child exits", RIGHT),
+    )]  # fmt: skip
+    closing = [
+        Fault(f"{act} {AT_CLOSE}{' (rank 0)' if not rank else ''}", act, RIGHT, rank, AT_CLOSE, deadlines)
+        for act, rank, deadlines in (("kill", 1, 0.0), ("kill", 0, 0.0), ("stop", 1, 2.5), ("sleep", 1, 2.5))
+    ]
+    links = [Fault(name, SPOIL, SLOW_LINK if name in SLOW_LINKS else LINK, 0, IN_PASS) for name in LINKS]
+    links.append(Fault(f"link cut {AT_CLOSE}", SPOIL, RIGHT, 0, AT_CLOSE))
+    return [*lost, *silent, *different, *forked, *closing, *links]
+
+
+FAULTS = {fault.name: fault for fault in _faults()}
+
+
+@dataclass(frozen=True)
+class Where:
+    """The ranks of one column: the transport, and the host of each rank."""
+
+    transport: str
+    hosts: tuple[int, ...]
+
+    @property
+    def linked(self) -> bool:
+        """Whether a link joins two hosts."""
+        return len(set(self.hosts)) > 1
+
+
+COLUMNS = {
+    "shm": Where("shm", (0, 0, 0)),
+    "gloo": Where("gloo", (0, 0, 0)),
+    "nodes": Where("shm", (0, 0, 1, 1)),
+    "hosts": Where("gloo", (0, 0, 1, 1)),
+}
 
 
 @dataclass(frozen=True)
 class FaultsOptions:
-    """What can be asked for."""
+    """`only`: parts of the names of faults, empty for all. `at_once`: how many faults run at the same time."""
 
-    faults: int = 20
+    transports: tuple[str, ...] = tuple(COLUMNS)
+    only: tuple[str, ...] = ("",)
+    repeats: int = 1
     timeout_s: float = 4.0
+    at_once: int = 2
     results: str = RESULTS
 
 
 @dataclass
 class Outcome:
-    """What the survivors of one fault said. `seconds`: from the fault to the error, by rank."""
+    """What the ranks said after one fault. `seconds`: from the fault, or from the wait that failed, to the error."""
 
-    fault: Fault
+    fault: str
+    column: str
     seconds: dict[int, float] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
 
 
-def script(count: int) -> list[Fault]:
-    """`count` faults, all kinds in turn, over all ranks and hops."""
-    return [
-        Fault(KINDS[n % len(KINDS)], (n + 2 * (n // len(KINDS))) % RANKS, n // len(KINDS) % HOPS) for n in range(count)
-    ]
+def applies(fault: Fault, column: str) -> bool:
+    """Whether a fault has a cell in this column: faults of the link need one, and `hosts` has no others."""
+    return (fault.act == SPOIL) == (column == "hosts") or (fault.act == SPOIL and COLUMNS[column].linked)
 
 
-def jobs_of(faults: Sequence[Fault]) -> list[list[Fault]]:
-    """Which faults share a start of torchrun: all that leave the processes alive, and each of the others alone."""
-    survivable = [fault for fault in faults if fault.kind not in FATAL]
-    return [*([survivable] if survivable else []), *([fault] for fault in faults if fault.kind in FATAL)]
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+AT_FAULT = re.compile(
+    r"rank (\d+) (?:is (?:gone|silent|stuck|behind|still computing)|has left|closed its ring|dropped its connection"
+    r"|failed first: (?!DeadlineError|PeerLostError)\w+|refused the call)"
+)
 
 
-def named(kind: str, message: str) -> set[int]:
-    """The ranks that an error message of a survivor blames."""
-    if kind in FATAL:
-        return set(map(int, re.findall(r"rank (\d+) is (?:gone|silent)", message)))
-    if kind == "refuse":
-        return set(map(int, re.findall(r"rank (\d+) refused the call", message)))
-    asked = {int(rank): words for rank, words in re.findall(r"^  rank (\d+): (.*)$", message, re.MULTILINE)}
-    return {rank for rank, words in asked.items() if list(asked.values()).count(words) == 1}
+def blamed(message: str) -> set[int]:
+    """The ranks that an error message holds responsible."""
+    ranks = set(map(int, AT_FAULT.findall(message)))
+    # A live rank that others wait for is responsible if it does not wait itself.
+    ranks |= set(map(int, re.findall(r"rank (\d+) (?:is alive|lives),? in '(?:idle|opening)", message)))
+    return ranks | ({0} if "the store's host (rank 0" in message and not ranks else set())
 
 
-def judged(fault: Fault, happened_s: float, answers: dict[int, dict[str, Any]], timeout_s: float) -> Outcome:
-    """The outcome of one fault from the survivors' answers; `complaints` says what is not good."""
-    outcome = Outcome(fault)
-    for rank in sorted(set(range(RANKS)) - {fault.rank}):
-        answer = answers.get(rank)
-        if answer is None:
-            outcome.complaints.append(f"rank {rank} gave no answer")
-            continue
-        outcome.seconds[rank] = answer["at_s"] - happened_s
-        outcome.errors[rank] = answer["kind"]
-        if (blamed := named(fault.kind, answer["message"])) != {fault.rank}:
-            outcome.complaints.append(f"rank {rank} blames {sorted(blamed)}: {answer['kind']}: {answer['message']}")
-        if outcome.seconds[rank] > timeout_s + GRACE_S:
-            outcome.complaints.append(f"rank {rank} took {outcome.seconds[rank]:.2f} s")
-        if not answer.get("works_on", True):
-            outcome.complaints.append(f"rank {rank}: the ring is not exact afterwards")
+def judged(
+    fault: Fault, where: Where, fault_s: float, answers: dict[int, Answer], timeout_s: float, grace_s: float = GRACE_S
+) -> list[str]:
+    """Return what is wrong with the answers, empty if nothing is."""
+    complaints = []
+    for rank in range(len(where.hosts)):
+        complaints += [
+            f"rank {rank} {words}"
+            for words in _wrong(fault, where, rank, fault_s, answers.get(rank), timeout_s, grace_s)
+        ]
+    return complaints
+
+
+def _wrong(
+    fault: Fault, where: Where, rank: int, fault_s: float, answer: Answer | None, timeout_s: float, grace_s: float
+) -> list[str]:
+    guilty = rank == fault.rank and fault.act != SPOIL
+    if answer is None:
+        return [] if guilty and may_end(fault) else ["gave no answer"]
+    said = f"{answer.kind}: {answer.message}"
+    if answer.kind == "wrong":
+        return [said]
+    if fault.outcome == CHILD and guilty and answer.child != "ClosedError":
+        return [f"has a child that raised {answer.child}"]
+    if guilty and answer.child.endswith("hung"):
+        return [f"has a child that raised {answer.child}"]
+    if fault.outcome in (RIGHT, CHILD) or (fault.outcome == SLOW_LINK and answer.kind == "right"):
+        return [] if answer.kind == "right" else [said]
+    if fault.outcome == DIFFER:
+        return [] if answer.kind in ("DisagreementError", "InputError") else [said]
+    if guilty:
+        # A rank that was stopped or slow itself blames nobody else.
+        wrongly = blamed(answer.message) - {rank}
+        return [f"blames ranks {sorted(wrongly)}, and is at fault itself: {said}"] if wrongly else []
+    if answer.kind == "right":
+        return ["noticed nothing"]
+    wrong = [] if answer.kind in ("DeadlineError", "PeerLostError") else [said]
+    limit_s = grace_s + (0.0 if fault.outcome == PROMPT else timeout_s)
+    if (seconds := seconds_of(answer, fault_s)) > limit_s:
+        wrong.append(f"took {seconds:.2f} s: {said}")
+    if fault.outcome in (LINK, SLOW_LINK):
+        innocent = {other for other, host in enumerate(where.hosts) if host == where.hosts[rank]}
+        if fault.outcome == SLOW_LINK:
+            innocent = {other for other, host in enumerate(where.hosts) if host == where.hosts[0]}
+        if wrongly := blamed(answer.message) & innocent - ({0} if "the store's host" in answer.message else set()):
+            wrong.append(f"blames ranks {sorted(wrongly)}: {said}")
+    elif blamed(answer.message) != {fault.rank}:
+        wrong.append(f"blames ranks {sorted(blamed(answer.message))}: {said}")
+    return wrong
+
+
+def seconds_of(answer: Answer, fault_s: float) -> float:
+    """Seconds from the fault to the error, or from a later beginning of the wait that failed."""
+    return answer.at_s - max(fault_s, answer.waits_s)
+
+
+def may_end(fault: Fault) -> bool:
+    """Whether the guilty rank need not answer."""
+    return fault.act == "kill" or fault.act in LEAVING
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def suffer(
+    fault: Fault,
+    column: str,
+    number: int = 0,
+    timeout_s: float = 4.0,
+    grace_s: float = GRACE_S,
+    meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0]),
+) -> Outcome:
+    """Run one fault on fresh processes, and judge it. `meeting`: rank 0's host, as each of two hosts names it.
+
+    Raises `RingError` if the fault did not happen.
+    """
+    where, context = COLUMNS[column], multiprocessing.get_context("forkserver")
+    timeout_s = SLOW_S if fault.outcome == SLOW_LINK else timeout_s
+    with ExitStack() as stack:
+        hosts = stack.enter_context(TwoHosts(seed=number)) if where.linked else None
+        port = 29500 if where.linked else free_port()
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        stack.callback(_end, processes, pipes)
+        for rank, host in enumerate(where.hosts):
+            address, namespace = (meeting[host], hosts.namespaces[host]) if hosts else ("127.0.0.1", "")
+            seat = Seat(rank, len(where.hosts), address, port, where.transport, timeout_s, namespace, number % 4)
+            mine, theirs = context.Pipe()
+            processes.append(context.Process(target=live, args=(seat, fault, theirs), daemon=False))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(mine)
+
+        def strikes() -> None:
+            if hosts and fault.act == SPOIL:
+                hosts.state = LINKS[fault.name.removesuffix(f" {AT_CLOSE}")]
+
+        fault_s, answers = _listened(fault, timeout_s, pipes, processes, strikes)
+    if not fault_s:
+        raise RingError(f"{fault.name} on {column} never happened: {answers}")
+    outcome = Outcome(fault.name, column)
+    outcome.complaints = judged(fault, where, fault_s, answers, timeout_s, grace_s)
+    for rank, answer in answers.items():
+        outcome.kinds[rank] = answer.kind
+        if answer.at_s and rank != fault.rank:
+            outcome.seconds[rank] = seconds_of(answer, fault_s)
     return outcome
 
 
-def run_job(faults: Sequence[Fault], timeout_s: float, transport: str = "gloo") -> list[Outcome]:
-    """Start torchrun once, let the faults happen one after another, and judge what the survivors wrote.
-
-    Raises `RingError` when a fault did not happen, or when a process outlived the job.
-    """
-    with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as name:
-        folder = Path(name)
-        job = folder / "job.json"
-        described = {"faults": [asdict(each) for each in faults], "timeout_s": timeout_s, "transport": transport}
-        job.write_text(json.dumps(described))
-        ended = run_torchrun(["-m", PROGRAM, str(job)], job, lambda: _wake(folder, faults))
-        answers = {rank: _read(folder / f"answer-{rank}.json") for rank in range(RANKS)}
-        outcomes = []
-        for number, fault in enumerate(faults):
-            note = _read(folder / f"fault-{number}.json")
-            if note is None:
-                raise RingError(f"{fault} never happened:\n{ended.printed}")
-            given = {rank: answer[number] for rank, answer in answers.items() if answer is not None}
-            outcomes.append(judged(fault, note["at_s"], given, timeout_s))
-        return outcomes
-
-
-class Ended(NamedTuple):
-    """How torchrun ended, and the last of what its processes printed."""
-
-    code: int
-    printed: str
-
-
-def run_torchrun(
-    program: list[str],
-    job: Path,
-    meanwhile: Callable[[], None],
-    ranks: int = RANKS,
-    more: Sequence[str] = (),
-    job_s: float = JOB_S,
-) -> Ended:
-    """Run `program` on `ranks` processes by torchrun with the options `more`, and `meanwhile()` now and then.
-
-    `job` is a file that the program's command line names. Raises `RingError` when a process outlives torchrun or
-    `job_s`, and what `meanwhile` raises; all are ended then.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={ranks}", *more]
-    # For every connection to a store torch asks the name service who the other end is, and a question that is lost
-    # costs five seconds by default: more than the deadline.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
-    with (job.parent / "log").open("w+b") as log:
-        agent = subprocess.Popen(
-            [*command, *program], stdout=log, stderr=log, env=environment, start_new_session=True,
-            cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-        try:
-            until = time.monotonic() + job_s
-            while agent.poll() is None and time.monotonic() < until:
-                meanwhile()
-                time.sleep(POLL_S)
-            late = agent.poll() is None
-        finally:
-            left = _end(agent, job)
-        log.seek(0)
-        printed = log.read()[-20000:].decode(errors="replace")
-    if late or left:
-        raise RingError(f"{'torchrun did not end' if late else f'processes {left} outlived torchrun'}:\n{printed}")
-    return Ended(agent.returncode, printed)
+def _listened(
+    fault: Fault, timeout_s: float, pipes: list[Connection], processes: list[BaseProcess], strikes: Callable[[], None]
+) -> tuple[float, dict[int, Answer]]:
+    """Return when the fault happened and every answer."""
+    answers: dict[int, Answer] = {}
+    fault_s, until = 0.0, time.monotonic() + JOB_S
+    open_pipes = dict(enumerate(pipes))
+    resume_s = float("inf")
+    while open_pipes and time.monotonic() < until:
+        if fault_s and not set(open_pipes) - {fault.rank} and may_end(fault):
+            break
+        for ready in wait(list(open_pipes.values()), 0.1):
+            rank = pipes.index(ready)  # type: ignore[arg-type]
+            try:
+                said = pipes[rank].recv()
+            except (EOFError, ConnectionResetError):
+                del open_pipes[rank]
+                continue
+            if isinstance(said, Answer):
+                answers[rank] = said
+                del open_pipes[rank]
+                continue
+            strikes()
+            fault_s = time.monotonic()
+            resume_s = fault_s + fault.deadlines * timeout_s if fault.act == "stop" else resume_s
+            pipes[rank].send("go on")
+        if time.monotonic() >= resume_s:
+            os.kill(processes[fault.rank].pid or 0, signal.SIGCONT)
+            resume_s = float("inf")
+    return fault_s, answers
 
 
-def _wake(folder: Path, faults: Sequence[Fault]) -> None:
-    """Let a stopped rank go on when all others have answered, so that torchrun's SIGTERM reaches it."""
-    for number, fault in enumerate(faults):
-        survivors = [rank for rank in range(RANKS) if rank != fault.rank]
-        if fault.kind == "stop" and all((folder / f"answer-{rank}.json").exists() for rank in survivors):
-            with suppress(ProcessLookupError):
-                os.kill(_read(folder / f"fault-{number}.json")["pid"], signal.SIGCONT)
+def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+    for pipe in pipes:
+        pipe.close()
 
 
-def _end(agent: subprocess.Popen[bytes], job: Path) -> list[int]:
-    """End torchrun if it runs, and kill its ranks, which lead sessions of their own; returns those that outlived it."""
-    if agent.poll() is None:
-        agent.kill()
-        agent.wait()
-    outlived: set[int] = set()
-    until = time.monotonic() + END_S
-    while (left := processes_of(job)) and time.monotonic() < until:
-        outlived.update(left)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return sorted(outlived)
+def free_port() -> int:
+    """A TCP port of the loopback address that nothing uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def processes_of(job: Path) -> list[int]:
-    """Ids of the running processes whose command line names the job file; one that is ending has none."""
-    found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if os.fsencode(job) in line.read_bytes().split(b"\0"):
-                found.append(int(line.parent.name))
-    return found
+def start_forkserver() -> None:
+    """Fork the processes from one that has imported torch."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch's own traces of lost stores
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ringattn.bench.fault_ranks"])
 
 
-def _read(path: Path) -> Any:
-    """The JSON in a file, None if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+# --- showing ---------------------------------------------------------------------------------------------------------
 
 
 def tabulate(options: FaultsOptions, outcomes: Sequence[Outcome]) -> Table:
-    """One row a fault."""
-    table = Table("Faults, and what the survivors said", ("fault", "rank", "hop", "seconds", "errors", "verdict"))
-    for outcome in outcomes:
-        fault = outcome.fault
-        seconds = ", ".join(f"rank {rank} {seconds:.2f}" for rank, seconds in outcome.seconds.items())
-        kinds = ", ".join(outcome.errors[rank] for rank in outcome.errors)
-        hop = str(fault.hop) if fault.kind in FATAL else "-"
-        table.rows.append(
-            (fault.kind, str(fault.rank), hop, seconds, kinds, "MISSED" if outcome.complaints else "named")
-        )
+    """One row a fault, one column a transport."""
+    table = Table("Faults of one rank, and what the others did", ("fault", "must follow", *options.transports))
+    for name, fault in FAULTS.items():
+        cells = [_cell([one for one in outcomes if (one.fault, one.column) == (name, c)]) for c in options.transports]
+        if any(cells):
+            table.rows.append((name, fault.outcome, *cells))
     good = sum(not outcome.complaints for outcome in outcomes)
     table.notes += [
-        f"- {good} of {len(outcomes)}: every survivor named the guilty rank and no other, within the deadline of "
-        f"{options.timeout_s:g} s and {GRACE_S:g} s. The bar is all of them: "
+        f"- {good} of {len(outcomes)} as they must be. The bar is all of them: "
         f"{'met' if good == len(outcomes) else 'MISSED'}.",
-        "- seconds: from the fault to the survivor's error; hop: exchange of the pass after which the rank was lost.",
-        *(f"- {outcome.fault}: {complaint}" for outcome in outcomes for complaint in outcome.complaints),
+        f"- T, the deadline, is {options.timeout_s:g} s ({SLOW_S:g} s for {' and '.join(SLOW_LINKS)}); a rank may take "
+        f"{GRACE_S:g} s more. Cells: runs as they must be, and the slowest error in seconds after the fault.",
+        *(f"- {one.fault}, {one.column}: {complaint}" for one in outcomes for complaint in one.complaints),
     ]
     return table
 
 
+def _cell(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return ""
+    good = sum(not outcome.complaints for outcome in outcomes)
+    seconds = [each for outcome in outcomes for each in outcome.seconds.values()]
+    slowest = f" {max(seconds):.1f} s" if seconds else ""
+    return f"{'' if good == len(outcomes) else 'MISSED '}{good}/{len(outcomes)}{slowest}"
+
+
 def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept. Raises `RingError` when a process is left behind."""
+    """Run, print, keep; return what is kept. Raises `UnsupportedError` if two hosts are not permitted."""
     options = parse(FaultsOptions(), words)
-    if options.faults < 1 or options.timeout_s <= 0:
-        raise InputError("faults and timeout_s must be positive")
-    outcomes: list[Outcome] = []
-    with progress("faults") as say:
-        jobs = jobs_of(script(options.faults))
-        for number, job in enumerate(jobs):
-            say(f"torchrun {number + 1} of {len(jobs)}: {', '.join(sorted({fault.kind for fault in job}))}")
-            outcomes += run_job(job, options.timeout_s)
+    if options.repeats < 1 or options.timeout_s <= 0 or options.at_once < 1:
+        raise InputError("repeats, timeout_s and at_once must be positive")
+    if unknown := set(options.transports) - set(COLUMNS):
+        raise InputError(f"transports: {', '.join(sorted(unknown))} is not one of {', '.join(COLUMNS)}")
+    chosen = [
+        (fault, column, number)
+        for number in range(options.repeats)
+        for name, fault in FAULTS.items()
+        if any(part in name for part in options.only)
+        for column in options.transports
+        if applies(fault, column)
+    ]
+    if not chosen:
+        raise InputError(f"only={','.join(options.only)}: no fault has such a name; choose from {', '.join(FAULTS)}")
+    start_forkserver()
+    with progress("faults") as say, ThreadPoolExecutor(options.at_once) as pool:
+
+        def run(cell: tuple[Fault, str, int]) -> Outcome:
+            fault, column, number = cell
+            outcome = suffer(fault, column, number, options.timeout_s)
+            say(f"{fault.name}, {column}: {'; '.join(outcome.complaints) or 'as it must be'}")
+            return outcome
+
+        outcomes = list(pool.map(run, chosen))
     data: dict[str, Any] = {"outcomes": [asdict(outcome) for outcome in outcomes]}
     finish("faults", options, [tabulate(options, outcomes)], data, options.results)
     return data

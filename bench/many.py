@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from ringattn.bench.crash_proof import Budget, JobFailed
-from ringattn.bench.faults import run_torchrun
 from ringattn.bench.many_ranks import Case
 from ringattn.bench.many_report import name_of, page, tables
 from ringattn.bench.options import parse
 from ringattn.bench.report import finish, keep, progress
+from ringattn.bench.torchrun import run_torchrun
 from ringattn.errors import InputError, RingError
 
 PARTS = ("hops", "overlap", "ring", "life")

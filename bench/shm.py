@@ -1,9 +1,8 @@
-"""Shared memory against gloo on the processes of one machine: messages, calls, and ranks that are lost.
+"""Shared memory against gloo on the processes of one machine: messages and calls.
 
 `python -m ringattn.bench.shm`. Every rank sends to the next and receives from the one before, at once; both transports
 take turns on the same processes in one run, with bare copies of the same bytes, which no transport here can be faster
-than. Calls are compared with torch's own ring over gloo, round by round. A rank is killed or stopped in mid-pass over
-shm, and the others must name it, and no other, within the deadline and two seconds.
+than. Calls are compared with torch's own ring over gloo, round by round.
 The gate: every message of the first exchange of a size, and of its first copy, is right in all its bytes, and calls are
 exact.
 """
@@ -14,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -23,9 +22,6 @@ from typing import Any
 import torch
 
 from ringattn.bench.baselines import OurRing
-from ringattn.bench.fault_ranks import FATAL, Fault
-from ringattn.bench.faults import HOPS, RANKS, FaultsOptions, Outcome, run_job
-from ringattn.bench.faults import tabulate as fault_table
 from ringattn.bench.gate import Baseline, open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.paired import paired
@@ -53,8 +49,6 @@ class ShmOptions:
     blocks: int = 12
     calls: int = 120
     tokens: int = 1024
-    faults: int = 20
-    timeout_s: float = 4.0
     results: str = RESULTS
 
 
@@ -101,16 +95,6 @@ def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, li
                     ring.barrier()
                     found[one.name][name].append(time.perf_counter() - start)
         return found
-
-
-def faults(count: int, timeout_s: float, say: Callable[[str], None]) -> list[Outcome]:
-    """Ranks killed and stopped in turn, over all ranks and hops, each in a start of torchrun of its own."""
-    outcomes = []
-    for number in range(count):
-        fault = Fault(list(FATAL)[number % 2], number % RANKS, number // 2 % HOPS)
-        say(f"fault {number + 1} of {count}: {fault.kind} rank {fault.rank}")
-        outcomes += run_job([fault], timeout_s, "shm")
-    return outcomes
 
 
 def p10(times: Sequence[float]) -> float:
@@ -207,7 +191,6 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         spec = {"calls": options.calls, "tokens": options.tokens}
         calls = run_in_processes(2, "ringattn.bench.shm:calls_on_rank", spec, say)[0]
         loads = [round(load, 1) for load in os.getloadavg()]  # what else the machine did meanwhile
-        outcomes = faults(options.faults, options.timeout_s, say)
     tables = [messages_table(ranks, found) for ranks, found in messages.items()]
     tables[0].notes.append(
         f"- Then the mean number of processes that wanted a processor was {loads[0]} over one minute, {loads[2]} "
@@ -217,7 +200,6 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         chosen = HUGE_PAGES.read_text(encoding="utf-8").split("[")[1].split("]")[0]
         tables[0].notes.append(f"- Huge pages for shared memory ({HUGE_PAGES}): {chosen}.")
     tables.append(calls_table(options.tokens, calls))
-    tables.append(fault_table(FaultsOptions(options.faults, options.timeout_s), outcomes))
     data: dict[str, Any] = {
         "messages_s": {
             str(ranks): {
@@ -229,7 +211,6 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         },
         "calls_s": calls,
         "load_average": loads,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
     }  # fmt: skip
     finish("shm", options, tables, data, options.results)
     if options.results:

@@ -28,7 +28,7 @@ from tests.transport.store_hosts import StoreHost
 
 DEADLINE_S = 1.0
 WITHIN_S = DEADLINE_S + 2.0 + 4.0
-"""Two seconds are promised, and measured where nothing else runs by `bench.link_faults`. Here other tests run beside:
+"""Two seconds are promised, and measured where nothing else runs by `bench.faults`. Here other tests run beside:
 the rest is far from the 20 s and more that a call takes which waits for the store or for its own opening's limit."""
 UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
 
