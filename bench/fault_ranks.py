@@ -290,7 +290,7 @@ ACTS: dict[str, Callable[[_Rank], None]] = {
     "close": lambda rank: rank.ring.close(),
     "sleep": lambda rank: time.sleep(rank.lasts_s()),
     "hold the interpreter": _hold_interpreter,
-    "extra call": lambda rank: (one_pass(rank.ring), None)[1],
+    "extra call": lambda rank: (one_pass(rank.ring, causal=False), None)[1],
     "barrier": lambda rank: rank.ring.barrier(),
     "child uses the ring": _fork(lambda rank: rank.ring.barrier()),
     "child closes the ring": _fork(lambda rank: rank.ring.close()),
