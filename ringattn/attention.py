@@ -21,7 +21,7 @@ from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
 from ringattn.runtime.selective import unseen
-from ringattn.runtime.spec import AttentionSpec, BandedOptions, MaskSpec, Window
+from ringattn.runtime.spec import AttentionSpec, BandedOptions, MaskSpec, Window, with_mask_of
 from ringattn.sequence import Sequence
 
 
@@ -82,12 +82,8 @@ def attention(
             gradient is this rank's part, to be summed over the ranks. None: no sinks.
         kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
         return_lse: Also return lse.
-        chunk: Tokens of a chunk: each document is cut from its start into such chunks, and a query meets the keys of
-            its own chunk only (Llama 4's chunked attention, with causal). None: no chunks.
-        prefix: With causal: so many first keys of each document, or of the n-th one the n-th number, are met by all its
-            queries (prefix-LM), whatever the window. None: no prefix.
-        global_tokens: With a window: so many first tokens of each document meet and are met by all its tokens, with
-            causal by those after them. None: no such tokens.
+        mask: A mask of `ringattn.masks` besides causal and window, such as `masks.chunked(8192)`. None: that of `seq`
+            (`Sequence.with_mask`), if it has one.
         scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         alibi_slopes: ALiBi, one number for each query head: score -= slope * |q position - k position|, after the cap.
@@ -212,7 +208,9 @@ def make_problem(
 ) -> Problem:
     """The facts of a call. Raises `InputError` for options that contradict each other."""
     other = seq if kv_seq is None else kv_seq
-    mask = mask_spec.mask(seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads)
+    mask = with_mask_of(seq, kv_seq, mask_spec).mask(
+        seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads
+    )
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
     return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
 

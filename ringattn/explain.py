@@ -18,6 +18,7 @@ from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.errors import InputError
+from ringattn.masks import AttentionMask, refuse_removed
 from ringattn.planner.candidates import Candidate, followed, how_chosen, known, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
 from ringattn.planner.cluster import Cluster, cluster_named
@@ -149,9 +150,7 @@ def explain(
     backward: bool = True,
     causal: bool = False,
     window: Window = None,
-    chunk: int | None = None,
-    prefix: int | Many[int] | None = None,
-    global_tokens: int | None = None,
+    mask: AttentionMask | None = None,
     segment_lengths: Many[int] | None = None,
     dilation_rates: Many[int] | None = None,
     offset: Offset | str = "mod",
@@ -163,6 +162,7 @@ def explain(
     schedule: ScheduleName | str = "auto",
     cluster: Cluster | str | None = None,
     sm_margin: int | None = None,
+    **removed: object,
 ) -> Explanation:
     """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
 
@@ -184,9 +184,7 @@ def explain(
         backward: Also explain the backward pass.
         causal: As for `attention`.
         window: As for `attention`.
-        chunk: As for `attention`.
-        prefix: As for `attention`.
-        global_tokens: As for `attention`.
+        mask: As for `attention`.
         segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
         dilation_rates: As for `dilated_attention`.
         offset: As for `dilated_attention`.
@@ -200,6 +198,7 @@ def explain(
             share nodes as it says, or where it says nothing as those of the ring do. None: the ring's own machines.
         sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
             as the engine of this ring leaves on its device.
+        removed: Options that masks have replaced: refused, with the line to write instead.
 
     Returns:
         The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
@@ -227,14 +226,14 @@ def explain(
     value_dim = v.shape[3] if v is not None else head_dim
     name = str(dtype or torch.bfloat16).removeprefix("torch.")
     device = ring.device if q is None else q.device
+    refuse_removed(removed)
     spec = AttentionSpec.banded(
-        causal, window, chunk=chunk, prefix=prefix, global_tokens=global_tokens, softcap=softcap,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-    )  # fmt: skip
-    mask: MaskSpec = spec.mask
+        causal, window, mask=mask, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p
+    )
+    mask_spec: MaskSpec = spec.mask
     if segment_lengths is not None or dilation_rates is not None:
-        mask = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
-    problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask)
+        mask_spec = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
+    problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask_spec)
     softmax = spec.softmax(head_dim, q_heads, kv_heads)
     chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softmax)
     dilated = any(branch.dilation > 1 for branch in problem.mask.branches)

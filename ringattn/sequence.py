@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.layout import Layout
+from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
 from ringattn.transport.base import Message
 
@@ -29,18 +30,21 @@ class Sequence:
     None.
     """
 
-    def __init__(self, ring: Ring, layout: Layout, documents: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, ring: Ring, layout: Layout, documents: tuple[int, ...] | None, mask: AttentionMask | None = None
+    ) -> None:
         """For adapters; users call `Ring.sequence`.
 
         Args:
             ring: The ring.
             layout: Which rank owns which positions.
             documents: Cumulative lengths (0, ..., length). None: a single sequence.
+            mask: The mask of attention over this sequence. None: calls say it.
 
         Raises:
             Nothing.
         """
-        self.ring, self.layout, self.documents = ring, layout, documents
+        self.ring, self.layout, self.documents, self.mask = ring, layout, documents, mask
         self.length = layout.length
         self._positions: np.ndarray | None = None
         self.counts = layout.counts
@@ -88,16 +92,43 @@ class Sequence:
             InputError: The cuts are not integers that ascend from 0 to the length.
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, self.length)
-        return Sequence(self.ring, self.layout, documents)
+        return Sequence(self.ring, self.layout, documents, self.mask)
+
+    def with_mask(self, mask: AttentionMask | None) -> Sequence:
+        """The same tokens on the same ranks, with a mask that every attention over them applies.
+
+        For masks that change from step to step, such as a prefix per document: compiled code is not compiled again for
+        another one. It also reaches the attention of hosts whose calls cannot name a mask.
+
+        Args:
+            mask: A mask of `ringattn.masks`. None: no mask.
+
+        Returns:
+            A new sequence of the same ring.
+
+        Raises:
+            InputError: It is not a mask.
+
+        Example:
+            with ring.activate(seq.with_mask(masks.prefix(prompt_lengths))):
+                model(ids)
+        """
+        if mask is not None and not isinstance(mask, AttentionMask):
+            raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, as masks.chunked(8192)")
+        return Sequence(self.ring, self.layout, self.documents, mask)
 
     def __eq__(self, other: object) -> bool:
-        """The same tokens of the same documents on the same ranks of the same ring."""
+        """The same tokens of the same documents on the same ranks of the same ring, under the same mask."""
         if not isinstance(other, Sequence):
             return NotImplemented
-        return self.ring is other.ring and self.layout == other.layout and self.documents == other.documents
+        return self.ring is other.ring and self._facts == other._facts
 
     def __hash__(self) -> int:
-        return hash((id(self.ring), self.layout, self.documents))
+        return hash((id(self.ring), *self._facts))
+
+    @property
+    def _facts(self) -> tuple[Layout, tuple[int, ...] | None, AttentionMask | None]:
+        return self.layout, self.documents, self.mask
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a full tensor. Local; differentiable: the gradient is zero at the other ranks' tokens.

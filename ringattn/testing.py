@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import PeerLostError
+from ringattn.masks import AttentionMask, Chunked, GlobalTokens, Prefix
 from ringattn.ring import Ring
 from ringattn.transport.local import LocalWorld
 
@@ -70,9 +71,7 @@ def dense_attention(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    chunk: int | None = None,
-    prefix: int | Sequence[int] | None = None,
-    global_tokens: int | None = None,
+    mask: AttentionMask | None = None,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -86,11 +85,7 @@ def dense_attention(
         v: Values, with as many heads as k.
         causal: A query meets the keys at its position and before.
         window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
-        chunk: Tokens of a chunk, counted from the start of each document; a query meets its own chunk. None: no chunks.
-        prefix: With causal: so many first keys of each document, or of the n-th one the n-th number, are met by all its
-            queries. None: no prefix.
-        global_tokens: With a window: so many first tokens of each document meet and are met by all its tokens, with
-            causal by those after them. None: no such tokens.
+        mask: A mask of `ringattn.masks`. None: no mask besides causal and window.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
 
@@ -117,15 +112,15 @@ def dense_attention(
         near &= ahead >= -left
     if right not in (None, -1):
         near &= ahead <= right
-    if global_tokens is not None:
-        near |= (place[:, None] < global_tokens) | (place[None, :] < global_tokens)
+    if isinstance(mask, GlobalTokens):
+        near |= (place[:, None] < mask.tokens) | (place[None, :] < mask.tokens)
     if causal:
         near &= ahead <= 0
-    if prefix is not None:
-        counts = [prefix] * (len(bounds) - 1) if isinstance(prefix, int) else list(prefix)
+    if isinstance(mask, Prefix):
+        counts = mask.tokens if isinstance(mask.tokens, tuple) else (mask.tokens,) * (len(bounds) - 1)
         near |= place < torch.tensor(counts, device=q.device)[document]
-    if chunk is not None:
-        near &= place[:, None] // chunk == place[None, :] // chunk
+    if isinstance(mask, Chunked):
+        near &= place[:, None] // mask.tokens == place[None, :] // mask.tokens
     allowed = near & (document[:, None] == document[None, :])
     return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), scale)
 

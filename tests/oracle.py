@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringattn.masks import AttentionMask, Chunked, GlobalTokens, Prefix
+
 
 def attention(
     q: Tensor,
@@ -56,43 +58,42 @@ def allowed_mask(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    chunk: int | None = None,
-    prefix: int | tuple[int, ...] | None = None,
-    global_tokens: int | None = None,
+    mask: AttentionMask | None = None,
     cu_seqlens: list[int] | None = None,
     kv_cu_seqlens: list[int] | None = None,
 ) -> Tensor:
     """(q tokens, k tokens) booleans.
 
     `window=(l, r)`: l keys before and r after the query, besides the key at its own position; None or -1 is unbounded.
-    `chunk`: a query sees the keys whose positions are in the same chunk of so many. `prefix`: so many first keys of
-    each document (one number, or one for each) are seen by all its queries. `global_tokens`: so many first tokens of
-    each document see and are seen whatever the window. `cu_seqlens`: document bounds, from 0 to the number of tokens;
+    `mask`: a mask of `ringattn.masks`. `cu_seqlens`: document bounds, from 0 to the number of tokens;
     queries see keys of the document with the same index, and positions are counted from each document's start.
     `kv_cu_seqlens`: those of the keys where they differ.
     """
     q_places = _places(q_tokens, cu_seqlens)
     k_places = _places(k_tokens, cu_seqlens if kv_cu_seqlens is None else kv_cu_seqlens)
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
-    mask = torch.zeros(q_tokens, k_tokens, dtype=torch.bool)
+    chunk = mask.tokens if isinstance(mask, Chunked) else None
+    prefix = mask.tokens if isinstance(mask, Prefix) else 0
+    global_tokens = mask.tokens if isinstance(mask, GlobalTokens) else 0
+    allowed = torch.zeros(q_tokens, k_tokens, dtype=torch.bool)
     for i, (q_document, q_position) in enumerate(q_places):
         for j, (k_document, k_position) in enumerate(k_places):
             before, after = q_position - k_position, k_position - q_position
-            mask[i, j] = (
+            allowed[i, j] = (
                 q_document == k_document
                 and (
                     (
                         not (causal and after > 0)
                         and (
                             ((left == -1 or before <= left) and (right == -1 or after <= right))
-                            or min(q_position, k_position) < (global_tokens or 0)
+                            or min(q_position, k_position) < global_tokens
                         )
                     )
-                    or k_position < (prefix[k_document] if isinstance(prefix, tuple) else prefix or 0)
+                    or k_position < (prefix[k_document] if isinstance(prefix, tuple) else prefix)
                 )
                 and (chunk is None or q_position // chunk == k_position // chunk)
             )
-    return mask
+    return allowed
 
 
 def alibi(

@@ -15,6 +15,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ringattn import masks
 from ringattn.core.geometry import UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
@@ -128,13 +129,13 @@ def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
     causal = draw(st.booleans())
     window, count = draw(windows(causal)), st.integers(0, 12)
     options: dict[str, Any] = {"causal": causal, "window": window}
-    more: dict[str, st.SearchStrategy[Any]] = {"chunk": st.integers(1, 12)}
+    several = [st.integers(1, 12).map(masks.chunked)]
     if causal:
-        more["prefix"] = st.one_of(count, st.tuples(*[count] * documents))
+        several.append(st.one_of(count, st.tuples(*[count] * documents)).map(masks.prefix))
     if window is not None:
-        more["global_tokens"] = st.integers(1, 12)
-    name = draw(st.sampled_from([None, None, None, *more]))
-    return options if name is None else options | {name: draw(more[name])}
+        several.append(st.integers(1, 12).map(masks.global_tokens))
+    mask = draw(st.sampled_from([None, None, None, *several]))
+    return options if mask is None else options | {"mask": draw(mask)}
 
 
 def _bands() -> st.SearchStrategy[Band]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Ring
+from ringattn import Ring, masks
 from ringattn.core.layout import OF_DOCUMENTS
 from ringattn.engine.base import KV, BackwardInputs, Output
 from ringattn.engine.plain import PlainEngine
@@ -33,9 +33,9 @@ MASKS = {
     "right": Trial(window=(-1, 4)),
     "documents": Trial(documents=DOCUMENTS),
     "causal-documents": Trial(causal=True, documents=DOCUMENTS),
-    "causal-chunks": Trial(causal=True, chunk=8, documents=DOCUMENTS),
-    "prefix": Trial(causal=True, prefix=(5, 3, 9, 0, 2), documents=DOCUMENTS),
-    "global": Trial(window=(2, 1), global_tokens=3, documents=DOCUMENTS),
+    "causal-chunks": Trial(causal=True, within=masks.chunked(8), documents=DOCUMENTS),
+    "prefix": Trial(causal=True, within=masks.prefix((5, 3, 9, 0, 2)), documents=DOCUMENTS),
+    "global": Trial(window=(2, 1), within=masks.global_tokens(3), documents=DOCUMENTS),
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
 SEVERAL = ("causal-chunks", "prefix", "global")
@@ -157,12 +157,13 @@ VARIANTS = {
     "cross, same length": Trial(kv_tokens=37, causal=True, kv_layout="striped"),
     "cross, window": Trial(window=(1, 0), kv_tokens=50, kv_layout="striped", heads=(4, 2), lse=True),
     "cross, chunks": Trial(
-        chunk=6, causal=True, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 19, 19, 41), kv_layout="striped"
+        within=masks.chunked(6), causal=True, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 19, 19, 41),
+        kv_layout="striped",
     ),
-    "causal global tokens": Trial(causal=True, window=(3, 0), global_tokens=2, sinks=True, lse=True),
-    "cross, prefix": Trial(causal=True, prefix=5, kv_tokens=23, kv_layout="striped"),
+    "causal global tokens": Trial(causal=True, window=(3, 0), within=masks.global_tokens(2), sinks=True, lse=True),
+    "cross, prefix": Trial(causal=True, within=masks.prefix(5), kv_tokens=23, kv_layout="striped"),
     "cross, global tokens": Trial(
-        window=(1, 2), global_tokens=2, documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 9, 41)
+        window=(1, 2), within=masks.global_tokens(2), documents=(0, 7, 20, 37), kv_tokens=41, kv_documents=(0, 9, 9, 41)
     ),
     "cross, no key": Trial(tokens=9, kv_tokens=0, sinks=True, lse=True),
     "cross, documents": Trial(documents=(0, 10, 37), kv_tokens=19, kv_documents=(0, 15, 19), kv_layout="zigzag"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ringattn
-from ringattn import InputError, Ring, Sequence
+from ringattn import InputError, Ring, Sequence, masks
 from ringattn.attention import call_of
 from ringattn.core.dilation import Dilated
 from ringattn.planner.cluster import CLUSTERS, Cluster
@@ -49,9 +49,9 @@ def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
         ("zigzag", {"causal": True}),
         ("contiguous", {"window": (9, 0)}),
         ("striped", {"window": (2, 3)}),
-        ("contiguous", {"causal": True, "chunk": 9}),
-        ("zigzag", {"causal": True, "prefix": 10}),
-        ("striped", {"window": (2, 1), "global_tokens": 2}),
+        ("contiguous", {"causal": True, "mask": masks.chunked(9)}),
+        ("zigzag", {"causal": True, "mask": masks.prefix(10)}),
+        ("striped", {"window": (2, 1), "mask": masks.global_tokens(2)}),
     ],
 )
 def test_counters_and_explanations_are_what_happened(schedule: str, layout: str, options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.masks import AttentionMask
 from ringattn.testing import run_ranks
 from tests import oracle, philox
 from tests.poison import unset_is_nan
@@ -38,9 +39,7 @@ class Trial(NamedTuple):
     sinks: bool = False
     lse: bool = False
     strided: bool = False
-    chunk: int | None = None
-    prefix: int | tuple[int, ...] | None = None
-    global_tokens: int | None = None
+    within: AttentionMask | None = None
     kv_tokens: int | None = None
     kv_documents: tuple[int, ...] | None = None
     kv_layout: str = "contiguous"
@@ -57,7 +56,7 @@ class Trial(NamedTuple):
         """What `Ring.attention` is called with besides tensors and sequences."""
         alibi = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float64)} if self.alibi else {}
         dropout = {"dropout_p": self.dropout, "dropout_seed": SEED} if self.dropout else {}
-        return {**self.mask, "scale": self.scale, "softcap": self.softcap, **alibi, **dropout}
+        return {**self.pairs, "scale": self.scale, "softcap": self.softcap, **alibi, **dropout}
 
     @property
     def slopes(self) -> list[float]:
@@ -65,11 +64,10 @@ class Trial(NamedTuple):
         return [0.3 / (1 + head) if head != 1 else -0.05 for head in range(self.heads[0])]
 
     @property
-    def mask(self) -> dict[str, Any]:
-        """Of these the ones that say which pairs meet; the new ones only where they are given."""
-        newer = {"chunk": self.chunk, "prefix": self.prefix, "global_tokens": self.global_tokens}
-        given = {name: value for name, value in newer.items() if value is not None}
-        return {"causal": self.causal, "window": self.window} | given
+    def pairs(self) -> dict[str, Any]:
+        """The options that say which pairs meet; a mask only if there is one."""
+        mask = {} if self.within is None else {"mask": self.within}
+        return {"causal": self.causal, "window": self.window, **mask}
 
 
 class Inputs(NamedTuple):
@@ -112,7 +110,7 @@ def reference(trial: Trial, dtype: torch.dtype) -> Results:
     sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
     lists = [None if cuts is None else list(cuts) for cuts in (trial.documents, trial.kv_documents)]
     allowed = oracle.allowed_mask(
-        given.q.shape[1], given.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.mask
+        given.q.shape[1], given.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.pairs
     )
     scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
     bias = oracle.alibi(trial.slopes, given.q.shape[1], given.k.shape[1], *lists) if trial.alibi else None

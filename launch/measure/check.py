@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringattn import masks
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.names import DTYPES, ENGINES
@@ -73,11 +74,11 @@ class Case:
         if "window" in self.mask:
             options["window"] = (length // 5, 0 if causal else length // 9)
         if "chunk" in self.mask:
-            options["chunk"] = length // 7 + 1
+            options["mask"] = masks.chunked(length // 7 + 1)
         if "prefix" in self.mask:
-            options["prefix"] = length // 8
+            options["mask"] = masks.prefix(length // 8)
         if "global" in self.mask:
-            options["global_tokens"] = length // 20 + 1
+            options["mask"] = masks.global_tokens(length // 20 + 1)
         return options
 
     @property

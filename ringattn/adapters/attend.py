@@ -36,9 +36,7 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         causal: As in `Ring.attention`, and so are the other options.
         window: (left, right) keys besides the query. None or -1: unbounded.
         sinks: Logits that take weight and give no value, one for each query head.
-        chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
-        prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
-        global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
+        mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
         kv_seq: Another sequence, for cross attention. None: `seq`.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as host
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from ringattn import masks
 from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.context import sequence_of
@@ -117,7 +118,8 @@ def flex_attention(
         cut = seq.with_documents(one.documents) if one.says_documents else seq
         some_q, some_k, some_v = (x if len(mine) == batch else x[mine] for x in (q, k, v))
         parts.append(seq.ring.attention(
-            some_q, some_k, some_v, cut, causal=one.causal, window=one.window, prefix=one.prefix, scale=scale,
+            some_q, some_k, some_v, cut, causal=one.causal, window=one.window, scale=scale,
+            mask=None if one.prefix is None else masks.prefix(one.prefix),
             softcap=score.softcap, alibi_slopes=score.alibi_slopes, return_lse=True,
         ))  # fmt: skip
     out, lse = parts[0]

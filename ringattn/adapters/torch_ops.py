@@ -9,7 +9,6 @@ the agreed call, from its forward to its backward pass (docs/internals/decisions
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -25,6 +24,7 @@ from ringattn.adapters.tensor_parallel import local_heads, local_sinks
 from ringattn.core.mask import make_mask
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
+from ringattn.masks import AttentionMask, from_text, refuse_removed
 from ringattn.ring import Ring
 from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import GradientNeeds, anchor, gradient_needs
@@ -70,12 +70,11 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    chunk: int | None = None,
-    prefix: int | Many[int] | None = None,
-    global_tokens: int | None = None,
+    mask: AttentionMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     schedule: ScheduleName | str = "auto",
+    **removed: Any,
 ) -> Tensor:
     """Attention of this rank's shards as one operator, compiled or not; differentiable.
 
@@ -94,13 +93,13 @@ def ring_attention(
         softcap: Scores become softcap * tanh(score / softcap). None: no cap.
         sinks: Logits that take weight and give no value, one for each query head, or a DTensor with Shard(0).
         alibi_slopes: ALiBi, a tensor of one number for each query head, or a DTensor with Shard(0). None: no bias.
-        chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
-        prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
-        global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
+        mask: A mask of `ringattn.masks` besides causal and window, of which compiled code is a constant. None: that of
+            the sequence (`Sequence.with_mask`), found at run time; compiled code is not compiled again for another one.
         dropout_p: Each weight is dropped with this probability.
         dropout_seed: With dropout_p: what is dropped follows from it and from the places of pairs. Where it is an
             argument of the compiled function, the second one is compiled once more, and those after it are not.
         schedule: How blocks travel.
+        removed: Options that masks have replaced: refused, with the line to write instead.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -128,21 +127,22 @@ def ring_attention(
         if seq is None:
             seq = sequence_of() or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
+            refuse_removed(removed)
             _check_options(scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
                            dropout_seed=dropout_seed, schedule=schedule)  # fmt: skip
-            make_mask(seq.length, seq.length, causal=causal, window=window, chunk=chunk, prefix=prefix,
-                      global_tokens=global_tokens, documents=seq.documents, kv_documents=seq.documents)  # fmt: skip
+            make_mask(seq.length, seq.length, causal=causal, window=window, mask=mask, documents=seq.documents,
+                      kv_documents=seq.documents)  # fmt: skip
             sinks = None if sinks is None else local_sinks(sinks, q.shape[2])
             if alibi_slopes is not None:
                 alibi_slopes = local_sinks(alibi_slopes, q.shape[2], "alibi_slopes")
                 AttentionSpec(alibi_slopes=alibi_slopes)  # refuses those that want a gradient
     left, right = (None, None) if window is None else (-1 if bound is None else bound for bound in window)
-    one, each = (prefix, None) if prefix is None or isinstance(prefix, int) else (None, list(prefix))
     # A seed has 64 bits and no sign, a schema's number 63 and one.
     upper, lower = (None, None) if dropout_seed is None else (dropout_seed // HALF, dropout_seed % HALF)
     out, lse, ticket = attention(
-        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right, chunk, one, each,
-        global_tokens, scale, softcap, dropout_p, upper, lower, schedule, _needs_text(q, k, v, sinks),
+        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right,
+        "" if mask is None else mask.text, scale, softcap, dropout_p, upper, lower, schedule,
+        _needs_text(q, k, v, sinks),
     )  # fmt: skip
     if not torch.compiler.is_compiling():
         attended()  # beneath the operator no mode can be left
@@ -184,10 +184,7 @@ def attention(
     causal: bool,
     left: int | None,
     right: int | None,
-    chunk: int | None,
-    prefix: int | None,
-    prefixes: list[int] | None,
-    global_tokens: int | None,
+    mask: str,
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
@@ -202,8 +199,8 @@ def attention(
     the bits of the seed of its dropout; and, at `GRAPH`, whether any rank needs gradients.
 
     `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded, None for none.
-    `prefixes`: one for each document. `upper_seed`, `lower_seed`: the seed is the first times `HALF` plus the second.
-    `gradients`: see `_needs_text`. Raises what `Ring.attention` raises.
+    `mask`: the text of a mask, empty for none. `upper_seed`, `lower_seed`: the seed is the first times `HALF` plus the
+    second. `gradients`: see `_needs_text`. Raises what `Ring.attention` raises.
     """
     if handle == ACTIVE:
         seq = sequence_of() or lone_sequence(q.shape[1])
@@ -211,9 +208,8 @@ def attention(
         seq = sequence_with(handle)
     ring = seq.ring
     spec = AttentionSpec.banded(
-        causal, None if left is None else (left, right), sinks=sinks, chunk=chunk,
-        prefix=prefix if prefixes is None else prefixes, global_tokens=global_tokens, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        causal, None if left is None else (left, right), sinks=sinks, mask=from_text(mask) if mask else None,
+        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
         dropout_seed=None if upper_seed is None or lower_seed is None else upper_seed * HALF + lower_seed,
         schedule=schedule,
     )  # fmt: skip
@@ -305,7 +301,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
-    options = [None] * 16
+    options = [None] * (len(ctx.needs_input_grad) - 4)
     return dq, dk, dv, None if saved[3] is None else dsinks, *options
 
 

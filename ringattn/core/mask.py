@@ -7,12 +7,12 @@ disjoint branches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, UNBOUNDED, Band, StridedRange
+from ringattn.core.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, StridedRange
 from ringattn.errors import InputError
 
 
@@ -66,15 +66,44 @@ class Mask:
         )
 
 
+class Frame(NamedTuple):
+    """What a mask is lowered over: the documents of queries and keys, and the band that `causal` and `window` allow."""
+
+    bounds: tuple[int, ...]
+    kv_bounds: tuple[int, ...]
+    band: Band
+    causal: bool
+    windowed: bool
+
+    @property
+    def documents(self) -> list[tuple[int, int, int, int]]:
+        """The start and the end of the queries, and of the keys, of each pair of documents."""
+        return [(*q, *k) for q, k in zip(pairwise(self.bounds), pairwise(self.kv_bounds), strict=True)]
+
+
+class AttentionMask(ABC):
+    """The pairs of queries and keys that attention allows besides `causal` and `window`: see `ringattn.masks`.
+
+    A subclass is a frozen dataclass, so that equal masks share their plans.
+    """
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The mask as a word, which `masks.from_text` reads."""
+
+    @abstractmethod
+    def lower(self, frame: Frame) -> Mask:
+        """Return the branches over a frame. Raises `InputError` if the mask does not combine with it."""
+
+
 @dataclass(frozen=True)
 class Banded:
-    """The mask options of ordinary attention; see `make_mask`."""
+    """The pairs of ordinary attention, before the sequences are known; see `make_mask`."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
-    chunk: int | None = None
-    prefix: int | tuple[int, ...] | None = None
-    global_tokens: int | None = None
+    within: AttentionMask | None = None
 
     def mask(
         self,
@@ -87,8 +116,8 @@ class Banded:
     ) -> Mask:
         """The mask over these sequences, for all heads alike."""
         return make_mask(
-            length, kv_length, causal=self.causal, window=self.window, chunk=self.chunk, prefix=self.prefix,
-            global_tokens=self.global_tokens, documents=documents, kv_documents=kv_documents,
+            length, kv_length, causal=self.causal, window=self.window, mask=self.within, documents=documents,
+            kv_documents=kv_documents,
         )  # fmt: skip
 
 
@@ -98,20 +127,14 @@ def make_mask(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    chunk: int | None = None,
-    prefix: int | Sequence[int] | None = None,
-    global_tokens: int | None = None,
+    mask: AttentionMask | None = None,
     documents: tuple[int, ...] | None = None,
     kv_documents: tuple[int, ...] | None = None,
 ) -> Mask:
     """The mask of one call. `window` = (left, right) tokens besides the query itself; None or -1 is unbounded.
 
-    `chunk`: each document is cut from its start into chunks of so many tokens, which do not see each other.
-    `prefix`: so many first keys of each document (one number, or one for each) are met by all its queries, besides
-    what causal and the window say. `global_tokens`: so many first tokens of each document meet all others and are met
-    by them, before and after or with causal after only, besides the window.
-    Raises `InputError` for a `causal` that is no bool, a window of wrong sign, a right window beside causal, a chunk
-    or global tokens of no token, options that do not go together, and documents that do not pair.
+    Raises `InputError` if `causal` is not a bool, a side of the window is negative, a right side contradicts `causal`,
+    `mask` is not a mask or does not combine with the others, or documents do not pair.
     """
     check_causal(causal)
     if (documents is None) != (kv_documents is None):
@@ -131,97 +154,11 @@ def make_mask(
     band = Band(0 if causal else -right, left)
     # Without documents each sequence is one part, from 0 to its length.
     bounds, kv_bounds = documents or (0, length), kv_documents or (0, kv_length)
-    given = [
-        name for name, of in (("chunk", chunk), ("prefix", prefix), ("global_tokens", global_tokens)) if of is not None
-    ]
-    if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]} do not go together; give one of them")
-    if chunk is not None:
-        return Mask((_chunked(bounds, kv_bounds, band, _tokens("chunk", chunk)),))
-    if prefix is not None:
-        if not causal:
-            raise InputError("prefix needs causal=True: without it every key is met already, or a window says which")
-        return _with_first(bounds, kv_bounds, _prefixes(prefix, len(bounds) - 1), FULL, None, band)
-    if global_tokens is not None:
-        if window is None:
-            raise InputError("global_tokens needs a window: without one every token is met as these are")
-        firsts = (_tokens("global_tokens", global_tokens),) * (len(bounds) - 1)
-        # Under a causal mask they themselves see what is before them, which their own window may cut.
-        return _with_first(bounds, kv_bounds, firsts, CAUSAL if causal else FULL, None if causal else FULL, band)
-    return Mask((Branch(bounds, kv_bounds, band),))
-
-
-def _with_first(
-    bounds: tuple[int, ...],
-    kv_bounds: tuple[int, ...],
-    firsts: tuple[int, ...],
-    seen: Band,
-    seeing: Band | None,
-    rest: Band,
-) -> Mask:
-    """Documents of which the first keys are met in the band `seen`, and the first queries meet later keys in `seeing`.
-
-    Later queries meet later keys in `rest`. `firsts`: how many tokens of each document are its first ones.
-    """
-    documents = [
-        (q, min(q + first, q_stop), q_stop, k, min(k + first, k_stop), k_stop)
-        for (q, q_stop), (k, k_stop), first in zip(pairwise(bounds), pairwise(kv_bounds), firsts, strict=True)
-    ]
-
-    def branch(band: Band, q_starts: list[int], k_starts: list[int]) -> Branch:
-        return Branch((*q_starts, bounds[-1]), (*k_starts, kv_bounds[-1]), band)
-
-    if all(k_after == k_stop for *_, k_after, k_stop in documents):
-        return Mask((Branch(bounds, kv_bounds, seen),))
-    # Branches do not overlap. Parts pair by index, so what a branch leaves out meets an empty part:
-    #    keys           F F L L L     F: first, L: later
-    #    queries F      s s g g g     s: seen, queries of the whole document by first keys
-    #            L      s s r r r     g: seeing, first queries by later keys; r: rest
-    #            L      s s r r r
-    found = [branch(seen, [at for q, _, end, *_ in documents for at in (q, end)],
-                    [at for *_, k, k_after, _ in documents for at in (k, k_after)])]  # fmt: skip
-    thirds = [at for q, q_after, *_ in documents for at in (q, q, q_after)]
-    if seeing is not None:
-        found.append(branch(seeing, thirds, [at for *_, k, k_after, end in documents for at in (k, k_after, end)]))
-    found.append(branch(rest, thirds, [at for *_, k, k_after, _ in documents for at in (k, k_after, k_after)]))
-    return Mask(tuple(found))
-
-
-def _prefixes(prefix: int | Sequence[int], documents: int) -> tuple[int, ...]:
-    """Tokens of the prefix of each document. Raises `InputError` for what is not one number, or one for each."""
-    several = prefix if isinstance(prefix, (list, tuple)) else (prefix,) * documents
-    if len(several) != documents:
-        raise InputError(f"prefix has {len(several)} numbers for {documents} documents; give one, or one for each")
-    for count in several:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InputError(f"prefix must be a number of tokens from 0 on, or one for each document, got {count!r}")
-    return tuple(several)
-
-
-def _chunked(bounds: tuple[int, ...], kv_bounds: tuple[int, ...], band: Band, chunk: int) -> Branch:
-    """The band in chunks of each document; the n-th chunks of two documents meet."""
-    documents = [(*q, *k) for q, k in zip(pairwise(bounds), pairwise(kv_bounds), strict=True)]
-    # A chunk that no document exceeds cuts nothing: None gives equal masks for equal pairs.
-    if all(max(q_stop - q, k_stop - k) <= chunk for q, q_stop, k, k_stop in documents):
-        return Branch(bounds, kv_bounds, band)
-    if bounds == kv_bounds:
-        return Branch(bounds, bounds, band, segment=chunk)
-    # Documents of unlike length have unlike many chunks; empty ones make up for them, so that chunks pair by index:
-    #    q    |0   |4   |8  10|          k    |0   |4 6||
-    starts = [
-        (min(q + at, q_stop), min(k + at, k_stop))
-        for q, q_stop, k, k_stop in documents
-        for at in range(0, max(q_stop - q, k_stop - k), chunk)
-    ]
-    q_starts, k_starts = zip(*starts, strict=True)
-    return Branch((*q_starts, bounds[-1]), (*k_starts, kv_bounds[-1]), band)
-
-
-def _tokens(name: str, count: object) -> int:
-    """The count. Raises `InputError` for what is no number of tokens from 1 on."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"{name} must be a number of tokens from 1 on, or None, got {count!r}")
-    return count
+    if mask is None:
+        return Mask((Branch(bounds, kv_bounds, band),))
+    if not isinstance(mask, AttentionMask):
+        raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, as masks.chunked(8192)")
+    return mask.lower(Frame(bounds, kv_bounds, band, causal, window is not None))
 
 
 def check_causal(causal: object) -> None:

@@ -8,7 +8,7 @@ ranks (`ring.all_reduce`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -46,9 +46,7 @@ class RingAttention(Layer):
             window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
                 sinks.
-            chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
-            prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
-            global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
+            mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
@@ -115,10 +113,13 @@ class RingAttention(Layer):
         return replace(self.spec, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
     def _facts(self) -> dict[str, object]:
-        """See `Layer._facts`: the mask's options but those that are None, and the softmax's."""
-        mask = asdict(self._spec.mask)
-        mask = {name: mask[name] for name in mask if name in ("causal", "window") or mask[name] is not None}
-        facts = mask | {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
+        """See `Layer._facts`: the mask and the options of the softmax."""
+        banded = self._spec.mask
+        assert isinstance(banded, Banded)
+        facts: dict[str, object] = {"causal": banded.causal, "window": banded.window}
+        if banded.within is not None:
+            facts["mask"] = banded.within.text
+        facts |= {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
         if self._spec.alibi_slopes is not None:
             facts["alibi_slopes"] = self._spec.alibi_slopes
         if self._spec.dropout_p:
@@ -186,9 +187,7 @@ class RingMultiheadAttention(Projections):
             causal: A query meets the keys at its position and before.
             window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sinks: One learned logit per query head that takes weight and gives no value.
-            chunk: Tokens of a chunk; a query meets the keys of its own chunk only. None: no chunks.
-            prefix: With causal: so many first keys of each document are met by all its queries. None: no prefix.
-            global_tokens: With a window: so many first tokens of each document meet and are met by all. None: none.
+            mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.

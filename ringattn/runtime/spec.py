@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import Softmax
 from ringattn.engine.philox import MOST_TOKENS
 from ringattn.errors import InputError
+from ringattn.masks import AttentionMask, refuse_removed
 from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence
 
@@ -47,11 +48,9 @@ class DropoutOptions(SoftmaxOptions, total=False):
 
 
 class BandedOptions(DropoutOptions, total=False):
-    """Those, and which pairs meet besides a band: taken by ordinary attention; see `make_mask` for their meaning."""
+    """Those, and a mask besides `causal` and `window`: taken by ordinary attention."""
 
-    chunk: int | None
-    prefix: int | Many[int] | None
-    global_tokens: int | None
+    mask: AttentionMask | None
 
 
 class AttentionOptions(BandedOptions, total=False):
@@ -93,12 +92,12 @@ class AttentionSpec:
 
     @classmethod
     def banded(
-        cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None, chunk: int | None = None,
-        prefix: int | Many[int] | None = None, global_tokens: int | None = None, **softmax: Unpack[DropoutOptions],
+        cls, causal: bool = False, window: Window = None, *, sinks: Tensor | None = None,
+        mask: AttentionMask | None = None, **softmax: Unpack[DropoutOptions],
     ) -> AttentionSpec:  # fmt: skip
-        """Of ordinary attention: full, causal or in a window, also in chunks, or with first tokens that all meet."""
-        each = tuple(prefix) if isinstance(prefix, Many) else prefix
-        return cls(Banded(causal, window, chunk, each, global_tokens), sinks=sinks, **softmax)
+        """Return the spec of ordinary attention. Raises `InputError` for options that masks have replaced."""
+        refuse_removed({name: value for name, value in softmax.items() if name not in DropoutOptions.__annotations__})
+        return cls(Banded(causal, window, mask), sinks=sinks, **softmax)
 
     @classmethod
     def dilated(
@@ -149,6 +148,21 @@ class AttentionSpec:
         if max(problem.q_layout.length, problem.kv_layout.length) > MOST_TOKENS:
             raise InputError(f"dropout_p={softmax.dropout_p}: it takes sequences of at most 2**32 tokens")
         return seed
+
+
+def with_mask_of(seq: Sequence, kv_seq: Sequence | None, mask_spec: MaskSpec) -> MaskSpec:
+    """Return the spec with the mask that `seq` carries. Raises `InputError` if two masks are given."""
+    if kv_seq is not None and kv_seq.mask is not None:
+        raise InputError(f"kv_seq carries mask={kv_seq.mask.text}; give the mask to seq, whose queries it is for")
+    if seq.mask is None:
+        return mask_spec
+    if isinstance(mask_spec, Dilated):
+        raise InputError(f"seq carries mask={seq.mask.text}, and dilated attention takes no mask")
+    if mask_spec.within is not None:
+        raise InputError(
+            f"seq carries mask={seq.mask.text}, and mask={mask_spec.within.text} is given too; give only one of them"
+        )
+    return replace(mask_spec, within=seq.mask)
 
 
 def check_dropout_seed(seed: object) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringattn import ClosedError, InputError, Ring, Sequence, UnsupportedError
+from ringattn import ClosedError, InputError, Ring, Sequence, UnsupportedError, masks
 from ringattn.adapters import torch_ops
 from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, ring_attention
 from ringattn.sequence import sequence_with
@@ -211,9 +211,9 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
         v = torch.randn(2, 7, 2, 6, dtype=dtype, requires_grad=True)
         sinks = torch.randn(4, dtype=dtype, requires_grad=True)
         options = (sinks, torch.tensor([0.5, 0.25, 0.1, 0.0])) if dtype == torch.float64 else (None, None)
-        masks = (None, None, None, None if window == (-1, -1) else 1)
+        mask = "" if window == (-1, -1) else "global_tokens:1"
         dropout = (0.5, 2**31, 5) if dtype == torch.float64 else (0.0, None, None)
-        arguments = (q, k, v, *options, seq.handle, False, *window, *masks, 0.3, 2.0, *dropout, "auto", "q k v")
+        arguments = (q, k, v, *options, seq.handle, False, *window, mask, 0.3, 2.0, *dropout, "auto", "q k v")
         torch.library.opcheck(attention, arguments)
         with torch.no_grad():
             out, lse, ticket = attention(*arguments)
@@ -240,15 +240,16 @@ def test_what_the_ring_would_keep_for_backward_is_sent_again() -> None:
 
 
 MASKS_AND_DROPOUT: list[dict[str, Any]] = [
-    {}, {"chunk": 4}, {"prefix": 2, "window": None}, {"prefix": (0, 5, 2)}, {"global_tokens": 2},
+    {}, {"mask": masks.chunked(4)}, {"mask": masks.prefix(2), "window": None}, {"mask": masks.prefix((0, 5, 2))},
+    {"mask": masks.global_tokens(2)},
     {"dropout_p": 0.3, "dropout_seed": 2**64 - 1}, {"dropout_p": 0.3, "dropout_seed": 5},
 ]  # fmt: skip
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": "fastest"}, "schedule"), ({"chunk": 2, "prefix": 1}, "chunk and prefix do not go together"),
-    ({"global_tokens": 1}, "needs a window"), ({"prefix": "2"}, "prefix must be a number of tokens"),
-    ({"prefix": (1, 2)}, "2 numbers for 3 documents"), ({"dropout_p": 0.3}, "needs a dropout_seed"),
+    ({"schedule": "fastest"}, "schedule"), ({"mask": "prefix:2"}, "mask='prefix:2' is not a mask"),
+    ({"mask": masks.global_tokens(1)}, "needs a window"), ({"chunk": 2}, "chunk=2 is now a mask"),
+    ({"mask": masks.prefix((1, 2))}, "2 numbers for 3 documents"), ({"dropout_p": 0.3}, "needs a dropout_seed"),
     ({"dropout_p": 0.3, "dropout_seed": -1}, "dropout_seed must be"), ({"dropout_p": True}, "dropout_p cannot be a"),
     ({"dropout_p": 0.3, "dropout_seed": True}, "dropout_seed cannot be a bool"),
 ]  # fmt: skip
@@ -271,7 +272,8 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
             with pytest.raises(InputError, match=told):
                 ring_attention(q, k, k, seq, causal=True, **wrong)
         with pytest.raises(InputError, match="needs a window"):  # by the operator itself, as compiled code calls it
-            attention(q, k, k, None, None, seq.handle, True, *[None] * 5, 1, None, None, 0.0, None, None, "auto", "")
+            attention(q, k, k, None, None, seq.handle, True, None, None, "global_tokens:1", None, None, 0.0, None, None,
+                      "auto", "")  # fmt: skip
 
     run_ranks(2, body)
 
@@ -280,7 +282,10 @@ def test_every_option_and_gradient_is_that_of_the_ring() -> None:
 def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again() -> None:
     """The first seed is a constant of its graph; from the second on they are arguments."""
     options: dict[str, Any] = {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1]), "dropout_p": 0.3}
-    masks: list[dict[str, Any]] = [{"chunk": 3}, {"prefix": (2, 0)}, {"window": (1, 0), "global_tokens": 1}]
+    several: list[dict[str, Any]] = [
+        {"mask": masks.chunked(3)}, {"mask": masks.prefix((2, 0))},
+        {"window": (1, 0), "mask": masks.global_tokens(1)},
+    ]  # fmt: skip
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(cu_seqlens=[0, 5, 11])
@@ -299,7 +304,7 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
                 torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
             assert counter.frame_count <= most_graphs
 
-        for more in masks:
+        for more in several:
             seeds = (3, 8, 2**40, 2**62) if more is masks[0] else (2**64 - 1,)
             same(partial(ring_attention, **options, **more), seeds, min(len(seeds), 2), **more)
         assert len(torch_ops._kept_of[ring]) == len(masks)  # whatever the seed

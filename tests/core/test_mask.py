@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn import masks
 from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
@@ -71,16 +72,10 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
         ({"window": (1, 2, 3)}, r"window=\(1, 2, 3\): expected \(left, right\)"),
         ({"window": 4}, r"window=4: expected \(left, right\)"),
         ({"window": (4, 1), "causal": True}, r"window=\(4, 1\) looks ahead, causal=True forbids it"),
-        ({"chunk": 0}, r"chunk must be a number of tokens from 1 on, or None, got 0"),
-        ({"chunk": 2.0}, r"chunk must be a number of tokens from 1 on, or None, got 2\.0"),
-        ({"chunk": True}, r"chunk must be a number of tokens from 1 on, or None, got True"),
-        ({"chunk": 2, "prefix": 2, "causal": True}, r"chunk and prefix do not go together; give one of them"),
-        ({"prefix": 2}, r"prefix needs causal=True"),
-        ({"prefix": -1, "causal": True}, r"prefix must be a number of tokens from 0 on, .* got -1"),
-        ({"prefix": (1, 2), "causal": True}, r"prefix has 2 numbers for 1 documents; give one, or one for each"),
-        ({"prefix": (1.0,), "causal": True}, r"prefix must be a number of tokens from 0 on, .* got 1\.0"),
-        ({"global_tokens": 2}, r"global_tokens needs a window"),
-        ({"global_tokens": 0, "window": (1, 1)}, r"global_tokens must be a number of tokens from 1 on, or None, got 0"),
+        ({"mask": "chunked:8"}, r"mask='chunked:8' is not a mask; make one with ringattn\.masks"),
+        ({"mask": masks.prefix(2)}, r"masks\.prefix needs causal=True"),
+        ({"mask": masks.prefix((1, 2)), "causal": True}, r"masks\.prefix has 2 numbers for 1 documents; give one, or"),
+        ({"mask": masks.global_tokens(2)}, r"masks\.global_tokens needs a window"),
         ({"documents": (0, 9)}, r"^seq has documents and kv_seq has none"),
         ({"kv_documents": (0, 7)}, r"^kv_seq has documents and seq has none"),
         ({"documents": (0, 2, 9), "kv_documents": (0, 7)}, r"seq has 2 documents and kv_seq has 1"),
@@ -94,8 +89,10 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_a_chunk_that_cuts_nothing_leaves_the_mask_as_it_is() -> None:
     documents = (0, 4, 9)
     plain = make_mask(9, 9, causal=True, documents=documents, kv_documents=documents)
-    assert make_mask(9, 9, causal=True, chunk=5, documents=documents, kv_documents=documents) == plain
-    assert make_mask(9, 9, causal=True, chunk=4, documents=documents, kv_documents=documents) != plain
+    five, four = (
+        make_mask(9, 9, causal=True, mask=masks.chunked(n), documents=documents, kv_documents=documents) for n in (5, 4)
+    )
+    assert five == plain and four != plain
 
 
 # --- head parts ------------------------------------------------------------------------------------------------------

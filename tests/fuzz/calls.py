@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringattn
+from ringattn import masks
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.core.layout import make_layout
 from tests.fuzz import inputs, reference
@@ -165,6 +166,11 @@ class _Call:
         }
         if self.change.get("causal") == "a tensor":
             options["causal"] = torch.ones(2, dtype=torch.bool)
+        seq = self.seq
+        if "mask" in options:
+            options["mask"] = masks.from_text(options["mask"])
+            if self.case["seed"] % 2:
+                seq = seq.with_mask(options.pop("mask"))
         if call["via"] == "sdpa":
             with ring.activate(self.seq) if call.get("active") != "around" else nullcontext():
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))
@@ -174,7 +180,7 @@ class _Call:
             layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}
             if call["via"] == "alone":
                 return ringattn.DilatedAttention(**options)(q, k, v), None
-            return layers[call["op"]](**options)(q, k, v, self.seq), None
+            return layers[call["op"]](**options)(q, k, v, seq), None
         if call["op"] == "attention":
             if self.kv_seq is not None:
                 options["kv_seq"] = self.kv_seq
@@ -182,8 +188,8 @@ class _Call:
         else:
             ask = ring.dilated_attention
         if call["uses"]["lse"] or self.index % 2 == 0:
-            return ask(q, k, v, self.seq, sinks=sinks, return_lse=True, **options)
-        return ask(q, k, v, self.seq, sinks=sinks, **options), None
+            return ask(q, k, v, seq, sinks=sinks, return_lse=True, **options)
+        return ask(q, k, v, seq, sinks=sinks, **options), None
 
     def _check_dtypes(self, dtype: torch.dtype) -> None:
         assert self.out is not None and self.out.dtype == dtype, f"out is {self.out.dtype}"

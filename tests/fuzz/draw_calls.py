@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from ringattn import masks
 from tests.fuzz.choices import BATCH_LAST, LONGEST, MODES, SCHEDULES, STRIDES, Case, maybe, sequence
 
 
@@ -131,13 +132,14 @@ def draw_mask(r: Random, call: Case) -> None:
         options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
     sizes = [1, 2, 3, 4, 8, 16, r.randint(1, 60)]
     if maybe(r, 0.2):
-        options["chunk"] = r.choice(sizes)
+        options["mask"] = f"chunked:{r.choice(sizes)}"
     elif options["causal"] and maybe(r, 0.4):
         documents = call["seq"]["documents"]
         several = documents is not None and maybe(r, 0.5)
-        options["prefix"] = tuple(r.choice([0, *sizes]) for _ in documents[1:]) if several else r.choice([0, *sizes])
+        tokens = tuple(r.choice([0, *sizes]) for _ in documents[1:]) if several else r.choice([0, *sizes])
+        options["mask"] = masks.prefix(tokens).text
     elif "window" in options and maybe(r, 0.4):
-        options["global_tokens"] = r.choice(sizes)
+        options["mask"] = f"global_tokens:{r.choice(sizes)}"
 
 
 def draw_alibi(r: Random, call: Case) -> None:

@@ -26,7 +26,7 @@ ROUNDINGS = 4.0
 USUAL_SCORE = 5.0
 
 
-MASKS = ("causal", "window", "chunk", "prefix", "global_tokens")
+MASKS = ("causal", "window", "mask")
 """Options of `Ring.attention` that say which pairs meet."""
 
 

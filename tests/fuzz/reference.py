@@ -85,30 +85,31 @@ def plain_counts(
     kv_documents: Sequence[int] | None,
     causal: bool = False,
     window: Sequence[int | None] | None = None,
-    chunk: int | None = None,
-    prefix: int | Sequence[int] | None = None,
-    global_tokens: int | None = None,
+    mask: str | None = None,
 ) -> Counts:
     """Queries meet keys of the document of the same number; positions are counted from the two documents' starts.
 
-    `window` = (l, r): l keys before the query's own position and r after it; None or -1 is unbounded. `chunk`: both
-    documents are cut into chunks of so many tokens, and those of the same number meet. `prefix`: of each document so
-    many first keys meet all its queries. `global_tokens`: of both documents so many first tokens pass by the window.
+    `window` = (l, r): l keys before the query's own position and r after it; None or -1 is unbounded. `mask`: the
+    text of a mask. chunked: both documents are cut into chunks of so many tokens, and those of the same number meet.
+    prefix: of each document so many first keys meet all its queries. global_tokens: of both documents so many first
+    tokens pass by the window.
     """
+    kind, _, numbers = (mask or "").partition(":")
+    tokens = [int(number) for number in numbers.split(",") if number]
     q, k = places(length, documents), places(kv_length, kv_documents)
     ahead = k.within[None, :] - q.within[:, None]
     left, right = (float("inf") if side is None or side == -1 else side for side in window or (None, None))
     meets = (-ahead <= left) & (ahead <= right)
-    if global_tokens is not None:
-        meets = meets | (q.within < global_tokens)[:, None] | (k.within < global_tokens)[None, :]
+    if kind == "global_tokens":
+        meets = meets | (q.within < tokens[0])[:, None] | (k.within < tokens[0])[None, :]
     if causal:
         meets = meets & (ahead <= 0)
-    if prefix is not None:
-        each = torch.tensor([prefix] * (len(documents or (0, 0)) - 1) if isinstance(prefix, int) else list(prefix))
+    if kind == "prefix":
+        each = torch.tensor(tokens if "," in numbers else tokens * (len(documents or (0, 0)) - 1))
         meets = meets | (k.within < each[k.document])[None, :]
     meets = meets & (q.document[:, None] == k.document[None, :])
-    if chunk is not None:
-        meets = meets & (q.within[:, None] // chunk == k.within[None, :] // chunk)
+    if kind == "chunked":
+        meets = meets & (q.within[:, None] // tokens[0] == k.within[None, :] // tokens[0])
     return Counts(meets.double()[None, None])
 
 

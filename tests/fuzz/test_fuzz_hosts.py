@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs_own
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, Sequence
+from ringattn import Ring, Sequence, masks
 from ringattn.adapters import flash_attn
 from ringattn.adapters.context_parallel import context_parallel, recompute_context
 from ringattn.adapters.dropout import seed_from
@@ -70,8 +70,8 @@ def wanted(given: Many[Tensor], cuts: Many[int] | None, case: dict[str, Any], **
     """Out and the three gradients, of whole tensors."""
     *leaves, dout = (x[None].clone().requires_grad_() for x in given)
     length = len(given[0])
-    mask = {name: options.pop(name, None) for name in ("window", "prefix", "chunk", "global_tokens")}
-    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], **mask)
+    pairs = {name: options.pop(name, None) for name in ("window", "mask")}
+    counts = reference.plain_counts(length, cuts, length, cuts, case["causal"], **pairs)
     out, _ = reference.attention(*leaves, counts, **options)
     return [x[0].detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
@@ -250,7 +250,8 @@ def flex(seed: int) -> None:
 
     places = reference.places(length, cuts)
     bias = None if slopes is None else reference.alibi(slopes, places, places)
-    expected = wanted(given, cuts, case, window=(left, right), prefix=prefix, scale=scale, softcap=cap, bias=bias)
+    told_mask = None if prefix is None else masks.prefix(prefix).text
+    expected = wanted(given, cuts, case, window=(left, right), mask=told_mask, scale=scale, softcap=cap, bias=bias)
     with torch.no_grad():
         own = torchs_own(*(x[None].transpose(1, 2) for x in given[:3]), **options)
     for found in [*run_ranks(case["ranks"], body), [own[0].transpose(0, 1)]]:
@@ -279,9 +280,9 @@ def operator(seed: int) -> None:
                                "softcap": r.choice([None, 2.0])}  # fmt: skip
     count = r.choice([1, 2, 3, 7])
     several = tuple(r.choice([0, 1, 5]) for _ in (cuts or (0, 0))[1:])
-    more: list[dict[str, Any]] = [{}, {"chunk": count}]
-    more += [{"prefix": r.choice([0, count, several])}] if case["causal"] else []
-    more += [{"global_tokens": count}] if options["window"] is not None else []
+    more: list[dict[str, Any]] = [{}, {"mask": f"chunked:{count}"}]
+    more += [{"mask": masks.prefix(r.choice([0, count, several])).text}] if case["causal"] else []
+    more += [{"mask": f"global_tokens:{count}"}] if options["window"] is not None else []
     options |= r.choice(more)
     slopes, _ = drawn_slopes(r, case["heads"], False)
     p, dropout_seed = drawn_dropout(r)
@@ -289,7 +290,9 @@ def operator(seed: int) -> None:
     case |= {"seed": seed, "length": length, "cuts": cuts, "slopes": slopes, "p": p, "dropout_seed": dropout_seed,
              "layout": layout, **options}  # fmt: skip
     given = tensors(seed, length, case)
-    told = {**options, "causal": case["causal"], "dropout_p": p, "dropout_seed": dropout_seed if p else None,
+    mask = masks.from_text(options["mask"]) if "mask" in options else None
+    told = {**options, "mask": mask, "causal": case["causal"], "dropout_p": p,
+            "dropout_seed": dropout_seed if p else None,
             "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64)}  # fmt: skip
 
     def body(ring: Ring) -> list[Tensor]:

@@ -15,6 +15,7 @@ from ringattn import (
     RingDilatedAttention,
     RingMultiheadAttention,
     RingMultiheadDilatedAttention,
+    masks,
 )
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
@@ -102,7 +103,7 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
         {"window": (4, None)}, {"is_causal": True}, ~torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-4)
     ),
     "is_causal prefix": (
-        {"prefix": 6}, {"is_causal": True},
+        {"mask": masks.prefix(6)}, {"is_causal": True},
         torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) & (torch.arange(TOKENS) >= 6),
     ),
 }  # fmt: skip

@@ -1,0 +1,189 @@
+"""Masks as values: their checks, their texts, and how they reach a call."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Ring, RingAttention, masks
+from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.adapters.torch_ops import ring_attention
+from ringattn.errors import InputError
+from ringattn.masks import AttentionMask
+from ringattn.testing import dense_attention, run_ranks
+
+VALUES = [
+    masks.chunked(8192), masks.prefix(0), masks.prefix(128), masks.prefix((100, 30)), masks.prefix((7,)),
+    masks.prefix([1, 2]), masks.global_tokens(64),
+]  # fmt: skip
+DOCUMENTS = [0, 9, 9, 23]
+TOLERANCE = 1e-12
+
+
+@pytest.mark.parametrize("mask", VALUES, ids=lambda mask: mask.text)
+def test_a_text_is_read_back_as_the_same_mask(mask: AttentionMask) -> None:
+    assert masks.from_text(mask.text) == mask
+    assert hash(masks.from_text(mask.text)) == hash(mask)
+
+
+def test_texts() -> None:
+    assert [mask.text for mask in VALUES] == [
+        "chunked:8192", "prefix:0", "prefix:128", "prefix:100,30", "prefix:7,", "prefix:1,2", "global_tokens:64"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tree:8", r"mask='tree:8': 'tree' is not a mask; choose one of chunked, prefix, global_tokens"),
+        ("chunked", r"mask='chunked': expected whole numbers after chunked:"),
+        ("prefix:a", r"mask='prefix:a': expected whole numbers after prefix:, as in prefix:128"),
+        ("chunked:0", r"masks\.chunked takes whole numbers of tokens from 1 on, got 0"),
+        ("chunked:1,2", r"masks\.chunked takes whole numbers of tokens from 1 on, got \(1, 2\)"),
+        ("prefix:-1", r"masks\.prefix takes whole numbers of tokens from 0 on, got -1"),
+    ],
+)
+def test_other_texts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        masks.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "least"),
+    [(masks.chunked, 0, 1), (masks.chunked, 2.0, 1), (masks.chunked, True, 1), (masks.prefix, -1, 0),
+     (masks.prefix, (1.0,), 0), (masks.prefix, True, 0), (masks.global_tokens, 0, 1), (masks.global_tokens, None, 1)],
+)  # fmt: skip
+def test_wrong_numbers_are_refused(make: Callable[[Any], AttentionMask], number: Any, least: int) -> None:
+    value = number[0] if isinstance(number, tuple) else number
+    with pytest.raises(InputError, match=rf"masks\.{make.__name__} takes whole .* from {least} on, got {value}"):
+        make(number)
+
+
+REMOVED = {
+    "chunk": (8192, r"chunk=8192 is now a mask: write mask=masks\.chunked\(8192\)"),
+    "prefix": ((1, 2), r"prefix=\(1, 2\) is now a mask: write mask=masks\.prefix\(\(1, 2\)\)"),
+    "global_tokens": (4, r"global_tokens=4 is now a mask: write mask=masks\.global_tokens\(4\)"),
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_replaced_options_are_refused_with_the_line_to_write(name: str) -> None:
+    value, message = REMOVED[name]
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(8)
+        x = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+        calls: list[Callable[..., object]] = [
+            lambda **removed: ring.attention(x, x, x, seq, **removed),
+            lambda **removed: ring_attention(x, x, x, seq, **removed),
+            lambda **removed: ring.explain(seq, q=x, **removed),
+            RingAttention,
+        ]
+        for call in calls:
+            with pytest.raises(InputError, match=message):
+                call(**{name: value})
+            with pytest.raises((InputError, TypeError), match="'chunks' is not an option of attention"):
+                call(chunks=3)
+
+    run_ranks(2, body)
+
+
+def attended(attend: Callable[..., Tensor], seq: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The whole output and gradients of `attend(q, k, v)` on this rank's shards."""
+    leaves = [seq.shard(x).clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    return tuple(seq.gather(x.detach()) for x in (out, *grads))
+
+
+def test_the_mask_of_a_sequence_reaches_every_call() -> None:
+    q, k, v = torch.randn(3, 1, 23, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mask = masks.prefix((4, 3, 6))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = dense_attention(*leaves, causal=True, mask=mask, cu_seqlens=DOCUMENTS)[0]
+    wanted = (out.detach(), *torch.autograd.grad(out.sin().sum(), leaves))
+
+    def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    def body(ring: Ring) -> list[tuple[Tensor, ...]]:
+        plain = ring.sequence(cu_seqlens=DOCUMENTS)
+        seq = plain.with_mask(mask)
+        assert seq.mask == mask and seq != plain and seq.with_mask(None) == plain
+        assert seq.with_documents(DOCUMENTS) == seq and hash(seq.with_mask(mask)) == hash(seq)
+        layer = RingAttention(causal=True)
+        calls: list[Callable[..., Tensor]] = [
+            lambda *x: ring.attention(*x, seq, causal=True),
+            lambda *x: ring.attention(*x, plain, causal=True, mask=mask),
+            lambda *x: layer(*x, seq),
+            lambda *x: ring_attention(*x, seq, causal=True),
+        ]
+        results = [attended(call, seq, q, k, v) for call in calls]
+        with ring.activate(seq):
+            return [*results, attended(heads_first, seq, q, k, v)]
+
+    for results in run_ranks(2, body, poison=True):
+        for call, found in enumerate(results):
+            for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+                assert (one - other).abs().max() < TOLERANCE, (call, name)
+
+
+def test_the_example_of_a_new_mask_is_exact() -> None:
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(block), names)
+    x = torch.randn(1, 23, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    wanted = dense_attention(x, x, x, causal=True, cu_seqlens=[0, 4, 9, 9, 16, 23])[0]
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(cu_seqlens=DOCUMENTS)
+        local = seq.shard(x)
+        return seq.gather(ring.attention(local, local, local, seq, causal=True, mask=names["Halves"]()))
+
+    for out in run_ranks(3, body, poison=True):
+        assert (out - wanted).abs().max() < TOLERANCE
+
+
+def test_two_masks_are_refused() -> None:
+    def body(ring: Ring) -> None:
+        plain = ring.sequence(8)
+        seq = plain.with_mask(masks.chunked(4))
+        x = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+        with pytest.raises(InputError, match=r"seq carries mask=chunked:4, and mask=chunked:2 is given too"):
+            ring.attention(x, x, x, seq, mask=masks.chunked(2))
+        with pytest.raises(InputError, match=r"kv_seq carries mask=chunked:4; give the mask to seq"):
+            ring.attention(x, x, x, plain, kv_seq=seq)
+        with pytest.raises(InputError, match=r"seq carries mask=chunked:4, and dilated attention takes no mask"):
+            ring.dilated_attention(x, x, x, seq, segment_lengths=[4], dilation_rates=[2])
+        with pytest.raises(InputError, match=r"mask=4 is not a mask; make one with ringattn\.masks"):
+            plain.with_mask(4)  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_compiled_code_takes_the_mask_of_another_step_without_compiling_again() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def body(ring: Ring) -> int:
+        counter = CompileCounterWithBackend("eager")
+        run = torch.compile(lambda q: ring_attention(q, q, q, causal=True), backend=counter, fullgraph=True)
+        plain = ring.sequence(12)
+        for tokens in (1, 3, 5, 8):
+            seq = plain.with_mask(masks.prefix(tokens))
+            with ring.activate(seq):
+                out = seq.gather(run(seq.shard(x)))
+            wanted = dense_attention(x, x, x, causal=True, mask=masks.prefix(tokens))[0]
+            assert (out - wanted).abs().max() < TOLERANCE
+        return counter.frame_count
+
+    assert run_ranks(1, body) == [1]
