@@ -24,7 +24,7 @@ from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.plan import Plan
 from ringattn.planner.simulate import simulate
-from ringattn.schedule.routes import RING
+from ringattn.schedule.routes import ROUTES
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ def plans_of(options: MarginOptions, mask: str, tokens: int) -> list[tuple[Plan,
         layout, layout, make_mask(tokens, tokens, causal=causal), 1, options.heads, options.kv_heads, options.head_dim,
         options.head_dim, "bfloat16",
     )  # fmt: skip
-    return [tuple(plan_of(problem, RING, rank, back) for rank in range(options.ranks)) for back in (False, True)]
+    return [
+        tuple(plan_of(problem, ROUTES["ring"], rank, back) for rank in range(options.ranks)) for back in (False, True)
+    ]
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def attention(
             1 - p; lse is that of all weights. What is dropped depends on the seed and on the batch, the query head and
             the positions of a pair alone.
         dropout_seed: With dropout_p: from 0 to 2**64 - 1, the same on all ranks; another one for each layer and step.
-        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: by
-            predicted time where machines are named, calibrated or recognised (see `Ring`); else by mask and bytes.
+        schedule: How blocks travel, see docs/schedules.md. auto: by predicted time if machines are named, calibrated or
+            recognised (see `Ring`); else by mask and bytes.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)

@@ -73,7 +73,7 @@ def dilated_attention(
         alibi_slopes: As for `attention`; distances count tokens, whatever the rate. With tail="ragged". None: no bias.
         dropout_p: As for `attention`; a pair that several branches have is dropped from all of them, or from none.
         dropout_seed: As for `attention`.
-        schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: the fastest as predicted.
+        schedule: How blocks travel, see docs/schedules.md. auto: the fastest as predicted.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)

@@ -33,7 +33,7 @@ from ringattn.planner.simulate import simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Kind, Schedule
-from ringattn.schedule.routes import ScheduleName, route_named, schedule_of
+from ringattn.schedule.routes import route_named, schedule_of
 from ringattn.schedule.text import grid, idle_steps
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
@@ -159,7 +159,7 @@ def explain(
     alibi_slopes: Tensor | Many[float] | None = None,
     dropout_p: float = 0.0,
     kv_seq: Sequence | None = None,
-    schedule: ScheduleName | str = "auto",
+    schedule: str = "auto",
     cluster: Cluster | str | None = None,
     sm_margin: int | None = None,
     **removed: object,

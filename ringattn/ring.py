@@ -26,7 +26,6 @@ from ringattn.planner.layouts import suits_at_once
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import check_dropout_seed
-from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
@@ -120,7 +119,7 @@ class Ring(Runtime):
         cu_seqlens: Many[int] | Tensor | None = None,
         layout: LayoutName | str = "auto",
         for_: Purpose | str = "causal",
-        schedule: ScheduleName | str = "auto",
+        schedule: str = "auto",
     ) -> Sequence:
         """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 

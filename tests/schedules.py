@@ -13,6 +13,10 @@ import pytest
 
 from ringattn.schedule.routes import ROUTES
 
+RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, ULYSSES_RING, PASS_Q, BALANCED = (
+    ROUTES.values()
+)
+
 NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 

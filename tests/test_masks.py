@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from ringattn.adapters.torch_ops import ring_attention
 from ringattn.errors import InputError
 from ringattn.masks import AttentionMask
 from ringattn.testing import dense_attention, run_ranks
+from tests.contributing import example
 
 VALUES = [
     masks.chunked(8192), masks.prefix(0), masks.prefix(128), masks.prefix((100, 30)), masks.prefix((7,)),
@@ -136,17 +134,14 @@ def test_the_mask_of_a_sequence_reaches_every_call() -> None:
 
 
 def test_the_example_of_a_new_mask_is_exact() -> None:
-    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(textwrap.dedent(block), names)
+    halves = example("Halves")["Halves"]
     x = torch.randn(1, 23, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     wanted = dense_attention(x, x, x, causal=True, cu_seqlens=[0, 4, 9, 9, 16, 23])[0]
 
     def body(ring: Ring) -> Tensor:
         seq = ring.sequence(cu_seqlens=DOCUMENTS)
         local = seq.shard(x)
-        return seq.gather(ring.attention(local, local, local, seq, causal=True, mask=names["Halves"]()))
+        return seq.gather(ring.attention(local, local, local, seq, causal=True, mask=halves()))
 
     for out in run_ranks(3, body, poison=True):
         assert (out - wanted).abs().max() < TOLERANCE

@@ -25,7 +25,6 @@ from ringattn.core import layout, presets, problem
 from ringattn.engine import select
 from ringattn.layers import projection, rotary
 from ringattn.observe import memory
-from ringattn.schedule import routes
 from ringattn.transport import rendezvous
 from ringattn.transport.nccl import options
 
@@ -156,7 +155,6 @@ def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) ->
         (presets.Offset, presets.OFFSETS),
         (problem.FloatName, problem.FLOATS),
         (problem.EightBitName, problem.EIGHT_BIT),
-        (routes.ScheduleName, ("auto", *routes.ROUTES, *routes.ALIASES)),
         (rendezvous.TransportName, rendezvous.TRANSPORTS),
         (select.EngineName, select.ENGINES),
         (dilated.BranchGradient, dilated.GRADIENTS),

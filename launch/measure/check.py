@@ -217,7 +217,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
 
 def refused_schedules(ring: Ring) -> dict[str, str]:
     """The schedules that this ring refuses by name, each with the reason."""
-    from ringattn.schedule.double_ring import grid_of
+    from ringattn.schedule.route import grid_of
 
     refused = {}
     for name in NUMBERED:

@@ -193,7 +193,7 @@ def _by_plans(
         )
     problem = call.problem(tokens, ranks)
     chosen = route_named(call.schedule)
-    groups = ranks // group_of(problem, call.schedule, machines.cluster) if chosen.by_node else 1
+    groups = ranks // group_of(problem, call.schedule, machines.cluster) if chosen.parameter else 1
     check_extent(problem, by_head=chosen.by_head, groups=groups)
     route = choose_route(problem, call.schedule, machines.cluster)
     found, spans, held = [], [], np.zeros(ranks)

@@ -30,7 +30,6 @@ from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import GradientNeeds, anchor, gradient_needs
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.runtime.spec import AttentionSpec, Window
-from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence, sequence_with
 
 __all__ = ["ring_attention"]
@@ -73,7 +72,7 @@ def ring_attention(
     mask: AttentionMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    schedule: ScheduleName | str = "auto",
+    schedule: str = "auto",
     **removed: Any,
 ) -> Tensor:
     """Attention of this rank's shards as one operator, compiled or not; differentiable.

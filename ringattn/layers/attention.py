@@ -52,7 +52,7 @@ class RingAttention(Layer):
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             dropout_p: Weights are dropped with this probability in training mode; then each call needs a seed.
             dropout_seed: None; it belongs to a call.
-            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
+            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
 
         Raises:
             InputError: `causal` or `window` is wrong, or a seed is given.
@@ -193,7 +193,7 @@ class RingMultiheadAttention(Projections):
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
             dropout_p: 0; `dropout` says it.
             dropout_seed: None; it belongs to a call.
-            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
+            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
 
         Raises:
             InputError: Heads do not fit each other, `rope` is not known or does not fit heads, the mask is wrong, or a

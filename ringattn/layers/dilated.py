@@ -103,7 +103,7 @@ class Dilation(Layer):
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
+            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
 
         Raises:
             InputError: Branches, the offset or the layer are wrong.
@@ -260,7 +260,7 @@ class MultiheadDilation(Projections):
             scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
             softcap: Scores become softcap * tanh(score / softcap). None: no cap.
             alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            schedule: How blocks travel: a `ScheduleName`, double_ring:M or ulysses_ring:M. auto: chosen for each call.
+            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
 
         Raises:
             InputError: Heads, branches, the offset, the layer or rotary positions are unknown or do not fit each other.

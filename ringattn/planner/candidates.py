@@ -24,7 +24,10 @@ from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import attention_s, call_work, work_s
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import RING, ROUTES, Route
+from ringattn.schedule.routes import ROUTES, Route
+
+RING = "ring"
+"""The schedule that others are compared with."""
 
 MUST_GAIN = 0.03
 """Share of the ring's time that another schedule must save: predictions are no nearer than that."""
@@ -112,9 +115,9 @@ def candidates(
     `routed`: the route of a name on this cluster. `others`: those of `Candidate.elsewhere`.
     """
     found: list[Candidate] = []
-    (ring_s,), ring_bytes = played(problem, routed(RING.name), (cluster,), plan_of)
+    (ring_s,), ring_bytes = played(problem, routed(RING), (cluster,), plan_of)
     best_s, most = ring_s, max(STAGE_AT_MOST * own_bytes(problem), STAGE_OVER_RING * ring_bytes)
-    for name in sorted(ROUTES, key=lambda name: (name != RING.name, moves_queries(ROUTES[name]), name)):
+    for name in sorted(ROUTES, key=lambda name: (name != RING, ROUTES[name].moves_queries, name)):
         candidate = _weighed(problem, name, (cluster, *others), routed, plan_of, best_s, most)
         found.append(candidate)
         if candidate.seconds is not None and not candidate.why:
@@ -130,7 +133,7 @@ def candidates(
 def _fastest(found: list[Candidate], most_s: float) -> Candidate:
     """The fastest that may be taken, if it takes less than `most_s`; else the ring."""
     may = [one for one in found if not one.why and one.seconds is not None]
-    ring = next(one for one in found if one.schedule == RING.name)
+    ring = next(one for one in found if one.schedule == RING)
     fastest = min(may, key=lambda one: (one.seconds, one.schedule), default=ring)
     return fastest if (fastest.seconds or 0.0) < most_s else ring
 
@@ -139,7 +142,7 @@ def _slower(one: Candidate, chosen: Candidate, gain: float) -> str:
     assert one.seconds is not None and chosen.seconds is not None
     if not chosen.seconds:
         return "no faster"
-    if chosen.schedule == RING.name and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
+    if chosen.schedule == RING and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
         return f"saves less than {gain:.0%} of the ring"
     slower = one.seconds > 1.005 * chosen.seconds
     return f"takes {one.seconds / chosen.seconds:.2f} times as long" if slower else "no faster"
@@ -155,13 +158,11 @@ def _weighed(
     def out(why: str) -> Candidate:
         return Candidate(name, route, None, None, why)
 
-    if problem.world_size == 1 and name != RING.name:
+    if problem.world_size == 1 and name != RING:
         return out("one rank sends nothing")
-    if route.by_segment and all(branch.segment is None and len(branch.bounds) == 2 for branch in problem.mask.branches):
-        return out("no segments or documents: it is the ring")
-    if route.by_node and not route.by_head and len(set(map(cluster.node_of, range(problem.world_size)))) == 1:
-        return out("one node: its hops cross the same links as the ring's")
-    if moves_queries(route):
+    if why := route.why_not(problem, len(set(map(cluster.node_of, range(problem.world_size))))):
+        return out(why)
+    if route.moves_queries:
         least, tiles = least_s(problem, cluster), _single_tiles(problem)
         quick = problem.world_size <= 4 and tiles <= PLACED_TILES
         gain = must_gain(cluster) if quick else max(must_gain(cluster), SLOW_MUST_GAIN)
@@ -179,12 +180,7 @@ def _weighed(
     except (InputError, PlanError) as error:  # unlike nodes, heads that cannot be divided
         return out(str(error))
     why = f"stages {peak / own_bytes(problem):.1f} times q, k, v and out" if peak > most else ""
-    return Candidate(name, route, seconds, peak, why if name != RING.name else "", tuple(elsewhere))
-
-
-def moves_queries(route: Route) -> bool:
-    """Whether a plan moves queries or outputs, and takes long to make."""
-    return route.by_head or route.place is not None
+    return Candidate(name, route, seconds, peak, why if name != RING else "", tuple(elsewhere))
 
 
 def played(

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ringattn.core.problem import Problem
 from ringattn.planner.candidates import (
+    RING,
     STAGE_AT_MOST,
     Candidate,
     by_closed_form,
@@ -27,14 +28,10 @@ from ringattn.planner.opening_cost import cheapest_opening
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.content import size
-from ringattn.schedule.double_ring import grid_of
 from ringattn.schedule.opening import arrived
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
-    ALL_GATHER,
-    DIRECT,
-    RING,
     ROUTES,
     Route,
     backward_of_rank,
@@ -55,16 +52,21 @@ KEEP_AT_MOST = 1 / 8
 
 
 def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
-    """The route called `schedule`; for "auto" the fastest that fits on a cluster that is known, by `candidates`.
+    """Return the schedule called `schedule`, or choose one for "auto".
 
-    For more ranks or pieces than are played there, double ring where a closed form says that it saves enough. Where
-    nobody said which machines these are, the ring, unless sending each reader its own rows saves enough; documents that
-    are placed for all rows at once have them so where a rank can hold them, there and beyond what is played. Dilated
-    rows go by the fastest of fetching all in the first step (if no rank must hold more than a shard for that), the head
-    all-to-all and sub-rings, as `planner.cost` has it for `cluster`. Where all that comes is there at once anyway, it
-    is kept for the backward pass if it is little. "double_ring" has an inner ring, and "ulysses_ring" a group, in each
-    node of `cluster`; on one node see `Route.grid_for`. `opening_cost` says how a backward begins. Raises `InputError`
-    for an unknown schedule and for nodes of unlike length.
+    "double_ring" has an inner ring, and "ulysses_ring" a group, in each node of `cluster`; on one node see
+    `GridRoute.grid_for`. `opening_cost` decides how a backward pass begins. "auto" chooses
+
+    - on a known cluster, the fastest schedule that fits, as `candidates` predicts it; for more ranks or pieces than it
+      plays, a double ring if a closed form predicts enough gain;
+    - on unknown machines, the ring, or `direct` if sending each reader its own rows saves enough;
+    - `all_gather` for documents that are placed for it, if a rank can hold what it brings, on unknown machines and for
+      more than is played;
+    - for dilated rows, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
+      `sub_rings`, as `planner.cost` predicts for `cluster`.
+
+    If all that a forward pass receives is there at the same time and it is little, it is kept for the backward pass.
+    Raises `InputError` for an unknown schedule, and for nodes of different sizes where a schedule needs equal ones.
     """
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
@@ -77,24 +79,22 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
 def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
         route = route_named(schedule, problem.world_size)
-        nodes = tuple(map(cluster.node_of, range(problem.world_size)))
-        # What is not told which ranks belong together takes those of each node.
-        if route.by_node and not route.grid and len(set(nodes)) > 1:
-            route = replace(route, grid=grid_of(nodes, route.name))
+        # If no grid is given, group the ranks by node.
+        route = route.on_nodes(tuple(map(cluster.node_of, range(problem.world_size))))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
         route = _fastest(problem, cluster)
     elif problem.world_size > 1 and followed(problem, cluster):
-        ring = _chosen(problem, RING.name, cluster)
+        ring = _chosen(problem, RING, cluster)
         # Where nobody named the machines, no call waits for a choice that can gain nothing.
         if cluster.recognised and ring_is_near(problem, cluster, ring, plan_once):
             return ring
         return compared(problem, cluster)[0].route
     elif problem.q_layout.at_once and _fits_at_once(problem):
-        route = ALL_GATHER
+        route = ROUTES["all_gather"]
     else:
         relayed, direct = read_sets_of(problem).totals
-        route = DIRECT if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING
-        if known(cluster) and route is RING:
+        route = ROUTES["direct" if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING]
+        if known(cluster) and route.name == RING:
             seconds = by_closed_form(problem, cluster)
             if seconds.get("double_ring", seconds["ring"]) < (1 - must_gain(cluster)) * seconds["ring"]:
                 return _chosen(problem, "double_ring", cluster)
@@ -115,7 +115,7 @@ def _fastest(problem: Problem, cluster: Cluster) -> Route:
     most = max(near for near, _ in fetched), max(far for _, far in fetched)
     seconds = forward_seconds(problem, most, cluster)
     if max(map(sum, fetched)) > min(problem.kv_layout.counts) * problem.kv_heads:
-        del seconds[ALL_GATHER.name]
+        del seconds["all_gather"]
     return ROUTES[min(seconds, key=seconds.__getitem__)]
 
 
@@ -140,11 +140,11 @@ def _fits_at_once(problem: Problem) -> bool:
 
 def _little_comes(problem: Problem, route: Route) -> bool:
     """Whether everything that a forward pass brings lies there at once, on every rank in little memory."""
-    if problem.world_size == 1 or not (route.at_once or (route.by_head and not route.by_node)):
+    if problem.world_size == 1 or not route.arrives_at_once:
         return False
     held = [count * problem.kv_heads * record_bytes(problem, problem.dtype) for count in problem.kv_layout.counts]
     came = [0] * problem.world_size
-    if route.by_head:
+    if route.moves_queries:
         for rank, block, content in arrived(schedule_of(problem, route, False)):
             dtype = problem.kv_dtype if block.kind is Kind.KV else problem.dtype
             came[rank] += size(content) * record_bytes(problem, dtype, block.kind)

@@ -353,7 +353,7 @@ def classes_of(
 def plans_of_group(problem: Problem, route: Route, ranks: range, passes: int = 2) -> Iterator[Plan]:
     """The plans of ranks that belong together, each looked at once: of a rank the forward, then the backward."""
     # Held, so that all of these plans share what the group asks for; let go after them, for it is large.
-    groups = route.groups(problem)
+    groups = route.shared(problem)
     for rank, backward in product(ranks, range(passes)):
         yield plan_once(problem, route, rank, bool(backward))
     del groups

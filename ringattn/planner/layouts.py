@@ -14,12 +14,12 @@ from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.planner.candidates import known, moves_queries, playable, played
+from ringattn.planner.candidates import RING, known, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.extent import excess
 from ringattn.planner.plan import Add, Plan
-from ringattn.schedule.routes import RING, Route, route_named
+from ringattn.schedule.routes import Route, route_named
 
 Documents = tuple[int, ...] | None
 
@@ -65,12 +65,12 @@ class InLayout(NamedTuple):
 
 def in_layouts(problem: Problem, route: Route, cluster: Cluster) -> tuple[InLayout, ...]:
     """The plain layouts, the caller's first: the faster of `route`, the one that was chosen there, and the ring."""
-    ring = choose_route(problem, RING.name, cluster)
+    ring = choose_route(problem, RING, cluster)
     found = []
     for name in dict.fromkeys((problem.q_layout.name, "contiguous", "zigzag", "striped")):
         other = _laid_out(problem, name)
         # What was chosen in the caller's layout need not be the best in another.
-        routes = (route,) if other is problem or route.name == RING.name else (route, ring)
+        routes = (route,) if other is problem or route.name == RING else (route, ring)
         if playable(other):
             seconds, schedule = min((played(other, one, (cluster,), plan_of)[0][0], one.name) for one in routes)
             found.append(InLayout(name, schedule, seconds))
@@ -102,7 +102,7 @@ def better_layout(problem: Problem, documents: Documents, route: Route, computed
         greatest = max(pairs_of(other))
         if greatest < least:
             best, least = name, greatest
-    if best is not None and moves_queries(route):
+    if best is not None and route.moves_queries:
         # Ranks do not compute the pairs of their own queries, so only plans tell: heads may be what is uneven.
         other = _laid_out(problem, best, documents)
         plans = tuple(plan_of(other, route, rank, False) for rank in range(problem.world_size))

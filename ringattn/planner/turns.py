@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ringattn.core.problem import Problem
 from ringattn.planner.cluster import Cluster
-from ringattn.schedule.double_ring import grid_of
 from ringattn.schedule.routes import route_named
 
 
@@ -43,9 +42,8 @@ class Steps(NamedTuple):
 def steps_of(schedule: str, ranks: int, backward: bool, group: int = 1) -> Steps:
     """The steps of a pass of a schedule, with groups as of `group_of`."""
     route = route_named(schedule if group == 1 else f"{schedule.partition(':')[0]}:{group}", ranks)
-    # A double ring goes round each node in each turn; of Ulysses x ring three steps gather and return.
-    inner, extra = (group, 0) if route.by_node and not route.by_head else (1, 3 * route.by_head)
-    return Steps(route.steps(ranks) // inner, backward and route.place is None, inner, extra)
+    inner = route.inner_steps(group)
+    return Steps(route.steps(ranks) // inner, backward and route.undoes_steps, inner, route.extra_steps)
 
 
 def group_of(problem: Problem, schedule: str, cluster: Cluster) -> int:
@@ -54,9 +52,5 @@ def group_of(problem: Problem, schedule: str, cluster: Cluster) -> int:
     Raises `InputError` as the route does.
     """
     ranks = problem.world_size
-    route = route_named(schedule, ranks)
-    if not route.by_node:
-        return 1
     nodes = tuple(map(cluster.node_of, range(ranks)))
-    told = route.grid or len(set(nodes)) == 1
-    return len((route.grid_for(problem) if told else grid_of(nodes, route.name))[0])
+    return route_named(schedule, ranks).on_nodes(nodes).group_size(problem)

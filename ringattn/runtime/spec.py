@@ -23,7 +23,6 @@ from ringattn.engine.base import Softmax
 from ringattn.engine.philox import MOST_TOKENS
 from ringattn.errors import InputError
 from ringattn.masks import AttentionMask, refuse_removed
-from ringattn.schedule.routes import ScheduleName
 from ringattn.sequence import Sequence
 
 Window = tuple[int | None, int | None] | None
@@ -37,7 +36,7 @@ class SoftmaxOptions(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     alibi_slopes: Tensor | Many[float] | None
-    schedule: ScheduleName | str
+    schedule: str
 
 
 class DropoutOptions(SoftmaxOptions, total=False):
@@ -73,7 +72,7 @@ class AttentionSpec:
     `dropout_p`: each weight is dropped with this probability, the others are divided by 1 - p, and lse is that of all
     weights; which ones depends on `dropout_seed`, from 0 to 2**64 - 1, and on the places of pairs alone.
     `sinks`: (q_heads,) logits of any float dtype that take weight and give no value. `schedule`: a name of
-    `ScheduleName`, or double_ring:M, ulysses_ring:M for M ranks that belong together.
+    docs/schedules.md, or double_ring:M, ulysses_ring:M for M ranks that belong together.
     """
 
     mask: MaskSpec = field(default_factory=Banded)
@@ -82,7 +81,7 @@ class AttentionSpec:
     alibi_slopes: Tensor | Many[float] | None = None
     dropout_p: float = 0.0
     dropout_seed: int | None = None
-    schedule: ScheduleName | str = "auto"
+    schedule: str = "auto"
     sinks: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, union
+from ringattn.schedule.opening import arrived
 from ringattn.schedule.ops import (
     Attend,
     Block,
@@ -36,12 +38,35 @@ from ringattn.schedule.ops import (
     ordered_step,
 )
 from ringattn.schedule.passes import inputs_of, own_sum, result_of
+from ringattn.schedule.route import WholeRoute, register, schedule_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
 
 Pair = TypeVar("Pair", bound=Hashable)
 
 OUT, SERVE, BACK, MERGE = range(4)
 STEPS = 4
+
+
+@register(order=4)
+@dataclass(frozen=True)
+class Ulysses(WholeRoute):
+    """All-to-all by head within each segment of each branch."""
+
+    name: str = "ulysses"
+    by_head: ClassVar[bool] = True
+    arrives_at_once: ClassVar[bool] = True
+    moves_queries: ClassVar[bool] = True
+    transposed: ClassVar[bool] = False
+    extra_steps: ClassVar[int] = 3
+
+    def whole(self, problem: Problem, backward: bool) -> Schedule:
+        """See `Route.whole`: q, k, v and dout travel to the head's owner again, and dq, dk, dv return."""
+        kept = arrived(schedule_of(problem, self, False)) if backward and self.keeps else ()
+        return exchange(problem, self.name, backward, kept)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return STEPS
 
 
 def exchange(

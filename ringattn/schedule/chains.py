@@ -12,13 +12,82 @@ where a link carries both directions at once, as on a ring of NVLinks or of netw
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
 from ringattn.schedule.content import Content
+from ringattn.schedule.route import TreeRoute, register
 from ringattn.schedule.trees import Trees
+
+
+@register(order=0)
+@dataclass(frozen=True)
+class Ring(TreeRoute):
+    """Each rank passes the block that it received to its neighbour, one hop a step."""
+
+    name: str = "ring"
+
+    def trees(self, problem: Problem) -> Chains:
+        """See `TreeRoute.trees`."""
+        return Chains(problem, both_ways=False)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return ranks
+
+
+@register(order=1)
+@dataclass(frozen=True)
+class AllGather(TreeRoute):
+    """Each owner sends to every reader in the first step."""
+
+    name: str = "all_gather"
+    at_once: ClassVar[bool] = True
+    arrives_at_once: ClassVar[bool] = True
+
+    def trees(self, problem: Problem) -> Stars:
+        """See `TreeRoute.trees`."""
+        return Stars(problem, at_once=True)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return min(ranks, 2)
+
+
+@register(order=2)
+@dataclass(frozen=True)
+class Direct(TreeRoute):
+    """Each owner sends to every reader, one message a step."""
+
+    name: str = "direct"
+
+    def trees(self, problem: Problem) -> Stars:
+        """See `TreeRoute.trees`."""
+        return Stars(problem, at_once=False)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return ranks
+
+
+@register(order=5)
+@dataclass(frozen=True)
+class Bidirectional(TreeRoute):
+    """Two rings, one each way, which share the work of one."""
+
+    name: str = "bidirectional"
+
+    def trees(self, problem: Problem) -> Chains:
+        """See `TreeRoute.trees`."""
+        return Chains(problem, both_ways=True)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return ranks // 2 + 1
 
 
 class Stars(Trees):

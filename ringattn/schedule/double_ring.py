@@ -16,52 +16,47 @@ Guarantees: a schedule that needs no pass, forward or backward.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isqrt
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
-from ringattn.errors import InputError
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.passes import main_step, spread
+from ringattn.schedule.route import Grid, GridRoute, TreeRoute, register, square_side
 from ringattn.schedule.trees import Trees
 
-SHOWN = 8
-"""Nodes whose numbers of ranks an error lists."""
 
-Grid = tuple[tuple[int, ...], ...]
-"""Ranks by node, as many in each."""
+@register(order=6)
+@dataclass(frozen=True)
+class DoubleRing(GridRoute, TreeRoute):
+    """Rings inside nodes, and a ring of nodes."""
 
+    name: str = "double_ring"
+    parameter: ClassVar[str] = "M"
 
-def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:
-    """The ranks of each node, given the node of each rank. Raises `InputError` where nodes have unlike numbers."""
-    grid = tuple(tuple(rank for rank, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes))
-    if len({len(ranks) for ranks in grid}) > 1:
-        counts = ", ".join(str(len(ranks)) for ranks in grid[:SHOWN]) + (", ..." if len(grid) > SHOWN else "")
-        counts += f", {len(grid[-1])}" if len(grid) > SHOWN else ""
-        raise InputError(
-            f"schedule='{name}' needs as many ranks on each node, and the nodes have {counts}; "
-            f"choose schedule='ring', or say how many ranks belong together: schedule='{name}:2'"
-        )
-    return grid
+    def default_group(self, problem: Problem) -> int:
+        """See `GridRoute.default_group`."""
+        return square_side(problem.world_size)
 
+    def trees(self, problem: Problem) -> GridTrees:
+        """See `TreeRoute.trees`."""
+        return GridTrees(problem, self.grid_for(problem))
 
-def blocks_of(ranks: int, inner: int, name: str = "double_ring") -> Grid:
-    """`inner` neighboring ranks each. Raises `InputError` where they do not divide the ranks."""
-    if inner < 1 or ranks % inner:
-        raise InputError(
-            f"schedule='{name}:{inner}': {inner} ranks that belong together do not divide {ranks} ranks; "
-            f"numbers that do: {', '.join(str(one) for one in range(1, ranks + 1) if not ranks % one)}"
-        )
-    return tuple(tuple(range(first, first + inner)) for first in range(0, ranks, inner))
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return ranks
 
+    def inner_steps(self, group: int) -> int:
+        """See `Route.inner_steps`: each turn goes round each node."""
+        return group
 
-def square(ranks: int) -> Grid:
-    """Inner rings as long as the outer one, or as near as the number of ranks allows."""
-    return blocks_of(ranks, next(inner for inner in range(isqrt(ranks), 0, -1) if not ranks % inner))
+    def why_not(self, problem: Problem, nodes: int) -> str:
+        """See `Route.why_not`."""
+        return "one node: its hops cross the same links as the ring's" if nodes == 1 else ""
 
 
 class GridTrees(Trees):

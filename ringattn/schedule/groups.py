@@ -14,10 +14,10 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
 from ringattn.schedule.all_to_all import SingleHeads, shares_of
 from ringattn.schedule.content import Content, HeadRows, contains, union
-from ringattn.schedule.double_ring import Grid
 from ringattn.schedule.ops import HeadTiles, work_of
 from ringattn.schedule.passes import rows_asked, rows_read
 from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.route import Grid
 
 
 class Groups:

@@ -12,8 +12,11 @@ Guarantees: a schedule that needs no pass, forward or backward; every row travel
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ringattn.core.problem import Problem
 from ringattn.schedule.all_to_all import SingleHeads
@@ -32,20 +35,59 @@ from ringattn.schedule.ops import (
     work_of,
 )
 from ringattn.schedule.passes import inputs_of, own_sum, result_of
+from ringattn.schedule.route import Route, register
 
 Place = Callable[[int, int, int], tuple[bool, int]]
 """Of asker, owner and the number of ranks: whether they meet on the owner of the keys, and in which step."""
 
 
-def pass_q(asker: int, owner: int, ranks: int) -> tuple[bool, int]:
-    """In step t a rank works for the rank t before it."""
-    return True, (owner - asker) % ranks
+class PlacedRoute(Route):
+    """A schedule that places each pair of ranks on the asker or on the owner of the keys."""
+
+    moves_queries: ClassVar[bool] = True
+    transposed: ClassVar[bool] = False
+    undoes_steps: ClassVar[bool] = False
+
+    @abstractmethod
+    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+        """See `Place`."""
+
+    def forward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.forward_part`."""
+        return part_of(problem, self.name, self.place, rank, backward=False)
+
+    def backward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.backward_part`."""
+        return part_of(problem, self.name, self.place, rank, backward=True)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return steps_of(self.place, ranks)
 
 
-def balanced(asker: int, owner: int, ranks: int) -> tuple[bool, int]:
-    """In step t a rank reads the keys of the rank t before it, and works for that rank."""
-    behind = (asker - owner) % ranks
-    return (False, behind) if 2 * behind <= ranks else (True, ranks - behind)
+@register(order=8)
+@dataclass(frozen=True)
+class PassQ(PlacedRoute):
+    """Every pair on the owner of the keys."""
+
+    name: str = "pass_q"
+
+    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+        """In step t a rank works for the rank t before it."""
+        return True, (owner - asker) % ranks
+
+
+@register(order=9)
+@dataclass(frozen=True)
+class Balanced(PlacedRoute):
+    """On the owner of the keys only if they are more than half a ring behind."""
+
+    name: str = "balanced"
+
+    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+        """In step t a rank reads the keys of the rank t before it, and works for that rank."""
+        behind = (asker - owner) % ranks
+        return (False, behind) if 2 * behind <= ranks else (True, ranks - behind)
 
 
 def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool) -> Schedule:

@@ -5,26 +5,62 @@ a pair's keys through ranks that do not read them. A row that several branches n
        ranks       0   1   2   3   4   5
        segments    [---0---] [---1---]
        sub-rings   0>1>2>0   3>4>5>3
-Guarantees: a schedule before any pass, as `routes.forward`; its blocks are named by their sub-ring.
+Guarantees: blocks are named by their sub-ring.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, branch_tiles
 from ringattn.schedule.content import whole
+from ringattn.schedule.opening import arrived, last_read, split_local, with_kept
 from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
+from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.route import WholeRoute, register, schedule_of
 
 Tables = dict[StridedRange, list[TileTable]]
 """By the K/V heads of a part."""
 
 
+@register(order=3)
+@dataclass(frozen=True)
+class SubRings(WholeRoute):
+    """A ring in each segment of each kind of branch."""
+
+    name: str = "sub_rings"
+
+    def whole(self, problem: Problem, backward: bool) -> Schedule:
+        """See `Route.whole`."""
+        if not backward:
+            return prune(forward(problem, self.name))
+        there = schedule_of(problem, self, False)
+        back = transpose(there, () if self.keeps else None)
+        if self.keeps:
+            return replace(back, kept=arrived(there))
+        if self.opening == "kept":
+            return with_kept(back, arrived(there, last_read(there)))
+        return split_local(back) if self.opening == "split" else back
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`."""
+        return ranks
+
+    def why_not(self, problem: Problem, nodes: int) -> str:
+        """See `Route.why_not`."""
+        segments = any(branch.segment is not None or len(branch.bounds) > 2 for branch in problem.mask.branches)
+        return "" if segments else "no segments or documents: it is the ring"
+
+
 def forward(problem: Problem, name: str) -> Schedule:
-    """Own keys first, then one hop of each sub-ring a step: in step t its n-th member reads the (n - t)-th's keys."""
+    """Return the schedule before any pass.
+
+    Own keys first, then one hop of each sub-ring a step: in step t its n-th member reads the (n - t)-th's keys.
+    """
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
     own, rings = tiles_by_ring(problem)
     # As many steps as ranks: a sub-ring of m members is done after m of them.

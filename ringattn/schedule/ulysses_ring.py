@@ -14,25 +14,51 @@ Guarantees: a schedule that needs no pass, forward or backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd
+from typing import ClassVar
 
-from ringattn.schedule.double_ring import Grid
-from ringattn.schedule.groups import Groups
+from ringattn.core.problem import Problem
+from ringattn.schedule.groups import Groups, groups_of
 from ringattn.schedule.ops import Attend, Block, Copy, Kind, Merge, Schedule, Work, attend, ordered_step, work_of
 from ringattn.schedule.passes import Delivery, transpose
+from ringattn.schedule.route import GridRoute, forward_of_rank, register
 
 RING = 0
 """The name of the sub-ring in which all of it travels: what is received is told from a rank's own by it."""
 
 
-def group_size(ranks: int, kv_heads: int) -> int:
-    """The most ranks of a group that divide the ranks evenly, and the K/V heads too: none is sent to two of them."""
-    return gcd(ranks, kv_heads)
+@register(order=7)
+@dataclass(frozen=True)
+class UlyssesRing(GridRoute):
+    """By heads within groups, and rings between the groups."""
 
+    name: str = "ulysses_ring"
+    parameter: ClassVar[str] = "M"
+    by_head: ClassVar[bool] = True
+    moves_queries: ClassVar[bool] = True
+    transposed: ClassVar[bool] = False
+    extra_steps: ClassVar[int] = 3
 
-def steps_of(grid: Grid) -> int:
-    """Steps of a forward pass: a first one, one for each turn, and two for the outputs."""
-    return len(grid) + 3
+    def default_group(self, problem: Problem) -> int:
+        """See `GridRoute.default_group`: the most that divide the ranks and the K/V heads, so that no head has two."""
+        return gcd(problem.world_size, problem.kv_heads)
+
+    def shared(self, problem: Problem) -> Groups:
+        """See `Route.shared`."""
+        return groups_of(problem, self.grid_for(problem))
+
+    def forward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.forward_part`."""
+        return forward_part(self.shared(problem), self.name, rank)
+
+    def backward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.backward_part`."""
+        return backward_part(self.shared(problem), forward_of_rank(problem, self, rank), rank)
+
+    def steps(self, ranks: int) -> int:
+        """See `Route.steps`: a first one, one for each turn, and two for the outputs. It must have its grid."""
+        return len(self.grid) + self.extra_steps
 
 
 def forward_part(groups: Groups, name: str, rank: int) -> Schedule:

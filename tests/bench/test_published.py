@@ -20,7 +20,7 @@ from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.simulate import simulate
-from ringattn.schedule.routes import RING
+from tests.schedules import RING
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/published.md"

@@ -16,8 +16,9 @@ from ringattn.planner.links import LinkClass, Links
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import ROUTES, SUB_RINGS, ULYSSES, schedule_of
+from ringattn.schedule.routes import ROUTES, schedule_of
 from tests.schedule.test_sub_rings import geometric
+from tests.schedules import SUB_RINGS, ULYSSES
 
 
 def dilated(tokens: int, ranks: int, lengths: tuple[int, ...], rates: tuple[int, ...], heads: int = 16) -> Problem:

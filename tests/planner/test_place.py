@@ -16,9 +16,9 @@ from ringattn.planner.place import project
 from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendReceivedOp, Plan, Recv, Send
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import RING, ROUTES, schedule_of
+from ringattn.schedule.routes import ROUTES, schedule_of
 from tests.planner.visit_check import check_visits
-from tests.schedules import schedule_params
+from tests.schedules import RING, schedule_params
 from tests.strategies import Case, covering, cross, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -17,10 +17,11 @@ from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.opening import Opening
 from ringattn.schedule.ops import INPUTS, Kind
-from ringattn.schedule.routes import ALL_GATHER, RING, ULYSSES, Route, schedule_of
+from ringattn.schedule.routes import Route, schedule_of
 from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
+from tests.schedules import ALL_GATHER, RING, ULYSSES
 from tests.strategies import Case, covering, simple
 from tests.test_dilated import MIXED, of_the_reference, random_inputs
 from tests.trial import Trial, greatest_error, reference, run

@@ -14,10 +14,10 @@ from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import Add, AttendOp, Plan, PlanStep
 from ringattn.ring import Ring
 from ringattn.schedule.content import size
-from ringattn.schedule.routes import RING
 from ringattn.testing import run_ranks
 from ringattn.transport.base import Message, Rebound
 from tests.poison import unset_is_nan
+from tests.schedules import RING
 from tests.strategies import simple
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
 

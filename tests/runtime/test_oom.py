@@ -17,9 +17,9 @@ from ringattn.planner.account import account, fragmentation, live, live_bytes, r
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import buffer_bytes
 from ringattn.ring import Ring
-from ringattn.schedule.routes import ALL_GATHER, RING
 from ringattn.testing import run_ranks
 from tests.face import RANKS, TOKENS, X
+from tests.schedules import ALL_GATHER, RING
 from tests.strategies import Case, covering, simple
 
 IN_STEP, AT_BEGIN, GRAD = 1, 0, 2

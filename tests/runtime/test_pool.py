@@ -11,7 +11,7 @@ from ringattn.errors import PlanError, RingError
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import Plan, buffer_bytes
 from ringattn.runtime.pool import ALIGNMENT_BYTES, POISON, Pool
-from ringattn.schedule.routes import ALL_GATHER, RING
+from tests.schedules import ALL_GATHER, RING
 from tests.strategies import Case, covering, simple
 
 

@@ -118,7 +118,7 @@ def changed(whole: Plan, at: int, **changes: Any) -> Plan:
     return replace(whole, steps=(*whole.steps[:at], whole.steps[at]._replace(**changes), *whole.steps[at + 1 :]))
 
 
-@pytest.mark.parametrize("route", [name for name, way in ROUTES.items() if not way.place])  # which restore own keys
+@pytest.mark.parametrize("route", [name for name, way in ROUTES.items() if way.undoes_steps])  # which restore own keys
 @pytest.mark.parametrize("backward", [False, True])
 def test_broken_restores_are_found(route: str, backward: bool) -> None:
     whole = plan_of(replace(CASE, kv_wire_dtype="int8"), ROUTES[route], 1, backward)

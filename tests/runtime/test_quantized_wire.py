@@ -18,13 +18,13 @@ from ringattn import DisagreementError, InputError, Ring
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import EIGHT_BIT
 from ringattn.planner.choose import plan_of
-from ringattn.schedule.routes import RING, ROUTES
+from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests import oracle
 from tests.covering import thinned
 from tests.face import attend, errors
 from tests.kernels.eight_bits import rounded
-from tests.schedules import schedules_in_turn
+from tests.schedules import RING, schedules_in_turn
 from tests.strategies import simple
 from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
@@ -189,7 +189,7 @@ def counted(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", ["int8", torch.float8_e4m3fn])
-@pytest.mark.parametrize("schedule", [name for name, route in ROUTES.items() if not (route.by_head or route.place)])
+@pytest.mark.parametrize("schedule", [name for name, route in ROUTES.items() if not route.moves_queries])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 1)}])
 def test_bytes_are_those_of_the_records(options: dict[str, Any], schedule: str, dtype: Any) -> None:
     for dims, record_bytes in (((17, 20), 17 + 20 + 3 + 8), ((64, 64), 64 + 64 + 8)):

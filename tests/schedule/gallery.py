@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Block, Kind, Merge, Schedule
-from ringattn.schedule.routes import RING, ROUTES, Route, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, schedule_of
 from ringattn.schedule.text import cell, grid
 from tests.schedule import formulas
+from tests.schedules import RING
 from tests.strategies import simple
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -49,7 +50,7 @@ def _counts(schedule: Schedule) -> list[str]:
 
 def heads_for(route: Route, ranks: int, heads: int) -> int:
     """So many heads that Ulysses x ring has two groups, where it is the route."""
-    return ranks // 2 if route.by_head and route.by_node else heads
+    return ranks // 2 if route.by_head and route.parameter else heads
 
 
 def grids() -> str:

@@ -16,10 +16,11 @@ from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import rows_served
 from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
 from ringattn.schedule.passes import is_on_received
-from ringattn.schedule.routes import ULYSSES, schedule_of
+from ringattn.schedule.routes import schedule_of
 from ringattn.schedule.text import grid
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
+from tests.schedules import ULYSSES
 from tests.strategies import Case, covering, simple, spots
 
 

@@ -14,20 +14,10 @@ from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
 from ringattn.schedule.passes import merged_keys, merged_queries, transpose
 from ringattn.schedule.read_sets import read_sets_of
-from ringattn.schedule.routes import (
-    ALL_GATHER,
-    BIDIRECTIONAL,
-    DIRECT,
-    RING,
-    ROUTES,
-    Route,
-    forward_of_rank,
-    route_named,
-    schedule_of,
-)
+from ringattn.schedule.routes import ROUTES, Route, forward_of_rank, route_named, schedule_of
 from ringattn.schedule.verify import verify
 from tests.schedule.test_schedule import by_rows
-from tests.schedules import schedule_params
+from tests.schedules import ALL_GATHER, BIDIRECTIONAL, DIRECT, RING, schedule_params
 from tests.strategies import Case, covering, simple
 
 IN_ALL = "sub_rings", "ulysses"

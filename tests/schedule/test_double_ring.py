@@ -20,10 +20,11 @@ from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.links import Links
 from ringattn.planner.plan import LOCAL, Add
 from ringattn.schedule.content import chained, contains, cut, size
-from ringattn.schedule.double_ring import blocks_of, grid_of, square
 from ringattn.schedule.ops import Copy, Kind, Schedule
-from ringattn.schedule.routes import BIDIRECTIONAL, DOUBLE_RING, RING, Route, route_named, schedule_of
+from ringattn.schedule.route import equal_groups, grid_of, square_side
+from ringattn.schedule.routes import Route, route_named, schedule_of
 from ringattn.schedule.verify import verify
+from tests.schedules import BIDIRECTIONAL, DOUBLE_RING, RING
 from tests.strategies import Case, cases, simple, wire_order
 
 INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
@@ -97,11 +98,18 @@ def test_inner_rings_are_the_nodes_of_the_cluster() -> None:
     scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
     assert choose_route(problem, "double_ring", scattered).grid == ((0, 2), (1, 3))
     assert choose_route(problem, "double_ring", CLUSTERS["cpu"]).grid == ()
-    assert DOUBLE_RING.grid_for(problem) == square(4) == ((0, 1), (2, 3)) == route_named("double_ring:2", 4).grid
-    assert square(6) == ((0, 1), (2, 3), (4, 5)) and square(5) == ((0,), (1,), (2,), (3,), (4,))
+    assert (
+        DOUBLE_RING.grid_for(problem)
+        == equal_groups(4, square_side(4))
+        == ((0, 1), (2, 3))
+        == route_named("double_ring:2", 4).grid
+    )
+    assert [square_side(ranks) for ranks in (1, 5, 6, 12, 16)] == [1, 1, 2, 3, 4]
     with pytest.raises(InputError, match=r"as many ranks on each node, and the nodes have 3, 1;.*'double_ring:2'"):
         choose_route(problem, "double_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
-    assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == blocks_of(4, 2)
+    assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == equal_groups(
+        4, 2
+    )
     with pytest.raises(InputError, match=r"the nodes have 4, 4, 4, 4, 4, 4, 4, 4, \.\.\., 1; choose"):
         grid_of((*(rank // 4 for rank in range(400)), 100))
     with pytest.raises(

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ringattn.planner.choose import plan_of
-from ringattn.schedule.routes import ALL_GATHER, DIRECT, DOUBLE_RING, RING, ROUTES, Route, route_named
+from ringattn.schedule.route import GridRoute
+from ringattn.schedule.routes import ROUTES, Route, route_named
 from tests.schedule.formulas import FORMULAS, quantities
+from tests.schedules import ALL_GATHER, DIRECT, DOUBLE_RING, RING
 from tests.strategies import simple
 
 
@@ -25,7 +27,7 @@ def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: i
         q_heads=group * ranks, kv_heads=ranks, head_dim=16, value_dim=8, batch=2, wire_dtype=wire, out_wire_dtype=wire,
     )  # fmt: skip
     route = ROUTES[name]
-    letters = quantities(problem, len(route.grid_for(problem)) if route.by_node else 1)
+    letters = quantities(problem, len(route.grid_for(problem)) if isinstance(route, GridRoute) else 1)
     sent = [
         sum(getattr(plan_of(problem, route, rank, backward), what) for rank in range(ranks)) / ranks
         for backward in (False, True)

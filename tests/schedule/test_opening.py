@@ -20,10 +20,11 @@ from ringattn.planner.opening_cost import cheapest_opening
 from ringattn.schedule.content import size
 from ringattn.schedule.opening import split_keys
 from ringattn.schedule.ops import INPUTS, AttendGrad, Merge, Schedule, Step, work_of
-from ringattn.schedule.routes import RING, ROUTES, Route, backward_of_rank, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, schedule_of
 from ringattn.schedule.text import grid
 from ringattn.schedule.verify import verify
 from tests.schedule.test_schedule import by_rows
+from tests.schedules import RING
 from tests.strategies import Case, covering, simple
 
 TRANSPOSED = [route for route in ROUTES.values() if route.transposed]

@@ -11,8 +11,9 @@ from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind, Merge, Schedule
-from ringattn.schedule.routes import BALANCED, PASS_Q, Route, schedule_of
+from ringattn.schedule.routes import Route, schedule_of
 from ringattn.schedule.verify import verify
+from tests.schedules import BALANCED, PASS_Q
 from tests.strategies import Case, cases, simple
 
 

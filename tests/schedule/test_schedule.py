@@ -13,21 +13,11 @@ from ringattn.errors import InputError
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, Schedule, Step, ordered_step
 from ringattn.schedule.passes import prune, transpose
-from ringattn.schedule.routes import (
-    ALL_GATHER,
-    DIRECT,
-    RING,
-    ROUTES,
-    Route,
-    backward_of_rank,
-    forward_of_rank,
-    route_named,
-    schedule_of,
-)
+from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, forward_of_rank, route_named, schedule_of
 from ringattn.schedule.text import grid, to_text
 from ringattn.schedule.verify import verify
 from tests.schedule import gallery
-from tests.schedules import schedule_params
+from tests.schedules import ALL_GATHER, DIRECT, RING, schedule_params
 from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -232,14 +222,14 @@ def unpruned(schedule: Schedule) -> Schedule:
 @each_schedule
 @covering
 def test_prune_leaves_what_ranks_find_alone(route: Route, case: Case) -> None:
-    if route.by_node and route.by_head:
+    if route.parameter and route.by_head:
         route = replace(route, grid=route.grid_for(case.problem))
     found = schedule_of(case.problem, route, False)
     before = hash(found.steps)
     assert len(found.steps) == route.steps(case.ranks)
     assert by_rows(prune(found)) == by_rows(found) and hash(found.steps) == before
     # A block in pieces, or by head, is not in whole shards.
-    if not (route.by_node or route.by_head or route.place):
+    if not (route.parameter or route.moves_queries):
         assert by_rows(prune(unpruned(found))) == by_rows(found)
 
 

@@ -13,7 +13,8 @@ from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.ops import AttendGrad, Block, Kind, Merge
 from ringattn.schedule.passes import rows_read
-from ringattn.schedule.routes import ROUTES, SUB_RINGS, schedule_of
+from ringattn.schedule.routes import ROUTES, schedule_of
+from tests.schedules import SUB_RINGS
 from tests.strategies import Case, covering, simple, spots
 
 

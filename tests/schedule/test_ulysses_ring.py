@@ -20,12 +20,13 @@ from ringattn.planner.plan import LOCAL, AttendReceivedOp, Plan
 from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import shares_of
 from ringattn.schedule.content import size
-from ringattn.schedule.double_ring import blocks_of
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.routes import ULYSSES_RING, route_named, schedule_of
+from ringattn.schedule.route import equal_groups
+from ringattn.schedule.routes import route_named, schedule_of
 from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
 from tests.schedule.formulas import FORMULAS, quantities
+from tests.schedules import ULYSSES_RING
 from tests.strategies import Case, cases, simple
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
@@ -145,8 +146,8 @@ def test_groups_are_the_nodes_of_the_cluster_or_as_the_key_heads_allow() -> None
     scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
     assert choose_route(problem, "ulysses_ring", scattered).grid == ((0, 2), (1, 3))
     assert choose_route(problem, "ulysses_ring", CLUSTERS["cpu"]).grid == ()
-    assert ULYSSES_RING.grid_for(problem) == blocks_of(4, 2)  # six heads on four ranks
-    assert ULYSSES_RING.grid_for(replace(problem, q_heads=8, kv_heads=1)) == blocks_of(4, 1)
+    assert ULYSSES_RING.grid_for(problem) == equal_groups(4, 2)  # six heads on four ranks
+    assert ULYSSES_RING.grid_for(replace(problem, q_heads=8, kv_heads=1)) == equal_groups(4, 1)
     with pytest.raises(InputError, match=r"schedule='ulysses_ring' needs as many ranks on each node"):
         choose_route(problem, "ulysses_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
     with pytest.raises(InputError, match="'ulysses_ring:3': 3 ranks that belong together do not divide 4 ranks"):

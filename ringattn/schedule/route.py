@@ -1,0 +1,276 @@
+"""What a schedule is: a class that says what a rank does in a forward and in a backward pass.
+
+A new schedule is a file in this folder: a frozen dataclass after `Route`, decorated with `register`, whose fields have
+defaults. `routes` finds it. It also needs a row in docs/schedules.md and one in tests/fuzz/choices.py.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isqrt
+from typing import Any, ClassVar, Self, TypeVar
+
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError
+from ringattn.schedule.content import Content
+from ringattn.schedule.opening import Opening, arrived, last_read, split_local
+from ringattn.schedule.ops import Block, Schedule
+from ringattn.schedule.passes import transpose
+from ringattn.schedule.trees import Trees, deliveries_of_part, together
+from ringattn.schedule.trees import forward_part as forward_along
+
+ROUTES: dict[str, Route] = {}
+"""The schedules by name, in the order in which commands list them. `routes` fills it."""
+
+SHOWN = 8
+"""Nodes whose numbers of ranks an error lists."""
+
+Grid = tuple[tuple[int, ...], ...]
+"""Ranks by node or group, as many in each."""
+
+
+@dataclass(frozen=True)
+class Route(ABC):
+    """A schedule as a value; equal values share their plans.
+
+    `keeps`: a forward pass keeps what it received for its backward pass, instead of sending it again. `opening`: what
+    hides the first fetch of a backward pass, see `schedule.opening`.
+    """
+
+    name: str
+    keeps: bool = False
+    opening: Opening = "fetched"
+
+    order: ClassVar[int]
+    """Its place in lists of schedules."""
+    parameter: ClassVar[str] = ""
+    """The letter of a number that may follow the name, as M in double_ring:M."""
+    by_head: ClassVar[bool] = False
+    """A row travels with a single head, so that pieces count for each head."""
+    at_once: ClassVar[bool] = False
+    """All K/V rows arrive in the first step, whole records."""
+    arrives_at_once: ClassVar[bool] = False
+    """All that a forward pass receives is there in the same step, so it may be kept."""
+    moves_queries: ClassVar[bool] = False
+    """Queries and outputs travel, and plans take long to make."""
+    transposed: ClassVar[bool] = True
+    """The backward pass is the transpose of the forward pass, with keys fetched anew for its first work."""
+    undoes_steps: ClassVar[bool] = True
+    """The backward pass undoes the steps of the forward pass from the last on."""
+    extra_steps: ClassVar[int] = 0
+    """Steps of a forward pass that are no turn of a ring."""
+
+    @abstractmethod
+    def forward_part(self, problem: Problem, rank: int) -> Schedule:
+        """Return what `rank` does in the pruned forward pass."""
+
+    @abstractmethod
+    def backward_part(self, problem: Problem, rank: int) -> Schedule:
+        """Return what `rank` does in the backward pass."""
+
+    @abstractmethod
+    def steps(self, ranks: int) -> int:
+        """Return the number of steps of a forward pass."""
+
+    def whole(self, problem: Problem, backward: bool) -> Schedule:
+        """Return what all ranks do in a pass."""
+        of_rank = backward_of_rank if backward else forward_of_rank
+        return together(of_rank(problem, self, rank) for rank in range(problem.world_size))
+
+    def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
+        """Return the remote blocks that a forward pass of `rank` keeps, in the order of the backward's `kept`."""
+        return blocks_of(schedule_of(problem, self, True).kept, rank) if self.keeps or self.opening == "kept" else ()
+
+    def keeping_nothing(self) -> Route:
+        """Return the same schedule with a forward pass that hands nothing on to its backward pass."""
+        return replace(self, keeps=False, opening="split" if self.opening == "kept" else self.opening)
+
+    def with_parameter(self, number: int, ranks: int) -> Route:
+        """Return the schedule with the number after its name. Raises `InputError` if it does not fit the ranks."""
+        raise NotImplementedError
+
+    def on_nodes(self, nodes: tuple[int, ...]) -> Route:
+        """Return the schedule for ranks on these nodes. Raises `InputError` if it needs equally many on each."""
+        return self
+
+    def group_size(self, problem: Problem) -> int:
+        """Return how many ranks form a node or a group of this schedule, 1 if it has none."""
+        return 1
+
+    def inner_steps(self, group: int) -> int:
+        """Return the steps of a turn, in which groups of `group` ranks see the keys of the next group."""
+        return 1
+
+    def shared(self, problem: Problem) -> object:
+        """Return what the plans of a group share. They find it for as long as a caller holds it."""
+        return None
+
+    def why_not(self, problem: Problem, nodes: int) -> str:
+        """Return why a choice on so many nodes need not weigh this schedule, empty if it should."""
+        return ""
+
+
+AnyRoute = TypeVar("AnyRoute", bound=type[Route])
+
+
+def register(order: int) -> Callable[[AnyRoute], AnyRoute]:
+    """Make a schedule known by its name, at a place in the lists of schedules."""
+
+    def add(route_class: AnyRoute) -> AnyRoute:
+        route_class.order = order
+        make: Any = route_class  # all fields have defaults
+        route: Route = make()
+        ROUTES[route.name] = route
+        for known in sorted(ROUTES.values(), key=lambda known: known.order):
+            ROUTES[known.name] = ROUTES.pop(known.name)
+        return route_class
+
+    return add
+
+
+def parameter_of(text: str) -> int | None:
+    """Return the number after the name of a schedule: ASCII digits without a leading zero. None for other text."""
+    return int(text) if re.fullmatch("[1-9][0-9]*", text, re.ASCII) else None
+
+
+@lru_cache(maxsize=64)
+def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
+    """What `rank` does in the pruned forward schedule, without that of the others.
+
+    Except for `sub_rings` and `ulysses`: which sub-rings there are, and who has which head in them, follows from the
+    tiles of all ranks; and a rank that has heads works on the pairs of all ranks.
+    """
+    return route.forward_part(problem, rank)
+
+
+def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
+    """What `rank` does in the backward schedule, found as in `forward_of_rank`."""
+    return route.backward_part(problem, rank)
+
+
+def kept_of_rank(problem: Problem, route: Route, rank: int) -> tuple[Block, ...]:
+    """The remote blocks that a forward pass of `rank` keeps for its backward pass."""
+    return route.kept(problem, rank)
+
+
+@lru_cache(maxsize=32)
+def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
+    """What all ranks do in a pass, pruned."""
+    return route.whole(problem, backward)
+
+
+def blocks_of(kept: tuple[tuple[int, Block, Content], ...], rank: int) -> tuple[Block, ...]:
+    """The blocks that `rank` keeps."""
+    return tuple(block for owner, block, _ in kept if owner == rank)
+
+
+class TreeRoute(Route):
+    """A schedule whose blocks travel along trees from their owners, one tree for each owner."""
+
+    @abstractmethod
+    def trees(self, problem: Problem) -> Trees:
+        """Return the trees of all blocks."""
+
+    def forward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.forward_part`."""
+        return forward_along(self.trees(problem), self.name, rank)
+
+    def backward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.backward_part`."""
+        part, trees = forward_of_rank(problem, self, rank), self.trees(problem)
+        # K/V that the forward pass kept is not delivered again; only gradients travel.
+        deliveries = () if self.keeps else deliveries_of_part(trees, rank, self.opening == "kept")
+        back = trees.paced(transpose(part, deliveries).restricted_to(rank), True)
+        back = replace(back, kept=self._kept(part, rank))
+        return split_local(back) if self.opening == "split" else back
+
+    def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
+        """See `Route.kept`."""
+        if not self.keeps and self.opening != "kept":
+            return ()
+        return blocks_of(self._kept(forward_of_rank(problem, self, rank), rank), rank)
+
+    def _kept(self, part: Schedule, rank: int) -> tuple[tuple[int, Block, Content], ...]:
+        """What the part of a rank in a forward schedule keeps for its backward."""
+        if not self.keeps and self.opening != "kept":
+            return ()
+        kept = arrived(part, None if self.keeps else last_read(part))
+        return tuple(each for each in kept if each[0] == rank)
+
+
+class WholeRoute(Route):
+    """A schedule that is made for all ranks at once, because a rank's part follows from the tiles of all."""
+
+    @abstractmethod
+    def whole(self, problem: Problem, backward: bool) -> Schedule:
+        """See `Route.whole`."""
+
+    def forward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.forward_part`."""
+        return schedule_of(problem, self, False).restricted_to(rank)
+
+    def backward_part(self, problem: Problem, rank: int) -> Schedule:
+        """See `Route.backward_part`."""
+        return schedule_of(problem, self, True).restricted_to(rank)
+
+
+# --- groups of ranks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GridRoute(Route):
+    """A schedule that knows which ranks belong together. `grid`: the ranks of each group, empty: see `grid_for`."""
+
+    grid: Grid = ()
+
+    def grid_for(self, problem: Problem) -> Grid:
+        """Return the ranks of each node or group: as given, else of equal neighbouring groups of `default_group`."""
+        return self.grid or equal_groups(problem.world_size, self.default_group(problem))
+
+    @abstractmethod
+    def default_group(self, problem: Problem) -> int:
+        """Return the number of ranks of a group, if neither the caller nor the nodes determine it."""
+
+    def with_parameter(self, number: int, ranks: int) -> Self:
+        """See `Route.with_parameter`: groups of `number` neighbouring ranks."""
+        return replace(self, grid=equal_groups(ranks, number, self.name))
+
+    def on_nodes(self, nodes: tuple[int, ...]) -> Self:
+        """See `Route.on_nodes`: the ranks of a node belong together, unless the caller has named a number."""
+        return self if self.grid or len(set(nodes)) == 1 else replace(self, grid=grid_of(nodes, self.name))
+
+    def group_size(self, problem: Problem) -> int:
+        """See `Route.group_size`."""
+        return len(self.grid_for(problem)[0])
+
+
+def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:
+    """The ranks of each node, given the node of each rank. Raises `InputError` if nodes have different numbers."""
+    grid = tuple(tuple(rank for rank, at in enumerate(nodes) if at == node) for node in dict.fromkeys(nodes))
+    if len({len(ranks) for ranks in grid}) > 1:
+        counts = ", ".join(str(len(ranks)) for ranks in grid[:SHOWN]) + (", ..." if len(grid) > SHOWN else "")
+        counts += f", {len(grid[-1])}" if len(grid) > SHOWN else ""
+        raise InputError(
+            f"schedule='{name}' needs as many ranks on each node, and the nodes have {counts}; "
+            f"choose schedule='ring', or say how many ranks belong together: schedule='{name}:2'"
+        )
+    return grid
+
+
+def equal_groups(ranks: int, inner: int, name: str = "double_ring") -> Grid:
+    """Groups of `inner` neighbouring ranks. Raises `InputError` if they do not divide the ranks."""
+    if inner < 1 or ranks % inner:
+        raise InputError(
+            f"schedule='{name}:{inner}': {inner} ranks that belong together do not divide {ranks} ranks; "
+            f"numbers that do: {', '.join(str(one) for one in range(1, ranks + 1) if not ranks % one)}"
+        )
+    return tuple(tuple(range(first, first + inner)) for first in range(0, ranks, inner))
+
+
+def square_side(ranks: int) -> int:
+    """The ranks of an inner ring as long as the outer one, or as near as the number of ranks allows."""
+    return next(inner for inner in range(isqrt(ranks), 0, -1) if not ranks % inner)
