@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,99 +25,145 @@ Ints = np.ndarray
 """An int64 array."""
 
 
-class TileTable:
-    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, 15).
+Numbers = TypeVar("Numbers")
 
-    Columns: start, stride, count, first row, row stride of q; the same of k; band lo, hi; first head, heads; and
-    `Tile.first_head`.
+
+class TileColumns(NamedTuple, Generic[Numbers]):
+    """The columns of a table of tiles, or the numbers of one tile.
+
+    Positions and rows of queries and keys are strided ranges of equal count. `head`, `heads`: the first query head and
+    their number. `first_head`: see `Tile.first_head`.
     """
 
-    __slots__ = ("columns",)
+    q_start: Numbers
+    q_stride: Numbers
+    q_count: Numbers
+    q_row: Numbers
+    q_row_stride: Numbers
+    k_start: Numbers
+    k_stride: Numbers
+    k_count: Numbers
+    k_row: Numbers
+    k_row_stride: Numbers
+    lo: Numbers
+    hi: Numbers
+    head: Numbers
+    heads: Numbers
+    first_head: Numbers
 
-    def __init__(self, columns: Ints) -> None:
-        """Takes ownership of `columns`."""
+
+COLUMN_OF = {name: number for number, name in enumerate(TileColumns._fields)}
+
+
+class _Column:
+    """A column of a table by its name: a view."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._number = COLUMN_OF[name]
+
+    def __get__(self, table: TileTable, owner: type) -> Ints:
+        return table.array[:, self._number]
+
+
+ROWS_OF_Q, ROWS_OF_K, HEADS = slice(2, 5), slice(7, 10), slice(12, 14)
+"""Neighbouring columns: count, first row and row stride; and first head and heads."""
+
+
+class TileTable:
+    """An immutable sequence of tiles, kept as one int64 array of shape (tiles, columns); see `TileColumns`."""
+
+    __slots__ = ("array",)
+
+    q_start, q_stride, q_count, q_row, q_row_stride = (_Column() for _ in range(5))
+    k_start, k_stride, k_count, k_row, k_row_stride = (_Column() for _ in range(5))
+    lo, hi, head, heads, first_head = (_Column() for _ in range(5))
+
+    def __init__(self, array: Ints) -> None:
+        """Takes ownership of `array`."""
         # Tables are hashed by their bytes and shared between cached plans.
-        columns.setflags(write=False)
-        self.columns = columns
+        array.setflags(write=False)
+        self.array = array
 
     def __len__(self) -> int:
-        return len(self.columns)
+        return len(self.array)
 
     def __iter__(self) -> Iterator[Tile]:
-        for q, qs, qn, qr, qrs, k, ks, kn, kr, krs, lo, hi, h, hn, of in self.columns.tolist():
-            q_strip, k_strip = (
-                TokenRange(StridedRange(q, qn, qs), StridedRange(qr, qn, qrs)),
-                TokenRange(StridedRange(k, kn, ks), StridedRange(kr, kn, krs)),
+        for row in self.array.tolist():
+            tile: TileColumns[int] = TileColumns(*row)
+            q, k = (
+                TokenRange(
+                    StridedRange(tile.q_start, tile.q_count, tile.q_stride),
+                    StridedRange(tile.q_row, tile.q_count, tile.q_row_stride),
+                ),
+                TokenRange(
+                    StridedRange(tile.k_start, tile.k_count, tile.k_stride),
+                    StridedRange(tile.k_row, tile.k_count, tile.k_row_stride),
+                ),
             )
-            yield Tile(q_strip, k_strip, Band(lo, hi), StridedRange(h, hn), of)
+            yield Tile(q, k, Band(tile.lo, tile.hi), StridedRange(tile.head, tile.heads), tile.first_head)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TileTable) and np.array_equal(self.columns, other.columns)
+        return isinstance(other, TileTable) and np.array_equal(self.array, other.array)
 
     def __hash__(self) -> int:
-        return hash(self.columns.tobytes())
+        return hash(self.array.tobytes())
 
     def __repr__(self) -> str:
         return f"TileTable({len(self)} tiles, {self.area()} pairs)"
 
-    @property
-    def k_rows(self) -> Ints:
-        """The first K/V row of each tile."""
-        return self.columns[:, 8]
+    def replaced(self, **columns: Ints | int) -> TileTable:
+        """The same tiles with other values in some columns."""
+        array = self.array.copy()
+        for name, values in columns.items():
+            array[:, COLUMN_OF[name]] = values
+        return TileTable(array)
+
+    def q_runs(self) -> list[StridedRange]:
+        """The query rows of each tile."""
+        return [StridedRange(row, count, stride) for count, row, stride in self.array[:, ROWS_OF_Q].tolist()]
 
     def k_runs(self) -> list[StridedRange]:
         """The K/V rows of each tile."""
-        return [StridedRange(row, count, stride) for count, row, stride in self.columns[:, 7:10].tolist()]
+        return [StridedRange(row, count, stride) for count, row, stride in self.array[:, ROWS_OF_K].tolist()]
 
     def area(self) -> int:
         """Allowed pairs times query heads, summed over the tiles."""
         return sum(tile.area() for tile in self)
 
-    def with_k_rows(self, rows: Ints, strides: Ints | None = None) -> TileTable:
-        """The same tiles reading K/V from other rows, as far apart as before or `strides`."""
-        columns = self.columns.copy()
-        columns[:, 8] = rows
-        if strides is not None:
-            columns[:, 9] = strides
-        return TileTable(columns)
-
     def take(self, at: Ints | list[int]) -> TileTable:
         """The tiles at `at`, indices or booleans."""
-        return TileTable(self.columns[at])
+        return TileTable(self.array[at])
 
     @staticmethod
     def together(tables: Iterable[TileTable]) -> TileTable:
         """The tiles of all tables, in order."""
-        return TileTable(np.concatenate([table.columns for table in tables]))
-
-    def q_runs(self) -> list[StridedRange]:
-        """The query rows of each tile."""
-        return [StridedRange(row, count, stride) for count, row, stride in self.columns[:, 2:5].tolist()]
+        return TileTable(np.concatenate([table.array for table in tables]))
 
     def with_single_heads(self) -> TileTable:
         """The same pairs, with a tile for every query head."""
-        counts = self.columns[:, 13]
-        columns = self.columns.repeat(counts, axis=0)
+        counts = self.heads
+        repeated = TileTable(self.array.repeat(counts, axis=0))
         # arange - repeat(exclusive cumsum) counts within each tile:
         # counts 3 1 2  ->  arange 0 1 2 | 3 | 4 5  minus  0 0 0 | 3 | 4 4  =  0 1 2 | 0 | 0 1
-        columns[:, 12] += np.arange(len(columns)) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns[:, 13] = 1
-        return TileTable(columns)
+        within = np.arange(len(repeated)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return repeated.replaced(head=repeated.head + within, heads=1)
 
     def with_joined_heads(self) -> TileTable:
         """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
-        columns = self.columns
-        # lexsort takes its last key first: order by columns 0 to 11 and 14, then by the first head.
-        columns = columns[np.lexsort(columns[:, [12, 14, *range(11, -1, -1)]].T)]
-        heads, end = columns[:, 12], columns[:, 12] + columns[:, 13]
+        others = [number for name, number in COLUMN_OF.items() if name not in ("head", "heads")]
+        # lexsort takes its last key first: order by the other columns, then by the first head.
+        order = np.lexsort([self.head, *self.array[:, others[::-1]].T])
+        tiles = self.take(order)
+        heads, end = tiles.head, tiles.head + tiles.heads
         # alike[i]: tile i + 1 continues tile i; a group starts wherever it is false.
-        same = (columns[1:] == columns[:-1])[:, [*range(12), 14]].all(1)
+        same = (tiles.array[1:] == tiles.array[:-1])[:, others].all(1)
         alike = same & (heads[1:] == end[:-1])
-        first = np.flatnonzero(np.r_[True, ~alike][: len(columns)])
-        found = columns[first]
+        first = np.flatnonzero(np.r_[True, ~alike][: len(tiles)])
+        if not len(first):
+            return tiles
         # The last tile of each group gives the end of its heads.
-        found[:, 13] = end[np.r_[first[1:], len(columns)] - 1] - found[:, 12] if len(first) else 0
-        return TileTable(found)
+        ends = end[np.r_[first[1:], len(tiles)] - 1]
+        return tiles.take(first).replaced(heads=ends - heads[first])
 
     @staticmethod
     def of(tiles: list[Tile]) -> TileTable:
@@ -128,7 +174,7 @@ class TileTable:
              t.band.lo, t.band.hi, t.heads.start, t.heads.count, t.first_head)
             for t in tiles
         ]  # fmt: skip
-        return TileTable(np.array(rows, np.int64).reshape(-1, 15))
+        return TileTable(np.array(rows, np.int64).reshape(-1, len(COLUMN_OF)))
 
 
 class Pieces(NamedTuple):
@@ -289,31 +335,29 @@ def branch_tiles(
         k = k.take(np.flatnonzero(k.rank == rank))
     else:
         q = q.take(np.flatnonzero(q.rank == rank))
-    askers, owners, segments, columns = _clipped_pairs(q, k, branch)
+    askers, owners, segments, tiles = _clipped_pairs(q, k, branch)
     owners = askers if keys else owners
     if not len(owners):
         return {}
     places = np.stack([owners, segments * by_segment], axis=1)
     # Group the tiles by (owner, segment): sort, then split where the place changes.
     order = np.lexsort(places.T[::-1])
-    places, columns = places[order], columns[order]
+    places, tiles = places[order], tiles.take(order)
     edges = np.flatnonzero((places[1:] != places[:-1]).any(1)) + 1
-    groups = list(zip(places[np.r_[0, edges]].tolist(), np.split(columns, edges), strict=True))
+    groups = list(zip(places[np.r_[0, edges]].tolist(), np.split(tiles.array, edges), strict=True))
     found = {}
     for index, part in enumerate(problem.parts):
         heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
         for (owner, segment), block in groups if heads.count else ():
             # The same pairs for each head part; only the heads differ.
-            block = block.copy()
-            block[:, 12], block[:, 13] = heads.start, heads.count
-            found[owner, index, segment] = TileTable(block)
+            found[owner, index, segment] = TileTable(block).replaced(head=heads.start, heads=heads.count)
     return found
 
 
-def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, Ints, Ints]:
+def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, Ints, TileTable]:
     """Query pieces paired with the key pieces of their segments, clipped to the band.
 
-    Returns owners of the queries (n,), of the keys (n,), segments (n,) and tile columns (n, 15).
+    Returns owners of the queries (n,), of the keys (n,), segments (n,) and the tiles.
     """
     # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.argsort(q.segment, kind="stable"))
@@ -336,12 +380,12 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, In
     q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
     # Heads are filled in by `branch_tiles`.
     one = np.ones_like(lo)
-    columns = np.stack(
-        [q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
-         k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one, 0 * one],
-        axis=1)  # fmt: skip
+    columns = TileColumns(
+        q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
+        k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one, 0 * one,
+    )  # fmt: skip
     keep = k_end > k_first
-    return q.rank[keep], k.rank[keep], k.segment[keep], columns[keep]
+    return q.rank[keep], k.rank[keep], k.segment[keep], TileTable(np.stack(columns, axis=1)[keep])
 
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:

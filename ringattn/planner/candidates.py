@@ -261,7 +261,7 @@ def _tables(problem: Problem) -> list[TileTable]:
 
 def _single_tiles(problem: Problem) -> int:
     """Tiles of all ranks, one for each query head."""
-    return sum(int(table.columns[:, 13].sum()) for table in _tables(problem))
+    return sum(int(table.heads.sum()) for table in _tables(problem))
 
 
 def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:

@@ -52,7 +52,7 @@ class FusedBuffer:
                 # Keys become buffer rows: their place in the packed part, plus the part's first row.
                 cut = within_runs(table, [part])
                 rows, steps = packed_rows(cut, part)
-                tables.append(cut.with_k_rows(rows + first, steps))
+                tables.append(cut.replaced(k_row=rows + first, k_row_stride=steps))
         return TileTable.together(tables)
 
 

@@ -14,7 +14,7 @@ def within_runs(table: TileTable, places: Iterable[HeadRows | None]) -> TileTabl
     """The tiles cut so that the key rows of each lie in one run of each of the parts."""
     for part in places:
         # Contiguous keys lie in one of the merged contiguous ranges: nothing to cut.
-        if part is not None and not (part.dense and (table.columns[:, 9] == 1).all()):
+        if part is not None and not (part.dense and (table.k_row_stride == 1).all()):
             # One tile for each held range that has some of its keys.
             found = part.locate(table.k_runs())
             table = TileTable.of(
@@ -29,7 +29,7 @@ def within_runs(table: TileTable, places: Iterable[HeadRows | None]) -> TileTabl
 
 def packed_rows(table: TileTable, part: HeadRows | None) -> tuple[np.ndarray, np.ndarray]:
     """The first key row of each tile and their step as rows of the part, of which one run holds them all."""
-    rows, steps = table.k_rows, table.columns[:, 9]
+    rows, steps = table.k_row, table.k_row_stride
     if part is None:
         return rows, steps
     # Dense: the first row fixes the place, and the stride is kept. Else the overlap gives both.

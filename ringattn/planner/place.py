@@ -341,7 +341,12 @@ class _Projection:
         # Equal contents: a packed row has the same number on both sides.
         if alike:
             yield AttendOp(
-                owner, heads, table.with_k_rows(rows, steps), kv, 0, dkv if isinstance(item, AttendGrad) else LOCAL
+                owner,
+                heads,
+                table.replaced(k_row=rows, k_row_stride=steps),
+                kv,
+                0,
+                dkv if isinstance(item, AttendGrad) else LOCAL,
             )
             return
         dkv_rows, dkv_steps = packed_rows(table, places[1])
@@ -354,11 +359,17 @@ class _Projection:
             # Counted from the least row, so that no row of the view is negative.
             base = int(rows[at].min())
             yield AttendOp(
-                owner, heads, table.take(at).with_k_rows(rows[at] - base, steps[at]), kv, base, dkv, base + distance
+                owner,
+                heads,
+                table.take(at).replaced(k_row=rows[at] - base, k_row_stride=steps[at]),
+                kv,
+                base,
+                dkv,
+                base + distance,
             )
         # Unequal steps: each tile alone, on views of every steps-th row.
         for one in np.flatnonzero(~even).tolist():
-            alone, ends = table.take([one]).with_k_rows(np.zeros(1, np.int64), np.ones(1, np.int64)), (rows, dkv_rows)
+            alone, ends = table.take([one]).replaced(k_row=0, k_row_stride=1), (rows, dkv_rows)
             row, dkv_row = (int(end[one]) for end in ends)
             yield AttendOp(owner, heads, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
 

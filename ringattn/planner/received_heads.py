@@ -16,7 +16,7 @@ from itertools import chain, product
 import numpy as np
 
 from ringattn.core.geometry import StridedRange, Tile, TokenRange
-from ringattn.core.tiling import Ints, TileTable
+from ringattn.core.tiling import ROWS_OF_K, ROWS_OF_Q, Ints, TileTable
 from ringattn.errors import PlanError
 from ringattn.planner.fused_buffers import ONE, FusedBuffer, alone
 from ringattn.schedule.content import Content, HeadRows, union
@@ -75,18 +75,20 @@ class ReceivedHeads:
         counts = [len(table) for _, table in every]
         tiles = TileTable.together(table for _, table in every)
         # A query head reads K/V head h // group.
-        columns = tiles.columns.copy()
-        heads = tiles.columns[:, 12]
-        q = PackedRows(self.fused[Kind.Q], [item.q for item, _ in every], counts, heads, columns[:, 2:5])
-        k = PackedRows(self.fused[Kind.KV], [item.kv for item, _ in every], counts, heads // group, columns[:, 7:10])
-        columns[:, 3:5], columns[:, 8:10] = q.rows, k.rows
+        heads, array = tiles.head, tiles.array
+        q = PackedRows(self.fused[Kind.Q], [item.q for item, _ in every], counts, heads, array[:, ROWS_OF_Q])
+        k = PackedRows(self.fused[Kind.KV], [item.kv for item, _ in every], counts, heads // group, array[:, ROWS_OF_K])
         # What the buffers hold has a single head.
-        columns[:, 14], columns[:, 12], columns[:, 13] = heads, ONE.start, ONE.count
+        (q_row, q_row_stride), (k_row, k_row_stride) = q.rows.T, k.rows.T
+        packed = tiles.replaced(
+            q_row=q_row, q_row_stride=q_row_stride, k_row=k_row, k_row_stride=k_row_stride, head=ONE.start,
+            heads=ONE.count, first_head=heads,
+        )  # fmt: skip
         whole = q.whole & k.whole
         if whole.all():
-            return TileTable(columns)
+            return packed
         known: Cuts = {}
-        found = [TileTable(columns[whole])]
+        found = [packed.take(whole)]
         places = [np.flatnonzero(whole)]
         for at in np.flatnonzero(~whole).tolist():
             (tile,) = tiles.take([at])

@@ -110,11 +110,12 @@ def _rows_set(problem: Problem, item: Work) -> Content:
     if isinstance(item, AttendReceivedOp):
         return _content([(ONE, item.tiles)])
     first, step = item.dkv_row, item.dkv_step
-    moved = item.tiles.with_k_rows(first + item.tiles.k_rows * step, item.tiles.columns[:, 9] * step)
+    tiles = item.tiles
+    moved = tiles.replaced(k_row=first + tiles.k_row * step, k_row_stride=tiles.k_row_stride * step)
     if item.owner is None or item.dkv != LOCAL:
         return _content([(item.heads, moved)])
     # Tiles in the own tensors may be of several parts, each of which reads its K/V heads whole (`Mask.parts`).
-    heads, end = moved.columns[:, 12], moved.columns[:, 12] + moved.columns[:, 13]
+    heads, end = tiles.head, tiles.head + tiles.heads
     return _content(
         (part.kv_heads, moved.take(np.flatnonzero((heads < part.q_heads.stop) & (end > part.q_heads.start))))
         for part in problem.parts

@@ -42,8 +42,8 @@ class Work(NamedTuple):
 
 def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
     """Of one call on these tiles, whose results are added to the accumulators of queries, backward of keys too."""
-    q_count, k_count, heads = (tiles.columns[:, at] for at in (2, 7, 13))
-    rows, keys = int(q_count @ heads), int(k_count @ np.maximum(1, heads // problem.group))
+    rows = int(tiles.q_count @ tiles.heads)
+    keys = int(tiles.k_count @ np.maximum(1, tiles.heads // problem.group))
     pairs = 0.0
     # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
     for (q_n, q_step, k_n, k_step, lo, hi, head_count), alike in Counter(_lying(tiles)).items():
@@ -57,12 +57,12 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
 
 def _lying(tiles: TileTable) -> Iterator[tuple[int, ...]]:
     """Of each tile count and stride of queries and keys, its band seen from the first of both, and heads."""
-    q, q_step, q_count, _, _, k, k_step, k_count, _, _, lo, hi, _, heads, _ = tiles.columns.T
     # Beyond the farthest pair of a tile a band may end anywhere.
-    least, most = (1 - k_count) * k_step, (q_count - 1) * q_step
-    lo, hi = (np.minimum(np.maximum(side - q + k, low), high) for side, low, high in
-              ((lo, least, most + 1), (hi, least - 1, most)))  # fmt: skip
-    return zip(*(one.tolist() for one in (q_count, q_step, k_count, k_step, lo, hi, heads)), strict=True)
+    least, most = (1 - tiles.k_count) * tiles.k_stride, (tiles.q_count - 1) * tiles.q_stride
+    lo, hi = (np.minimum(np.maximum(side - tiles.q_start + tiles.k_start, low), high) for side, low, high in
+              ((tiles.lo, least, most + 1), (tiles.hi, least - 1, most)))  # fmt: skip
+    numbers = tiles.q_count, tiles.q_stride, tiles.k_count, tiles.k_stride, lo, hi, tiles.heads
+    return zip(*(column.tolist() for column in numbers), strict=True)
 
 
 @lru_cache(maxsize=1 << 16)

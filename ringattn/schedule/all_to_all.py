@@ -160,26 +160,25 @@ class SingleHeads(Generic[Pair]):
         """Takes the tiles of each pair. `heads`: the query heads that any of them has, ascending."""
         self._problem, self._pairs = problem, list(tables)
         every = TileTable.together([TileTable.of([]), *(table for some in tables.values() for table in some)])
-        single = every.with_single_heads().columns
+        single = every.with_single_heads()
         pairs = np.repeat(np.arange(len(tables)), [sum(map(len, some)) for some in tables.values()])
-        pairs = pairs.repeat(every.columns[:, 13])
-        # Column 12 of a tile is its first query head, here its only one.
-        order = np.lexsort((single[:, 12], pairs))
-        self._tiles, self._pair = single[order], pairs[order]
-        self.heads = np.unique(single[:, 12]).tolist()
+        pairs = pairs.repeat(every.heads)
+        order = np.lexsort((single.head, pairs))
+        self._tiles, self._pair = single.take(order), pairs[order]
+        self.heads = np.unique(single.head).tolist()
 
     def of_heads(self, heads: Sequence[int]) -> dict[Pair, tuple[HeadTiles, ...]]:
         """The tiles of some query heads, by the K/V head that they read; without the pairs that have none."""
-        mine = np.isin(self._tiles[:, 12], heads)
-        tiles, pairs = self._tiles[mine], self._pair[mine]
+        mine = np.isin(self._tiles.head, heads)
+        tiles, pairs = self._tiles.take(mine), self._pair[mine]
         if not len(tiles):
             return {}
-        reads = tiles[:, 12] // self._problem.group
+        reads = tiles.head // self._problem.group
         # A table ends where the next tile is of another pair or K/V head.
         firsts = np.flatnonzero(np.r_[True, (pairs[1:] != pairs[:-1]) | (reads[1:] != reads[:-1])])
         found: dict[Pair, list[HeadTiles]] = defaultdict(list)
         places = zip(firsts.tolist(), [*firsts[1:].tolist(), len(tiles)], pairs[firsts].tolist(),
                      reads[firsts].tolist(), strict=True)  # fmt: skip
         for first, end, pair, head in places:
-            found[self._pairs[pair]].append(HeadTiles(StridedRange(head, 1), TileTable(tiles[first:end])))
+            found[self._pairs[pair]].append(HeadTiles(StridedRange(head, 1), TileTable(tiles.array[first:end])))
         return {pair: tuple(parts) for pair, parts in found.items()}

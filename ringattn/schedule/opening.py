@@ -116,11 +116,9 @@ def split_keys(parts: tuple[HeadTiles, ...], rows: int) -> tuple[tuple[HeadTiles
 
 def _cut(table: TileTable, row: int) -> tuple[TileTable, TileTable]:
     """The tiles with the key rows before `row`, and with the others."""
-    start, stride, count, first, step = range(5, 10)  # columns of the keys: positions, then rows
-    below, above = table.columns.copy(), table.columns.copy()
-    before = np.clip(-((below[:, first] - row) // below[:, step]), 0, below[:, count])
-    below[:, count] = before
-    above[:, count] -= before
-    above[:, start] += before * above[:, stride]
-    above[:, first] += before * above[:, step]
-    return TileTable(below[below[:, count] > 0]), TileTable(above[above[:, count] > 0])
+    before = np.clip(-((table.k_row - row) // table.k_row_stride), 0, table.k_count)
+    after = table.k_count - before
+    above = table.replaced(
+        k_count=after, k_start=table.k_start + before * table.k_stride, k_row=table.k_row + before * table.k_row_stride
+    )
+    return table.replaced(k_count=before).take(before > 0), above.take(after > 0)

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from ringattn.core.geometry import StridedRange
+from ringattn.core.tiling import HEADS, ROWS_OF_K, ROWS_OF_Q
 from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, merged, size, union, without
 from ringattn.schedule.ops import (
     INPUTS,
@@ -46,7 +47,7 @@ Delivery = tuple[int, Copy]
 
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
     """The rows of the owner's shard that the tiles read."""
-    parts = (HeadRows(heads, merged_keys(table.columns[:, 7:10].tobytes())) for heads, table in tiles)
+    parts = (HeadRows(heads, merged_keys(table.array[:, ROWS_OF_K].tobytes())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
 
 
@@ -60,7 +61,7 @@ def merged_keys(columns: bytes) -> tuple[StridedRange, ...]:
 def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     """The query rows of the tiles, for each query head."""
     # Keys of many owners are asked by the same queries: alike tables are looked at once.
-    tables = ((table.columns[:, 2:5].tobytes(), table.columns[:, 12:14].tobytes()) for _, table in tiles)
+    tables = ((table.array[:, ROWS_OF_Q].tobytes(), table.array[:, HEADS].tobytes()) for _, table in tiles)
     return merged_queries(tuple(dict.fromkeys(tables)))
 
 

@@ -102,11 +102,11 @@ def test_tables_are_values() -> None:
     other = TileTable.of([TILES[0]._replace(band=FULL), TILES[1]])
     assert one == two and hash(one) == hash(two) and one != other
     with pytest.raises(ValueError, match="read-only"):
-        one.columns[0, 0] = 1
+        one.q_start[0] = 1
 
 
-def test_with_k_rows_changes_nothing_else() -> None:
-    moved = list(TileTable.of(TILES).with_k_rows(np.array([40, 50])))
+def test_replaced_changes_nothing_else() -> None:
+    moved = list(TileTable.of(TILES).replaced(k_row=np.array([40, 50])))
     for before, after, row in zip(TILES, moved, (40, 50), strict=True):
         rows = before.k.rows._replace(start=row)
         assert after == before._replace(k=TokenRange(before.k.positions, rows))

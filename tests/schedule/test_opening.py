@@ -139,9 +139,8 @@ def test_verify_sees_a_fault_in_a_split(fault: str) -> None:
         work += [item, item]
     elif fault == "grown":
         ((heads, table),) = item.tiles
-        columns = table.columns.copy()
-        columns[:, 7] += 1
-        work.append(item._replace(tiles=((heads, type(table)(columns)),)))  # type: ignore[arg-type]
+        longer = table.replaced(k_count=table.k_count + 1)
+        work.append(item._replace(tiles=((heads, longer),)))  # type: ignore[arg-type]
     steps = (*schedule.steps[:at], Step(schedule.steps[at].copies, tuple(work)), *schedule.steps[at + 1 :])
     why = "1 tiles of KV3 are never" if fault == "lost" else "works on a tile of KV3 (once too often|that the mask)"
     with pytest.raises(PlanError, match=why):
