@@ -1,4 +1,4 @@
-"""How much memory a rank needs: this ring, the all-gather, and known mistakes; predicted and measured.
+"""How much memory a rank needs, in a ring and in an all-gather; predicted and measured.
 
 `python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
 processes: the greater rank's storages, and the growth of its resident size from before its inputs exist to the end,
@@ -22,7 +22,6 @@ from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.baselines import OurRing
 from ringattn.bench.gate import Baseline, Inputs, open_gate, random_inputs
 from ringattn.bench.memory_curve import draw_curve
-from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
@@ -37,8 +36,7 @@ from ringattn.schedule.routes import route_named
 from ringattn.testing import run_ranks
 
 WITH_BACKWARD = " with backward"
-METHODS = ("ring", "ring with backward", "all_gather", "all_gather with backward",
-           "gathered scores", "own-Q scores", "full-Q fused", "full-Q scores")  # fmt: skip
+METHODS = ("ring", "ring with backward", "all_gather", "all_gather with backward")
 PROGRAM = "ringattn.bench.memory:on_rank"
 GATE_TOKENS_PER_RANK = 64
 ITEM_BYTES = 4
@@ -61,12 +59,6 @@ class MemoryOptions:
 
 def baseline(ring: Ring, method: str) -> Baseline:
     """The method called `method`, on this rank."""
-    if method == GatheredScores.name:
-        return GatheredScores(ring)
-    if method == "own-Q scores":
-        return PartitionedScores(ring)
-    if method.startswith("full-Q"):
-        return FullQueryRing(ring, fused="fused" in method)
     return OurRing(ring, "zigzag", method.removesuffix(WITH_BACKWARD), backward=method.endswith(WITH_BACKWARD))
 
 
@@ -102,21 +94,10 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
 
 
 def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int]:
-    """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, scores or block."""
+    """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, the working block."""
     ranks, dim = options.ranks, options.head_dim
     own = -(-length // ranks)
     query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
-    if method.startswith("full-Q"):
-        block = 2 * length * query if "fused" in method else _scores_bytes(length, own, options)
-        return {"kept": 2 * length * query + 2 * own * key, "travelling": 4 * own * key, "working": block}
-    if method == "own-Q scores":
-        block = _scores_bytes(own, own, options)
-        return {"kept": own * (2 * query + 2 * key), "travelling": 4 * own * key, "working": block}
-    if method == GatheredScores.name:
-        gathered = 2 * (2 * length - own) * key  # the parts, and their concatenation
-        repeated = 2 * length * (query - key)  # K and V for every query head
-        return {"kept": 2 * own * (query + key), "travelling": gathered + repeated,
-                "working": _scores_bytes(own, length, options)}  # fmt: skip
     problem, backward = _problem(length, options, ranks), method.endswith(WITH_BACKWARD)
     arena = max(_greatest_arena(problem, method.removesuffix(WITH_BACKWARD), back) for back in {False, backward})
     kept = own * (2 * query + 2 * key)
@@ -133,11 +114,6 @@ def _greatest_arena(problem: Problem, schedule: str, backward: bool) -> int:
     return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
 
 
-def _scores_bytes(queries: int, keys: int, options: MemoryOptions) -> int:
-    """The matrix of scores, a second one while it is made, and its mask."""
-    return queries * keys * (2 * options.heads * ITEM_BYTES + 1)
-
-
 def _problem(length: int, options: MemoryOptions, ranks: int) -> Problem:
     layout = make_layout("zigzag", length, ranks)
     sizes = 1, options.heads, options.kv_heads, options.head_dim, options.head_dim
@@ -152,7 +128,8 @@ def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
             say(f"{length} tokens: {method}")
             spec = {"method": method, "length_tokens": length,
                     "shape": [options.heads, options.kv_heads, options.head_dim]}  # fmt: skip
-            by_rank = run_in_processes(options.ranks, PROGRAM, spec, say)
+            # Over gloo the arena is a tensor; memory that ranks share is no storage, and its meter would not see it.
+            by_rank = run_in_processes(options.ranks, PROGRAM, spec, say, transport="gloo")
             greatest = {key: max(found[key] for found in by_rank) for key in by_rank[0]}
             records.append(
                 {"length_tokens": length, "method": method, "predicted": predicted(method, length, options), **greatest}
@@ -212,7 +189,7 @@ def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[di
             "KiB a token",
         ),
         notes=[
-            "- kept: inputs, results; travelling: the plan's arena, or gathered K/V; working: scores, a block.",
+            "- kept: inputs, results; travelling: the plan's arena; working: a block.",
             "- storages: torch's and its kernels' scratch, by a dispatch mode. resident: growth of the process in a",
             "  run before; it is less where pages that the gate left are used again.",
         ],

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -241,29 +240,6 @@ def log(level: Level, readings: Sequence[Reading]) -> None:
     """One line for the fullest rank, to the logger `ringattn`."""
     fullest = max(readings, key=lambda one: one.used)
     LOGGER.warning("memory %s: %s", level.name.lower(), fullest)
-
-
-def snapshot_into(folder: Path, rank: int) -> Action:
-    """Writes all readings to `memory-<rank>.json` in `folder`, and on CUDA torch's own snapshot beside it (pickle)."""
-
-    def write(level: Level, readings: Sequence[Reading]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"level": level.name.lower(), "ranks": [asdict(one) for one in readings]}
-        (folder / f"memory-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
-        if readings[rank].device == "cuda":
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
-
-    return write
-
-
-def reduce_batch(batch: Callable[[], int], set_batch: Callable[[int], None]) -> Action:
-    """Halves the batch, down to 1, on every rank alike."""
-
-    def reduce(level: Level, readings: Sequence[Reading]) -> None:
-        if batch() > 1:
-            set_batch(batch() // 2)
-
-    return reduce
 
 
 def stop(level: Level, readings: Sequence[Reading]) -> None:

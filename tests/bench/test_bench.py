@@ -1,4 +1,4 @@
-"""The benchmarks: the gate bites, the known mistakes are exact, and every entry runs at a tiny size."""
+"""The benchmarks: the gate bites, every contender is exact, and every entry runs at a tiny size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from ringattn.bench import clock, dilated, memory, planning, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
 from ringattn.bench.gate import Baseline, GateError, Inputs, open_gate, random_inputs, reference
-from ringattn.bench.mistakes import FullQueryRing, GatheredScores, PartitionedScores
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import Table
@@ -107,10 +106,6 @@ def test_no_number_before_a_green_gate(monkeypatch: pytest.MonkeyPatch, capsys: 
         lambda ring: OurRing(ring, backward=False),
         lambda ring: one_process(ring.rank),
         lambda ring: independent(ring.rank, ring.world_size, 4, 2),
-        GatheredScores,
-        PartitionedScores,
-        lambda ring: FullQueryRing(ring, fused=True),
-        lambda ring: FullQueryRing(ring, fused=False),
     ],
 )
 def test_contenders_are_exact(make: Callable[[Ring], Baseline]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -24,8 +23,6 @@ from ringattn.observe.memory import (
     greatest,
     lies_in,
     log,
-    reduce_batch,
-    snapshot_into,
     stop,
 )
 from ringattn.ring import Ring
@@ -155,28 +152,13 @@ def test_actions_of_every_level_reached(used: float, level: Level, taken: list[s
     assert monitor.check() is level and done == taken
 
 
-def test_what_the_actions_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_actions_do(caplog: pytest.LogCaptureFixture) -> None:
     readings = [replace(ONE, device="cpu", used_bytes=1), replace(ONE, rank=1, device="cpu")]
     with caplog.at_level(logging.WARNING, logger="ringattn"):
         log(Level.WARNING, readings)
     assert "memory warning: rank 1: 95.0%" in caplog.text
-    snapshot_into(tmp_path / "new", 1)(Level.CRITICAL, readings)
-    written = json.loads((tmp_path / "new" / "memory-1.json").read_text())
-    assert written["level"] == "critical" and [Reading(**one) for one in written["ranks"]] == readings
-    sizes = [12]
-    reduce = reduce_batch(lambda: sizes[-1], sizes.append)
-    for _ in range(5):
-        reduce(Level.CRITICAL, readings)
-    assert sizes == [12, 6, 3, 1]
     with pytest.raises(OutOfMemoryError, match=r"emergency: rank 1: 95.0% .*smaller batch"):
         stop(Level.EMERGENCY, readings)
-
-
-def test_a_cuda_snapshot_is_written_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
-    snapshot_into(tmp_path, 0)(Level.WARNING, [ONE])
-    assert written == [str(tmp_path / "memory-0.pickle")]
 
 
 # --- over a ring -----------------------------------------------------------------------------------------------------
