@@ -20,9 +20,10 @@ from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, Gradien
 from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
+from ringattn.transport.process import FORKED, ProcessBound
 
 
-class RankGroup:
+class RankGroup(ProcessBound):
     """One rank's end of the group. A context manager."""
 
     def __init__(self, transport: Transport) -> None:
@@ -272,8 +273,9 @@ class RankGroup:
         """Does nothing while the ring can be used.
 
         Raises:
-            ClosedError: The ring was closed or has failed.
+            ClosedError: The ring was closed or has failed, or belongs to the process that this one was forked from.
         """
+        self.check_process()
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring cannot be used any more, {self._end}; open a new Ring")
 
@@ -304,6 +306,8 @@ class RankGroup:
         Raises:
             Nothing.
         """
+        if self.forked:
+            return
         # First the reason, then the abort: a call that comes meanwhile already finds it.
         self._end = f"it was aborted: {cause}"
         self.transport.abort(cause)
@@ -331,6 +335,10 @@ class RankGroup:
         if self._end is None:
             self._end = "it was closed"
             self.transport.close()
+
+    def leave_to_parent(self) -> None:
+        """See `ProcessBound`."""
+        self._end = FORKED
 
     def __enter__(self) -> Self:
         return self

@@ -172,6 +172,8 @@ class Runtime(RankGroup):
 
     def close(self) -> None:
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
+        if self.forked:
+            return
         self._let_go()  # before the transport ends, which gives the memory back
         self._captured.clear()
         super().close()
@@ -186,7 +188,8 @@ class Runtime(RankGroup):
             Nothing.
         """
         super().end(cause)
-        self._let_go()
+        if not self.forked:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Let go of the arena, whoever still holds an executor."""

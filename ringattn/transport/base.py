@@ -19,6 +19,7 @@ from ringattn.errors import ClosedError, InputError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord
 from ringattn.observe.sigterm import leave_records
 from ringattn.transport.location import Location
+from ringattn.transport.process import FORKED, ProcessBound
 
 COMPARED = "compared"
 """See `Transport.announce`."""
@@ -142,16 +143,21 @@ class Rebound:
         return self._transport.exchange(self._sends, self._recvs)
 
 
-class Ending:
-    """Why a transport has ended, once it has."""
+class Ending(ProcessBound):
+    """Why a transport has ended, once it has. The transport of a parent has ended in a forked child."""
 
     rank: int
     _end: BaseException | None = None
 
     def _check_open(self) -> None:
-        """Raise `ClosedError` if it has ended."""
+        """Raise `ClosedError` if it has ended, or if this is a forked child."""
+        self.check_process()
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+
+    def leave_to_parent(self) -> None:
+        """See `ProcessBound`: nothing is left to close or to abort."""
+        self._end = self._end or ClosedError(FORKED)
 
 
 class HostTransport(Ending):

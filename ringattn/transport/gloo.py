@@ -31,6 +31,7 @@ from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
 from ringattn.transport.heartbeat import END_S, Heartbeat, HeartbeatThread
+from ringattn.transport.process import never_destroy
 
 PUBLISH_S = 0.2
 """How long a rank that fails tries to publish why."""
@@ -235,6 +236,12 @@ class GlooTransport(ProcessTransport):
             self._control.leave()
             self._flights.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
+
+    def leave_to_parent(self) -> None:
+        """See `ProcessBound`. The destructors of gloo need threads that the child does not have."""
+        for thing in (self._group, *(operation.work for operation in self._in_flight)):
+            never_destroy(thing)
+        super().leave_to_parent()
 
     def _swap(self, peers: list[int], sent: torch.Tensor, received: dict[int, torch.Tensor], label: str) -> None:
         """Send one buffer to all `peers` and receive one from each."""

@@ -161,12 +161,14 @@ class LocalTransport(HostTransport):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
+        self.check_process()
         with self._world.changed:
             self._check_alive()
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalWorkHandle:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
+        self.check_process()
         posted = operations(_Operation, self.rank, self.world_size, self.device, sends, recvs)
         with self._world.changed:
             self._check_alive()
@@ -177,6 +179,7 @@ class LocalTransport(HostTransport):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th call of the others."""
+        self.check_process()
         world = self._world
         with world.changed:
             self._check_alive()
@@ -195,6 +198,8 @@ class LocalTransport(HostTransport):
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
+        if self._end is not None:  # before the lock, which another thread may hold while this process is forked
+            return
         with self._world.changed:
             if self._end is None:
                 self._end = cause
@@ -202,6 +207,8 @@ class LocalTransport(HostTransport):
 
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
+        if self._end is not None:
+            return
         with self._world.changed:
             if self._end is None:
                 self._end = ClosedError(f"rank {self.rank} closed its ring")
@@ -211,6 +218,7 @@ class LocalTransport(HostTransport):
 
     def _finish(self, posted: list[_Operation]) -> None:
         """Wait for all of `posted`, or for the first that is refused."""
+        self.check_process()
         with self._world.changed:
             self._check_open()
             self._hold(

@@ -14,7 +14,6 @@ device share one hardware queue.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 import weakref
@@ -83,7 +82,6 @@ class NodesTransport(Ending):
         self.rank, self.world_size, self.device = between.rank, between.world_size, between.device
         self.stream: Any = between.stream
         self.locations = between.locations
-        self._pid = os.getpid()
 
     @property
     def ways(self) -> str:
@@ -166,8 +164,7 @@ class NodesTransport(Ending):
         try:
             yield
         except (TransportError, DisagreementError) as error:
-            if os.getpid() == self._pid:
-                self.abort(error)
+            self.abort(error)
             raise
 
     def close_between(self) -> None:
@@ -296,9 +293,8 @@ def open_shm_and_gloo(
 
 @atexit.register
 def _close_all() -> None:
-    """Close the rings that are still open, before their transports are closed one by one. Not in a fork."""
+    """Close the rings that are still open, before their transports are closed one by one. In a fork they have ended."""
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
-            if ring._pid == os.getpid():
-                ring.linger_s = EXIT_LINGER_S
-                ring.close()
+            ring.linger_s = EXIT_LINGER_S
+            ring.close()

@@ -1,4 +1,4 @@
-"""Faults of the peer transport in real processes: killed and stopped ranks, forks, failures beside computing.
+"""Faults of the peer transport in real processes: killed and stopped ranks, failures beside computing.
 
 The quick ones stand in `test_peer_memory.py`, whose processes they share.
 """
@@ -76,9 +76,3 @@ def test_a_caller_does_not_wait_for_what_the_device_computes(two: Processes) -> 
     for found in two.run(ranks.busy).values():
         assert found["told_s"] < 1.5 < found["ended_s"]
         assert found["registered"] == 0
-
-
-@pytest.mark.slow
-def test_a_fork_is_refused_and_the_parent_goes_on(two: Processes) -> None:
-    for said in two.run(ranks.forked).values():
-        assert len(said) == 4 and all("its fork" in words for words in said)

@@ -1,4 +1,4 @@
-"""The contract over shared memory, and what only it can suffer: ranks killed and stopped, ends that differ, forks."""
+"""The contract over shared memory, and what only it can suffer: ranks killed and stopped, ends that differ."""
 
 from __future__ import annotations
 
@@ -315,34 +315,3 @@ def test_200_openings_leave_nothing() -> None:
         for open_files, maps in couple.run(opens_and_closes, 200, hard_s=110.0).values():
             assert set(maps) == {0}
             assert max(open_files[1:]) <= open_files[0], open_files
-
-
-def forks(rank: int, world_size: int) -> int:
-    ring = meet(rank, world_size, list(range(world_size)), LONG_S)
-    after, before = contract.neighbors(ring)
-    child = os.fork()
-    if child == 0:
-        refused = 0
-        for call in (
-            lambda: ring.allocate(8),
-            lambda: ring.all_gather_bytes(b""),
-            lambda: contract.send(ring, after, 1.0),
-        ):
-            try:
-                call()
-            except ClosedError as error:
-                refused += "forked" in str(error)
-        ring.abort(ValueError("the child's own trouble"))
-        ring.close()
-        os._exit(refused)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    into = torch.zeros(16)
-    ring.exchange([Message(after, torch.full((16,), 3.0))], [Message(before, into)]).wait()
-    assert into.tolist() == [3.0] * 16
-    ring.all_gather_bytes(b"")
-    ring.close()
-    return code
-
-
-def test_a_forked_process_is_refused_and_disturbs_nobody(processes: Processes) -> None:
-    assert processes.run(forks) == {0: 3, 1: 3, 2: 3}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -201,6 +200,8 @@ class NcclTransport(HopTransport):
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
+        if self.forked:
+            return
         if self._end is None:
             self._end = bare(cause)
         computed = self._memory.computed()
@@ -349,9 +350,7 @@ def _version() -> str:
 
 @atexit.register
 def _close_all() -> None:
-    """Close the rings that are still open, briefly and without a hang."""
+    """Close the rings that are still open, briefly and without a hang. In a fork they have ended."""
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
-            # Not in a fork, whose communicators are its parent's.
-            if ring._communicators and ring._communicators[0].pid == os.getpid():
-                ring.close(EXIT_LINGER_S)
+            ring.close(EXIT_LINGER_S)

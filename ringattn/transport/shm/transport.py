@@ -11,7 +11,6 @@ killed or stopped is named by the others, and no other rank is; a transport that
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -330,11 +329,6 @@ class ShmTransport(ProcessTransport):
         self._imports.clear()
         for queue in (*self._incoming.values(), *self._outgoing.values(), *self._unsaid.values()):
             queue.clear()
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._group.pid:
-            raise ClosedError(f"rank {self.rank}: this process was forked from the ring's; open a ring of its own here")
-        super()._check_open()
 
 
 def obstacle(locations: Sequence[Location]) -> str | None:

@@ -250,27 +250,6 @@ def busy(rank: int, world_size: int) -> dict[str, float]:
     return {"told_s": told_s, "ended_s": time.monotonic() - began, **ended(gpu)}
 
 
-def forked(rank: int, world_size: int) -> list[str]:
-    """What a fork is told, and that the parent's ring goes on."""
-    ring = meet(rank, world_size)
-    hop = ring.bind(*[[Message(1 - rank, ring.allocate(64), "k")] for _ in range(2)])
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = []
-        for call in (hop.start, ring.drain, lambda: ring.allocate(8), lambda: ring.all_gather_bytes(b"")):
-            try:
-                call()
-            except RingError as error:
-                said.append(str(error))
-        os.write(write, "\n".join(said).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    hop.start().wait()
-    ring.close()
-    return os.read(read, 4096).decode().splitlines()
-
-
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then runs into."""
     gpu = SimGpu()
