@@ -36,8 +36,8 @@ class Ring(Runtime):
     """A group of ranks that attend together: this rank's end of it, and the entry point of the package.
 
     A ring owns its rank's transport, memory pool and cached plans, and closes them. It is a context
-    manager. One thread at a time uses a ring, and all ranks make the same calls in the same order. After a failure the
-    ring cannot be used any more, on any rank, and says so.
+    manager; a ring that is garbage collected is closed soon afterwards. One thread at a time uses a ring, and all ranks
+    make the same calls in the same order. After a failure the ring cannot be used any more, on any rank, and says so.
 
     Example:
         with ringattn.Ring() as ring:  # under torchrun, or alone

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, GradientNeeds, Inputs, gradient_needs
 from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Transport, close_dropped
 from ringattn.transport.process import FORKED, ProcessBound
 
 
 class RankGroup(ProcessBound):
-    """One rank's end of the group. A context manager."""
+    """One rank's end of the group. A context manager. A group that is dropped is closed."""
 
     def __init__(self, transport: Transport) -> None:
         """Owns the transport, which closes with it.
@@ -39,6 +40,9 @@ class RankGroup(ProcessBound):
         self._agreement = ConsistencyCheck(transport)
         # Why the group can no longer be used; None while it can.
         self._end: str | None = None
+        # Refers to the transport alone, so nothing of the transport may refer to the group.
+        self._if_dropped = finalize(self, close_dropped, transport)
+        self._if_dropped.atexit = False
 
     @property
     def rank(self) -> int:
@@ -310,6 +314,7 @@ class RankGroup(ProcessBound):
             return
         # First the reason, then the abort: a call that comes meanwhile already finds it.
         self._end = f"it was aborted: {cause}"
+        self._if_dropped.detach()
         self.transport.abort(cause)
 
     def all_gather_text(self, words: str) -> list[str]:
@@ -334,11 +339,13 @@ class RankGroup(ProcessBound):
         """Leave in good order. Idempotent; any later call raises `ClosedError`."""
         if self._end is None:
             self._end = "it was closed"
+            self._if_dropped.detach()
             self.transport.close()
 
     def leave_to_parent(self) -> None:
         """See `ProcessBound`."""
         self._end = FORKED
+        self._if_dropped.detach()
 
     def __enter__(self) -> Self:
         return self

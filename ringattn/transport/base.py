@@ -9,13 +9,16 @@ that is started later.
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ringattn.errors import ClosedError, InputError, UnsupportedError
+from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord
 from ringattn.observe.sigterm import leave_records
 from ringattn.transport.location import Location
@@ -158,6 +161,19 @@ class Ending(ProcessBound):
     def leave_to_parent(self) -> None:
         """See `ProcessBound`: nothing is left to close or to abort."""
         self._end = self._end or ClosedError(FORKED)
+
+
+def close_dropped(transport: Transport) -> None:
+    """Close the transport of a ring that was garbage collected. The finalizer of the ring, which returns at once."""
+
+    # On a thread: a collection may run inside any lock, and on a thread that closing waits for.
+    def close() -> None:
+        with suppress(RingError):  # no call is left that could raise it
+            transport.close()
+
+    # `Thread.start` takes a lock of `threading`, inside which a collection may run, so another thread calls it.
+    thread = threading.Thread(target=close, name=f"ringattn-dropped-{transport.rank}", daemon=True)
+    _thread.start_new_thread(thread.start, ())
 
 
 class HostTransport(Ending):

@@ -5,8 +5,6 @@ A check is called on all ranks at once with that rank's transport, in whatever t
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -16,6 +14,7 @@ import torch
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
 from ringattn.transport.base import Message, Transport
 from ringattn.transport.collectives import all_reduce, barrier, broadcast
+from tests.contract.ends import dropped_ring_is_closed, forked_child_is_refused
 
 Check = Callable[[Transport], None]
 
@@ -347,46 +346,6 @@ def last_message_outlives_close(ring: Transport) -> None:
         assert receive(ring, 1).tolist() == [4.0] * 16
 
 
-# --- forks -----------------------------------------------------------------------------------------------------------
-
-
-def forked_child_is_refused(ring: Transport) -> None:
-    # Every rank forks while a message is under way. The parents finish it and exchange another.
-    after, before = neighbors(ring)
-    sent, received = torch.full((16,), float(ring.rank)), torch.zeros(16)
-    hop = ring.bind([Message(after, sent)], [Message(before, received)])
-    handle = hop.start()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(PROMPT_S))  # a child that hangs is killed
-        os._exit(_count_refusals(ring, [handle.wait, hop.start]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
-    handle.wait()
-    assert received.tolist() == [float(before)] * 16
-    hop.start().wait()
-    assert ring.all_gather_bytes(bytes([ring.rank])) == [bytes([rank]) for rank in range(ring.world_size)]
-
-
-def _count_refusals(ring: Transport, calls: list[Callable[[], object]]) -> int:
-    """How many of `calls` and of the calls of `ring` raise the error of a forked child; 99 if one does not."""
-    calls += [
-        lambda: ring.allocate(8),
-        lambda: ring.all_gather_bytes(b""),
-        lambda: ring.exchange([], []),
-        lambda: send(ring, neighbors(ring)[0], 0.0),
-    ]
-    refused = 0
-    for call in calls:
-        try:
-            call()
-            return 99
-        except ClosedError as error:
-            refused += "a forked process cannot use the ring of its parent; open a ring after the fork" in str(error)
-    ring.abort(ValueError("a failure of the child"))
-    ring.close()
-    return refused
-
-
 CHECKS: list[Check] = [
     shift_around,
     order_is_kept,
@@ -408,6 +367,7 @@ CHECKS: list[Check] = [
     close_is_final,
     last_message_outlives_close,
     forked_child_is_refused,
+    dropped_ring_is_closed,
 ]
 ONE_AFTER_ANOTHER: list[Check] = [
     check for check in CHECKS if check not in (ends_may_lie_apart, agree_passes_messages_by)

@@ -55,7 +55,9 @@ ring.close()
 """
 
 
-@pytest.mark.parametrize("transport", ["gloo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "shm+gloo"))])
+@pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("shm", marks=pytest.mark.slow), pytest.param("shm+gloo", marks=pytest.mark.slow)]
+)
 def test_a_forked_child_collects_and_exits(transport: str) -> None:
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, transport]

@@ -49,6 +49,7 @@ def processes() -> Iterator[Processes]:
 QUICK = {
     contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
     contract.first_cause_reaches_all, contract.forked_child_is_refused,
+    contract.dropped_ring_is_closed,
 }  # fmt: skip
 """The rest of the contract is slow here: quick tests run all of it over shm, which ranks of one machine take."""
 

@@ -226,6 +226,7 @@ class NcclTransport(HopTransport):
         """
         if self._end is not None:
             return
+        self.gpu.activate()  # the thread that closes a dropped ring has not used it
         patience_s = self._timeout_s if linger_s is None else linger_s
         try:
             self._arrive(math.inf if linger_s is None else linger_s)

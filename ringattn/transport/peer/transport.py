@@ -153,6 +153,7 @@ class PeerTransport(HopTransport):
         """See `Transport.close`. No other rank is waited for: memory lives for as long as another maps it."""
         if self._end is not None:
             return
+        self.gpu.activate()  # the thread that closes a dropped ring has not used it
         try:
             self.drain()
         except RingError as error:
