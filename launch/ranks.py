@@ -1,8 +1,8 @@
 """Starts the ranks of one job as processes of this machine, and ends them whatever happens.
 
-Processes are started by torchrun, isolated from this one, each with its own share of the cores. Guarantees: results by
-rank, or one error that names the rank that failed first; no process is left behind after an error, a timeout, Ctrl-C,
-SIGTERM or SIGKILL of this process.
+Each process has its own share of the cores. Guarantees: results by rank, or one error that names the rank that failed
+first; no process is left behind after an error, a limit, Ctrl-C, SIGTERM or SIGKILL of this process; the ranks of one
+machine alone listen on loopback only.
 """
 
 from __future__ import annotations
@@ -10,42 +10,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
-from ringattn.launch import parent
-from ringattn.launch.failures import RanksError, root_cause
-
-GRACE_S = 10.0
-"""How long torchrun may take to end its processes before they are killed."""
-SOON_S = 0.5
-"""The same after Ctrl-C and SIGTERM, where somebody waits: long enough for flight records."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The machines of one job, and which of them this is.
-
-    `endpoint`: host:port of node 0, where they meet within `timeout_s`; empty for one machine alone.
-    """
-
-    count: int = 1
-    rank: int = 0
-    endpoint: str = ""
-    timeout_s: float = 600.0
-
-
-ALONE = Nodes()
+from ringattn.launch.failures import Exit, RanksError, root_cause
+from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
+from ringattn.launch.parent import LAUNCHER
+from ringattn.launch.processes import RankProcesses
 
 
 class Place(NamedTuple):
@@ -101,27 +80,23 @@ def threads_for(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def agent_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
-    """The words that start torchrun for `ranks` processes of this machine; what they run comes after these."""
-    return [sys.executable, "-m", "torch.distributed.run", *_agent_words(ranks, nodes)]
-
-
-def _agent_words(ranks: int, nodes: Nodes) -> list[str]:
+def torchrun_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
+    """The command that starts torchrun for `ranks` processes of this machine; append the program that they run."""
     if nodes.endpoint:
-        meeting = [
+        meeting_place = [
             *(f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", "--rdzv-backend=static"),
             *(f"--rdzv-endpoint={nodes.endpoint}", f"--rdzv-conf=timeout={max(1, round(nodes.timeout_s))}"),
         ]
     else:
-        meeting = ["--standalone"]
-    return [*meeting, f"--nproc-per-node={ranks}"]
+        meeting_place = ["--standalone"]
+    return [sys.executable, "-m", "torch.distributed.run", *meeting_place, f"--nproc-per-node={ranks}"]
 
 
 def run_ranks_in_processes(
     entry: str,
     spec: Mapping[str, Any],
     ranks: int,
-    timeout_s: float,
+    limit_s: float | None = None,
     threads_per_rank: int | None = None,
     nodes: Nodes = ALONE,
 ) -> list[dict[str, Any]]:
@@ -130,57 +105,57 @@ def run_ranks_in_processes(
     With `nodes`, other machines do the same at the same time, and the answers are those of this machine's ranks.
     `spec` and the answers are JSON. The processes have torchrun's environment, so `ringattn.Ring()` there joins them;
     rank 0 prints to this process's standard output. `threads_per_rank`: see `threads_for` for None.
-    Raises `RanksError` if a rank fails or `timeout_s` pass; nothing of the job runs on after that.
+    Raises `RanksError` if a rank fails or `limit_s` pass; nothing of the job runs on after that.
     """
-    with tempfile.TemporaryDirectory(prefix="ringattn-") as name:
+    first = nodes.rank * ranks
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as name, _terminated_like_interrupted():
         folder = Path(name)
         job = folder / "job.json"
         job.write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
-        with (folder / "torchrun.txt").open("wb") as log, _terminated_like_interrupted():
-            # torchrun through a script that ends it when this process ends.
-            agent = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    parent.__file__,
-                    str(os.getpid()),
-                    *_agent_words(ranks, nodes),
-                    f"--log-dir={folder}",  # torchrun's own folder, which goes with this one however it ends
-                    "-m",
-                    "ringattn.launch.worker",
-                    str(job),
-                ],
-                env=_environment(threads_per_rank or threads_for(ranks)),
-                stderr=log,
-                start_new_session=True,
-            )
-            try:
-                code = agent.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                message = f"{ranks} ranks did not end within {timeout_s:g} s, so they were ended; raise timeout_s"
-                raise RanksError(message, "timeout") from None
-            except (KeyboardInterrupt, SystemExit):
-                _end(agent, job, SOON_S)
-                raise
-            finally:
-                _end(agent, job)
-        if code:
-            raise root_cause(folder, (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace"), code)
-        first = nodes.rank * ranks
+        with meeting(nodes, ranks) as met, RankProcesses(folder) as processes:
+            environment = _environment(met, ranks, nodes, threads_per_rank or threads_for(ranks))
+            for local_rank in range(ranks):
+                places = {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+                command = [sys.executable, "-m", "ringattn.launch.worker", str(job)]
+                processes.start(first + local_rank, command, {**environment, **places})
+            met.open_store()
+            if not processes.finish(limit_s):
+                message = f"{ranks} ranks did not end within {limit_s:g} s, so they were ended; raise limit_s"
+                raise RanksError(message, "timeout")
+            answers = {rank: folder / f"answer-{rank}.json" for rank in range(first, first + ranks)}
+            silent = [Exit(rank, 0, time.time()) for rank, answer in answers.items() if not answer.exists()]
+            if processes.exits or silent:
+                raise root_cause(folder, processes.exits or silent)
         sys.stderr.write((folder / f"errors-{first}.txt").read_text(encoding="utf-8", errors="replace"))
-        answers = (folder / f"answer-{rank}.json" for rank in range(first, first + ranks))
-        return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
+        return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers.values()]
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """This process's environment for the ranks: they find the same packages, and share the cores."""
+def _environment(met: Meeting, ranks: int, nodes: Nodes, threads: int) -> dict[str, str]:
+    """This process's environment for the ranks, which find the same packages, share the cores, and are all clients of
+    the launcher's store. Ranks of one machine alone use loopback, unless the user has chosen an interface."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    alone = {} if nodes.endpoint else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {
+        **alone,
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MASTER_ADDR": met.host,
+        "MASTER_PORT": str(met.port),
+        "WORLD_SIZE": str(nodes.count * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(nodes.rank),
+        "TORCHELASTIC_RUN_ID": met.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER: str(os.getpid()),
+    }
 
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what Ctrl-C cleans up is cleaned up then too."""
+    """SIGTERM raises SystemExit, so that it cleans up what Ctrl-C cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -193,33 +168,3 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(agent: subprocess.Popen[bytes], job: Path, grace_s: float = GRACE_S) -> None:
-    """End torchrun and its ranks, which lead sessions of their own. It ends them itself when it is asked to; what is
-    left after `grace_s`, or when torchrun was killed, is found by the job file that its command line names."""
-    if agent.poll() is None:
-        agent.terminate()
-        for pid in _processes_of(job):  # torchrun passes the signal on after up to a second
-            with suppress(ProcessLookupError):
-                if pid != agent.pid:
-                    os.kill(pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(grace_s)
-    deadline = time.monotonic() + GRACE_S
-    while (left := _processes_of(job)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    agent.wait()
-
-
-def _processes_of(job: Path) -> list[int]:
-    """Ids of the running processes whose command line names the job file; one that is ending has none."""
-    found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if os.fsencode(job) in line.read_bytes().split(b"\0"):
-                found.append(int(line.parent.name))
-    return found

@@ -1,6 +1,6 @@
-"""One rank's process, started by `ringattn.launch.ranks` through torchrun: `python -m ringattn.launch.worker JOB.json`.
+"""One rank's process, started by `ringattn.launch.ranks`: `python -m ringattn.launch.worker JOB.json`.
 
-Calls the job's entry and leaves the answer, or the error, as a file; ranks other than 0 print into a file.
+Calls the job's entry and leaves the answer, or the error, as a file.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.launch.parent import AGENT, end_with_parent
+from ringattn.launch.parent import LAUNCHER, end_with_parent
 
 
 def main(job: Path) -> int:
     """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
-    end_with_parent(int(os.environ.get(AGENT) or os.getppid()))
+    end_with_parent(int(os.environ[LAUNCHER]))
     rank, folder = int(os.environ["RANK"]), job.parent
-    if rank != 0:
-        with (folder / f"output-{rank}.txt").open("wb") as output:
-            os.dup2(output.fileno(), 1)
-    with (folder / f"errors-{rank}.txt").open("wb") as errors:
-        os.dup2(errors.fileno(), 2)
     described: dict[str, Any] = json.loads(job.read_text(encoding="utf-8"))
     module, _, function = described["entry"].partition(":")
     try:

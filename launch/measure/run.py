@@ -20,15 +20,15 @@ from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.own_cluster import NONE
 from ringattn.launch.measure.run_config import RunConfig, load_run, refuse_ignored, resolved, spec_of, words_of
 from ringattn.launch.measure.submitted import in_job, meeting
+from ringattn.launch.nodes import Nodes
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import (
-    Nodes,
     Place,
-    agent_command,
     agreed_ranks,
     place_in_torchrun,
     run_ranks_in_processes,
     threads_for,
+    torchrun_command,
 )
 from ringattn.launch.spelling import spelled
 
@@ -144,7 +144,7 @@ def nodes_of(config: RunConfig) -> Nodes:
 def command_of(config: RunConfig) -> str:
     """The line that starts this run's ranks on this node by torchrun, for a shell."""
     assert config.ranks is not None
-    words = [*agent_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.run", *words_of(config)]
+    words = [*torchrun_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.run", *words_of(config)]
     return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(words)}"
 
 

@@ -18,7 +18,6 @@ import torch
 
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError, OutOfMemoryError
-from ringattn.launch.failures import root_cause
 from ringattn.launch.measure import point
 from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
@@ -278,25 +277,6 @@ def test_the_code_version_is_the_commit_only_of_this_checkout(monkeypatch: pytes
     monkeypatch.setattr(room, "PACKAGE", tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a wheel in somebody else's checkout
     assert code_version.__wrapped__() == (room._version("ringattn") or "unknown")
-
-
-# --- failures in words -----------------------------------------------------------------------------------------------
-
-KILLED = "Root Cause:\n[0]:\n  time      : now\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 7)\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "message"),
-    [
-        (KILLED, "rank 3 was killed (SIGKILL)"),
-        ("DistNetworkError: port: 29513, code: -98, name: EADDRINUSE", "port of rdzv_endpoint is in use"),
-        ("Timed out after 6 seconds waiting for clients. 1/2 clients joined.", "1 of 2 nodes came"),
-        ("trying to connect to (node0, 29400).", "node 0 does not answer at node0:29400"),
-        ("Segmentation fault", "without a Python error (exit code 1):\nSegmentation fault"),
-    ],
-)
-def test_what_torchrun_says_is_told_with_what_to_do(tmp_path: Path, log: str, message: str) -> None:
-    assert message in str(root_cause(tmp_path, log, 1))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

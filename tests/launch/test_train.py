@@ -25,7 +25,7 @@ from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
-from ringattn.launch.ranks import RanksError, agreed_ranks, run_ranks_in_processes, threads_for
+from ringattn.launch.ranks import agreed_ranks, threads_for
 from ringattn.launch.train import loop, train
 from ringattn.launch.train.alike import locked_folder
 from ringattn.launch.train.config import TrainConfig
@@ -192,40 +192,6 @@ def test_bad_options_start_nothing(tmp_path: Path) -> None:
     assert done.stderr == "ringattn train: training\nringattn train: text=nowhere.txt: No such file or directory\n"
 
 
-def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
-    """An entry whose rank 0 outlives rank 1."""
-    if os.environ["RANK"] == "1":
-        raise ValueError(f"planted {spec['word']}")
-    time.sleep(60)
-    return {}
-
-
-def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
-    """An entry that says where it runs and never ends."""
-    (Path(spec["folder"]) / os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(300)
-    return {}
-
-
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the entries above, which the workers can import under a name of its own."""
-    code = Path(__file__).read_text(encoding="utf-8")
-    wanted = ("def fail_on_rank_1", "def wait_for_end")
-    bodies = [block for block in code.split("\n\n\n") if block.startswith(wanted)]
-    imports = "import os, time\nfrom pathlib import Path\nfrom typing import Any\n"
-    (tmp_path / "planted_entries.py").write_text(imports + "\n\n\n".join(bodies))
-    monkeypatch.syspath_prepend(tmp_path)
-    return "planted_entries"
-
-
-@pytest.mark.slow
-def test_a_failure_names_the_rank_and_shows_its_traceback(planted: str) -> None:
-    with pytest.raises(RanksError, match="rank 1 failed first: ValueError: planted word") as raised:
-        run_ranks_in_processes(f"{planted}:fail_on_rank_1", {"word": "word"}, 2, timeout_s=50)
-    assert "in fail_on_rank_1" in str(raised.value)
-
-
 def all_end(pids: list[int]) -> bool:
     """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
     for _ in range(50):
@@ -241,58 +207,6 @@ def runs(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def written_pids(folder: Path, ranks: int) -> list[int]:
-    """The process ids of all ranks, once they are there."""
-    for _ in range(600):
-        files = [folder / str(rank) for rank in range(ranks)]
-        if all(file.exists() and file.read_text() for file in files):
-            return [int(file.read_text()) for file in files]
-        time.sleep(0.1)
-    raise AssertionError("the ranks did not start")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["timeout", "torchrun is killed"])
-def test_no_process_is_left(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    class Watched(subprocess.Popen):  # type: ignore[type-arg]
-        """Ends as told once all ranks run, so that the test does not depend on how fast they start."""
-
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout == 99.0:
-                written_pids(tmp_path, 2)
-                if end == "timeout":
-                    raise subprocess.TimeoutExpired("torchrun", timeout)
-                self.kill()
-            return super().wait(timeout)
-
-    monkeypatch.setattr("ringattn.launch.ranks.subprocess.Popen", Watched)
-    message = "2 ranks did not end within 99 s" if end == "timeout" else "without a Python error .exit code -9"
-    with pytest.raises(RanksError, match=message):
-        run_ranks_in_processes(f"{planted}:wait_for_end", {"folder": str(tmp_path)}, 2, timeout_s=99.0)
-    assert all_end(written_pids(tmp_path, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_leaves_no_process(planted: str, tmp_path: Path, number: signal.Signals) -> None:
-    code = (
-        # A test run that was started in the background inherits an ignored SIGINT.
-        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from ringattn.launch.ranks import run_ranks_in_processes as run\n"
-        f"run('{planted}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
-    )
-    # What a command that is killed cannot take away is its folder of the ranks' words.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
-    pids = written_pids(tmp_path, 2)
-    agents, shared = [parent_of(pid) for pid in pids], set(os.listdir("/dev/shm"))
-    parent.send_signal(number)
-    parent.communicate(timeout=60)
-    assert parent.returncode
-    assert all_end([*pids, *agents])
-    assert set(os.listdir("/dev/shm")) <= shared
 
 
 def parent_of(pid: int) -> int:

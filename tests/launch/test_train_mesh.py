@@ -192,7 +192,7 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
     ]
     spec = {"runs": [asdict(run) for run in runs], "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1))}
-    answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, timeout_s=200)
+    answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, limit_s=200)
     expected = [alone(run) for run in runs]
     assert max(expected[4]["grad_norms"]) > 3 * CLIPPED["clip_norm"]  # clipping has something to do
     for answer in answers:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from ringattn.errors import InputError, NonFiniteError, RingError
-from ringattn.launch.failures import root_cause
+from ringattn.launch.failures import Exit, root_cause
 from ringattn.launch.train import alike, loop
 from ringattn.launch.train.checkpoint_files import RUN, named
 from ringattn.launch.train.config import TrainConfig
@@ -290,7 +290,10 @@ def _life(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> st
 
 
 def _said(job: Path, code: int | None = None) -> str:
-    return f"exit code {code}: {root_cause(job, '', code or 1)}"
+    exits = [Exit(*json.loads(file.read_text())) for file in job.glob("exit.json")]
+    if not exits and not list(job.glob("failure-*.json")):
+        return f"exit code {code}: no rank failed"
+    return f"exit code {code}: {root_cause(job, exits)}"
 
 
 def _runs(pid: int) -> bool:

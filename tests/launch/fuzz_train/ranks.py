@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import ringattn.launch.train.sharding
 from ringattn.launch import worker
-from ringattn.launch.parent import AGENT
+from ringattn.launch.parent import LAUNCHER
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import TrainConfig
 from tests.contract.forking import forked
@@ -50,7 +50,7 @@ def run_command(folder: str, config: dict[str, Any], fault: dict[str, Any] | Non
     )
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
     places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ.update({**places, "TORCHELASTIC_USE_AGENT_STORE": "True", AGENT: str(os.getpid())})
+    os.environ.update({**places, "TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHER: str(os.getpid())})
     pids = {}
     for rank in range(world_size):
         pid = os.fork()
@@ -65,9 +65,11 @@ def run_command(folder: str, config: dict[str, Any], fault: dict[str, Any] | Non
             time.sleep(fault["pause_s"] if fault else 0.0)
             os.kill(pid, signal.SIGCONT)
             continue
-        del pids[pid]
+        rank = pids.pop(pid)
         if status and not failed:
             failed = True
+            first = [rank, os.waitstatus_to_exitcode(status), time.time()]
+            (Path(folder) / "exit.json").write_text(json.dumps(first), encoding="utf-8")
             time.sleep(1.0)  # the others find it out themselves, and say so
             for other in pids:
                 os.kill(other, signal.SIGTERM)
@@ -79,8 +81,9 @@ def _live(rank: int, job: Path) -> None:
     code = 1
     try:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-        with (job.parent / f"output-{rank}.txt").open("wb") as output:
-            os.dup2(output.fileno(), 1)
+        for descriptor, name in ((1, "output"), (2, "errors")):
+            with (job.parent / f"{name}-{rank}.txt").open("wb") as file:
+                os.dup2(file.fileno(), descriptor)
         code = worker.main(job)
     finally:
         sys.stdout.flush()

@@ -1,0 +1,213 @@
+"""The machines of one job, and the store through which their ranks find each other.
+
+The launcher of node 0 hosts the store on a socket that it has bound itself: to loopback for one machine alone, else to
+the address of `endpoint`. torch's own choice, also for `TCPStore("127.0.0.1", ...)`, is every interface.
+Several nodes meet in the store before any rank starts. Guarantees: two launchers with one `node_rank`, and launchers
+with other numbers of nodes or ranks, are refused; a node that is not started is named by its number.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from ringattn.launch.failures import RanksError
+
+if TYPE_CHECKING:  # torch is imported after the ranks were started
+    from torch.distributed import TCPStore
+
+    from ringattn.transport.bounded_store import BoundedStore
+
+LOOPBACK = "127.0.0.1"
+LOOK_S = 0.1
+LEAVE_S = 10.0
+"""How long node 0 keeps the store for nodes that are still closing their rings."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of one job, and which of them this is.
+
+    `endpoint`: host:port of node 0, where they meet within `timeout_s`; empty for one machine alone.
+    """
+
+    count: int = 1
+    rank: int = 0
+    endpoint: str = ""
+    timeout_s: float = 600.0
+
+
+ALONE = Nodes()
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a job find its store. `run_id`: of this job alone, the same on all nodes."""
+
+    host: str
+    port: int
+    run_id: str
+    open_store: Callable[[], object]
+    """Host the store, for a machine alone: ranks may be started before, while torch is imported here."""
+
+
+@contextmanager
+def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
+    """Meet the other nodes, which start `ranks` ranks each. Raises `RanksError` if they do not all arrive.
+
+    At the end of the block node 0 waits for the others before it closes the store.
+    """
+    if not nodes.endpoint:
+        stores: list[TCPStore] = []
+        with _listening(LOOPBACK, 0) as listener:
+            port = listener.getsockname()[1]
+            yield Meeting(LOOPBACK, port, uuid.uuid4().hex, lambda: stores.append(_hosted(listener)))
+        return
+    from torch.distributed import PrefixStore
+
+    from ringattn.transport.bounded_store import BoundedStore
+
+    host, port = _parsed(nodes.endpoint)
+    opened = _hosted(_listening(host, port)) if nodes.rank == 0 else _joined(host, port, nodes)
+    store = BoundedStore(PrefixStore("ringattn/nodes", opened), nodes.timeout_s)
+    try:
+        run_id = _met(store, nodes, ranks)
+    except RanksError:
+        time.sleep(5 * LOOK_S)  # the others read in the store why
+        raise
+    except RuntimeError as error:
+        raise RanksError(f"node 0 has ended, see its own message ({error})", "nodes") from error
+    yield Meeting(host, port, run_id, lambda: None)
+    with suppress(RuntimeError):  # node 0 is gone, and the answers are there
+        store.set(f"left/{nodes.rank}", "")
+        if nodes.rank == 0:
+            _wait(store, "left", nodes.count, LEAVE_S)
+
+
+def _parsed(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise RanksError(f"rdzv_endpoint={endpoint}: write host:port, a port of node 0 that is free", "nodes", True)
+    return host.strip("[]"), int(port)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address of `host` alone; on every interface where this machine does not have it.
+
+    That is so behind address translation, and where /etc/hosts gives a machine's own name a loopback address.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise RanksError(f"the host of rdzv_endpoint, {host}, has no address ({error.strerror})", "nodes") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        if ipaddress.ip_address(address[0]).is_loopback and not _is_loopback_name(host):
+            raise OSError(errno.EADDRNOTAVAIL, f"{host} is {address[0]} here")
+        listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RanksError(
+                f"the port of rdzv_endpoint, {port}, is in use on node 0: choose another, the same on all nodes, or "
+                "end the process that holds it",
+                "nodes",
+            ) from None
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        print(f"ringattn: {host} is no address of this machine, so the store listens on every one", file=sys.stderr)
+        listener.bind(("", port))
+    listener.listen()
+    return listener
+
+
+def _is_loopback_name(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hosted(listener: socket.socket) -> TCPStore:
+    """A store that this process hosts on the socket."""
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = LOOPBACK
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
+    """The store of node 0, once it is there."""
+    from torch.distributed import TCPStore
+
+    ends, limit = time.monotonic() + nodes.timeout_s, timedelta(seconds=nodes.timeout_s)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, ends - time.monotonic())).close()
+            return TCPStore(host, port, None, False, limit)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > ends:
+                raise RanksError(
+                    f"node 0 does not answer at {host}:{port} ({error}): check the host and port of rdzv_endpoint, "
+                    "that node_rank=0 is started there, and that no firewall is between",
+                    "nodes",
+                ) from None
+            time.sleep(LOOK_S)
+
+
+def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
+    """Wait until all nodes are there. Returns the job's run id, which node 0 draws."""
+    mine = {"nnodes": nodes.count, "ranks": ranks}
+    if nodes.rank == 0:
+        store.set("job", json.dumps({**mine, "run_id": uuid.uuid4().hex}))
+    elif not _appears(store, "job", nodes.timeout_s):
+        raise RanksError("node 0 has the store and starts no job: end it there, and start all nodes again", "nodes")
+    job = json.loads(store.get("job"))
+    for key, value in mine.items():
+        if value != job[key]:
+            _refuse(store, f"{key}={value} on node {nodes.rank}, and {key}={job[key]} on node 0: give all the same")
+    claim = uuid.uuid4().hex
+    if store.compare_set(f"arrived/{nodes.rank}", "", claim).decode() != claim:
+        _refuse(store, f"node_rank={nodes.rank} was given to two nodes: give each its own")
+    if missing := _wait(store, "arrived", nodes.count, nodes.timeout_s):
+        _refuse(
+            store,
+            f"nodes {missing} of {nodes.count} did not arrive within {nodes.timeout_s:g} s: start `ringattn run` on "
+            "each with the same rdzv_endpoint and nnodes and its own node_rank, or raise timeout_s",
+        )
+    return str(job["run_id"])
+
+
+def _refuse(store: BoundedStore, message: str) -> NoReturn:
+    """Raise on all nodes that still wait."""
+    store.set("refusal", message)
+    raise RanksError(message, "nodes", refused=True)
+
+
+def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
+    """Wait for a key. Raises `RanksError` if a node has refused."""
+    ends = time.monotonic() + seconds
+    while not store.check([key]):
+        if store.check(["refusal"]):
+            _refuse(store, store.get("refusal").decode())
+        if time.monotonic() > ends:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def _wait(store: BoundedStore, stem: str, count: int, seconds: float) -> list[int]:
+    """Wait until each node's `stem/NODE` is there. Returns the nodes whose entry is missing at the end."""
+    ends = time.monotonic() + seconds
+    return [node for node in range(count) if not _appears(store, f"{stem}/{node}", ends - time.monotonic())]

@@ -1,0 +1,335 @@
+"""The launcher: which rank is named, that no process is left, that nothing listens but on loopback, how nodes meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn.launch import nodes, processes
+from ringattn.launch.failures import Exit, RanksError, root_cause
+from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
+from ringattn.launch.processes import RankProcesses
+from ringattn.launch.ranks import _environment, run_ranks_in_processes
+from tests.contract.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = "tests.launch.rank_entries"
+
+# --- which failure decides -------------------------------------------------------------------------------------------
+
+ADVICE = "it was the kernel, because memory ran out"
+
+
+def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
+    """What a rank leaves that failed."""
+    content = {"rank": rank, "time_s": time_s, "kind": kind, "message": "why", "refused": False, "traceback": ""}
+    (folder / f"failure-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("reports", "exits", "message", "kind"),
+    [
+        # Alone, and before a rank that only lost a peer, whichever wrote first.
+        ({1: ("ValueError", 5.0)}, {1: (1, 4.0)}, "rank 1 failed first: ValueError: why", "ValueError"),
+        ({0: ("PeerLostError", 1.0), 1: ("ValueError", 5.0)}, {0: (1, 1.0), 1: (1, 5.0)}, "rank 1", "ValueError"),
+        ({0: ("PeerLostError", 2.0), 2: ("ClosedError", 1.0)}, {0: (1, 2.0), 2: (1, 1.0)}, "rank 2", "ClosedError"),
+        # A death by a signal, whatever the others made of it.
+        ({}, {1: (-9, 1.0)}, f"rank 1 was killed (SIGKILL). If nobody did that, {ADVICE}", "killed"),
+        ({0: ("PeerLostError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
+        ({0: ("RuntimeError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
+        ({}, {1: (-11, 1.0)}, "rank 1 was killed (SIGSEGV)", "killed"),
+        ({}, {1: (-15, 1.0)}, "rank 1 was killed (SIGTERM). This command did not send it", "killed"),
+        ({}, {1: (-40, 1.0)}, "rank 1 was killed (signal 40)", "killed"),
+        # Not a death after the ring has named a silent rank, nor after an error.
+        (
+            {0: ("DeadlineError", 1.0)},
+            {0: (1, 1.0), 1: (-9, 2.0)},
+            "rank 0 failed first: DeadlineError",
+            "DeadlineError",
+        ),
+        ({0: ("ValueError", 1.0)}, {0: (1, 1.0), 1: (-9, 2.0)}, "rank 0 failed first: ValueError", "ValueError"),
+        ({1: ("ValueError", 1.0)}, {1: (-6, 0.9)}, "rank 1 failed first: ValueError", "ValueError"),
+        # A deadline that passed because a rank was killed before.
+        ({0: ("DeadlineError", 9.0)}, {0: (1, 9.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
+        ({}, {2: (3, 2.0), 1: (7, 1.0)}, "rank 1 ended without a Python error (exit code 7)\nits last words", "exit"),
+    ],
+)
+def test_the_first_cause_is_named(
+    tmp_path: Path, reports: dict[int, Any], exits: dict[int, Any], message: str, kind: str
+) -> None:
+    for rank, (name, time_s) in reports.items():
+        report(tmp_path, rank, name, time_s)
+    for rank in range(3):
+        (tmp_path / f"errors-{rank}.txt").write_text("its last words\n" if rank == 1 else "", encoding="utf-8")
+    error = root_cause(tmp_path, [Exit(rank, *ended) for rank, ended in exits.items()])
+    assert message in str(error) and error.kind == kind
+    assert (ADVICE in str(error)) == ("SIGKILL" in message)
+
+
+def scripts(folder: Path, *code: str) -> tuple[RankProcesses, list[int]]:
+    """Ranks that run these lines of Python, without torch, and their process ids."""
+    started = RankProcesses(folder)
+    for rank, lines in enumerate(code):
+        started.start(rank, [sys.executable, "-c", f"import os, signal, time\n{lines}"], os.environ)
+    return started, [process.pid for process in started._all]
+
+
+def test_the_launchers_own_signals_are_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 stops, rank 0's ring names it and ends, and only then the launcher kills rank 1."""
+    monkeypatch.setattr(processes, "REPORT_S", 0.3)
+    monkeypatch.setattr(processes, "GRACE_S", 0.3)
+    report(tmp_path, 0, "DeadlineError", time.time())
+    stopped = "signal.signal(15, signal.SIG_IGN)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
+    started, pids = scripts(tmp_path, "raise SystemExit(1)", stopped)
+    with started:
+        assert started.finish(20.0)
+        error = root_cause(tmp_path, started.exits)
+    assert started._all[1].returncode == -signal.SIGKILL and all_end(pids)
+    assert str(error).startswith("rank 0 failed first: DeadlineError")
+
+
+def test_a_stopped_rank_may_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is continued, so that it handles SIGTERM: it can leave its flight record."""
+    monkeypatch.setattr(processes, "REPORT_S", 0.3)
+    cleans = (
+        "def leave(*_):\n open('left', 'w').close()\n os._exit(0)\n"
+        "signal.signal(15, leave)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
+    )
+    monkeypatch.chdir(tmp_path)
+    started, pids = scripts(tmp_path, "raise SystemExit(1)", cleans)
+    with started:
+        while "T (stopped)" not in Path(f"/proc/{pids[1]}/status").read_text():
+            time.sleep(0.01)
+        assert started.finish(20.0)
+    assert (tmp_path / "left").exists()
+
+
+def test_a_rank_has_no_input_and_its_own_session(tmp_path: Path) -> None:
+    started, pids = scripts(tmp_path, "assert not os.read(0, 1)\nassert os.getsid(0) == os.getpid()")
+    with started:
+        assert started.finish(20.0) and not started.exits
+    assert all_end(pids)
+
+
+# --- nothing is left -------------------------------------------------------------------------------------------------
+
+
+def all_end(pids: list[int]) -> bool:
+    """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
+    return soon(lambda: not any(runs(pid) for pid in pids), 5.0)
+
+
+def soon(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it holds within that time."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not yet waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def written_pids(folder: Path, ranks: int) -> list[int]:
+    """The process ids of all ranks and of their children, once they are there."""
+    files = [folder / str(rank) for rank in range(ranks)]
+    assert soon(lambda: all(file.exists() and file.read_text().endswith(" ") for file in files)), "did not start"
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_rank_and_shows_its_traceback() -> None:
+    with pytest.raises(RanksError, match="rank 1 failed first: ValueError: planted word") as raised:
+        run_ranks_in_processes(f"{ENTRIES}:fail_on_rank_1", {"word": "word"}, 2, 50)
+    assert "in fail_on_rank_1" in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_leaves_without_an_answer_is_named(code: int) -> None:
+    with pytest.raises(RanksError, match=rf"rank 1 ended without .*exit code {code}.\nthese were its words"):
+        run_ranks_in_processes(f"{ENTRIES}:leave_early", {"code": code}, 2, 50)
+
+
+@pytest.mark.slow
+def test_no_process_is_left_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: RankProcesses, limit_s: float | None) -> bool:
+        written_pids(tmp_path, 2)  # so that the test does not depend on how fast they start
+        return False
+
+    monkeypatch.setattr(RankProcesses, "finish", finish)
+    with pytest.raises(RanksError, match="2 ranks did not end within 99 s"):
+        run_ranks_in_processes(f"{ENTRIES}:wait_for_end", {"folder": str(tmp_path)}, 2, 99.0)
+    assert all_end(written_pids(tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    with pytest.raises(RanksError, match="rank 1 failed first: ValueError: planted word"):
+        run_ranks_in_processes(f"{ENTRIES}:ignore_sigterm", {"folder": str(tmp_path)}, 2, 50)
+    assert all_end(written_pids(tmp_path, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        # A test run that was started in the background inherits an ignored SIGINT.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ringattn.launch.ranks import _environment, run_ranks_in_processes as run\n"
+        f"run('{ENTRIES}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
+    )
+    # SIGKILL leaves the launcher's folder of the ranks' files.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+    pids, shared = written_pids(tmp_path, 2), set(os.listdir("/dev/shm"))
+    launcher.send_signal(number)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode
+    ranks, children = pids[::2], pids[1::2]
+    assert all_end(ranks)
+    if number == signal.SIGKILL:  # only the ranks themselves asked the kernel to end with it
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+    assert all_end(children)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+# --- faults in a ring ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_stopped_rank_is_named_as_silent(transport: str) -> None:
+    spec = {"transport": transport, "timeout_s": 4.0, "rank": 1, "signal": int(signal.SIGSTOP)}
+    with pytest.raises(RanksError, match=r"rank 0 failed first: DeadlineError: .*rank 1 is silent") as raised:
+        run_ranks_in_processes(f"{ENTRIES}:meet", spec, 2, 100)
+    assert raised.value.kind == "DeadlineError"
+    assert not any(word in str(raised.value) for word in ("killed", "memory ran out", "SIGKILL"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_killed_rank_is_named_as_killed(transport: str) -> None:
+    spec = {"transport": transport, "timeout_s": 20.0, "rank": 1, "signal": int(signal.SIGKILL)}
+    with pytest.raises(RanksError, match=rf"rank 1 was killed .SIGKILL.\. If nobody did that, {ADVICE}"):
+        run_ranks_in_processes(f"{ENTRIES}:meet", spec, 2, 100)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def met(*machines: Nodes, ranks: tuple[int, ...] = (1, 1, 1)) -> list[str]:
+    """The run id that each node gets, or the error, in launchers that are threads."""
+    answers = [""] * len(machines)
+
+    def launch(number: int) -> None:
+        try:
+            with meeting(machines[number], ranks[number]) as meeting_place:
+                answers[number] = meeting_place.run_id
+        except RanksError as error:
+            answers[number] = str(error)
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(len(machines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return answers
+
+
+def node(rank: int, count: int, endpoint: str, timeout_s: float = 20.0) -> Nodes:
+    return Nodes(count, rank, endpoint, timeout_s)
+
+
+def test_nodes_meet_under_one_run_id() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    messages = met(*(node(rank, 3, endpoint) for rank in (2, 0, 1)))
+    assert len(set(messages)) == 1 and len(messages[0]) == 32
+
+
+def test_nodes_that_do_not_fit_together_are_refused() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    messages = met(node(0, 2, endpoint), node(1, 2, endpoint), ranks=(1, 2))
+    assert messages == ["ranks=2 on node 1, and ranks=1 on node 0: give all the same"] * 2
+    messages = met(node(0, 3, endpoint), node(1, 3, endpoint), node(1, 3, endpoint))
+    assert messages == ["node_rank=1 was given to two nodes: give each its own"] * 3
+
+
+def test_a_node_that_is_missing_is_named() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    messages = met(node(0, 3, endpoint, 0.5), node(2, 3, endpoint))
+    assert all(text.startswith("nodes [1] of 3 did not arrive within 0.5 s: start `ringattn run`") for text in messages)
+    (message,) = met(node(1, 2, endpoint, 0.5))
+    assert message.startswith(f"node 0 does not answer at {endpoint} (") and "node_rank=0 is started" in message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("nowhere.invalid:29400", "the host of rdzv_endpoint, nowhere.invalid, has no address"),
+        ("127.0.0.1", "rdzv_endpoint=127.0.0.1: write host:port"),
+        ("127.0.0.1:0", "rdzv_endpoint=127.0.0.1:0: write host:port"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str, message: str) -> None:
+    assert met(node(0, 2, endpoint))[0].startswith(message)
+
+
+def test_a_port_in_use_is_called_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (message,) = met(node(0, 2, f"127.0.0.1:{port}"))
+    assert message.startswith(f"the port of rdzv_endpoint, {port}, is in use on node 0")
+
+
+@contextmanager
+def listening(host: str, addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where node 0 listens if `host` has these addresses."""
+    monkeypatch.setattr(
+        socket, "getaddrinfo",
+        lambda _, port, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, port)) for each in addresses],
+    )  # fmt: skip
+    with nodes._listening(host, 0) as listener:
+        yield listener.getsockname()[0]
+
+
+def test_node_0_listens_on_the_address_of_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening("127.0.0.2", ["127.0.0.2"], monkeypatch) as address:
+        assert address == "127.0.0.2" and not capsys.readouterr().err
+    # The name of this machine in its /etc/hosts, and an address that a router translates.
+    for host, addresses in (("node0", ["127.0.1.1"]), ("node0.example", ["192.0.2.7"])):
+        with listening(host, addresses, monkeypatch) as address:
+            assert address == "0.0.0.0"
+        assert f"{host} is no address of this machine" in capsys.readouterr().err
+
+
+def test_ranks_of_one_machine_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    place = Meeting("127.0.0.1", 29400, "run", lambda: None)
+    alone = _environment(place, 2, ALONE, 1)
+    assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")  # the user's choice stays
+    assert "GLOO_SOCKET_IFNAME" not in _environment(place, 2, Nodes(2, 1, "node0:29400"), 1)
