@@ -40,6 +40,7 @@ from ringattn.launch.train.checkpoint_files import (
     remove,
     write_run,
 )
+from ringattn.launch.train.checkpoint_reader import first_failure, load_checkpoint
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.documents import Documents
 from ringattn.launch.train.finite import all_finite
@@ -159,7 +160,7 @@ class Checkpoints:
         except RingError as error:
             failure = str(error)
         except (OSError, CheckpointException) as error:
-            failure = str(not_written(partial.with_suffix(""), _cause(error), needed_bytes))
+            failure = str(not_written(partial.with_suffix(""), first_failure(error), needed_bytes))
         told = [json.loads(words) for words in self.everyone.all_gather_text(json.dumps([answer, failure]))]
         failed = [(rank, failure) for rank, (_, failure) in enumerate(told) if failure]
         if failed:
@@ -185,9 +186,9 @@ class Checkpoints:
         """Load what `resume` says into the model and its optimizer; the curve so far, empty for a run that begins.
 
         A damaged checkpoint is passed over for the one before, if `resume` names none. Raises `InputError`, with the
-        key first, for a checkpoint that is damaged, is not there, is of another run or of a later step than the last,
-        and where `resume` is not auto and the folder has checkpoints of its own, unless this is a restart of the
-        torchrun that saved them.
+        key first, for a checkpoint that is damaged, might run code, is not there, is of another run or of a later step
+        than the last. Also if `resume` is not auto and the folder has checkpoints of its own, unless this is a restart
+        of the torchrun that saved them.
         """
         is_named, candidates = self._chosen()
         if not candidates:
@@ -201,10 +202,9 @@ class Checkpoints:
         state = _state(model, optimizer)
         try:
             with _one_process_is_meant():
-                dcp.load(state, checkpoint_id=path)
-        except CheckpointException as error:
-            cause = _cause(error)
-            raise RingError(f"{path} could not be loaded: {type(cause).__name__}: {cause}") from error
+                load_checkpoint(self.everyone, state, path)
+        except InputError as error:
+            raise InputError(f"resume={self.config.resume}: {path}: {error}") from error
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return curve
 
@@ -278,15 +278,6 @@ class Checkpoints:
 
 def _newest(paths: Sequence[str]) -> str:
     return paths[0] if paths else "none"
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first rank's own error inside one of `torch.distributed.checkpoint`, which is no Exception."""
-    return (
-        next((of_rank for of_rank, _ in error.failures.values()), error)
-        if isinstance(error, CheckpointException)
-        else error
-    )
 
 
 def _is_of_this_job(own: Sequence[Path]) -> bool:
