@@ -6,6 +6,7 @@ refused write leaves half is removed, and said with the disk, the path and the b
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ringattn.errors import InputError, RingError
+from ringattn.observe.files import write_file
 
 LOCK = ".lock"
+OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 LOOK_S = 0.1
 """Seconds between two tries to get a lock."""
 
@@ -48,8 +51,11 @@ def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / LOCK).open("a+", encoding="utf-8")
+        file = os.fdopen(os.open(path / LOCK, OPEN_LOCK, 0o666), "r+", encoding="utf-8")
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            message = f"{key}={path}: {LOCK} there is a symbolic link; remove it, or {instead}"
+            raise InputError(message) from None
         raise InputError(
             f"{key}={path}: cannot be written ({error.strerror}); choose a folder that you may write"
         ) from error
@@ -64,7 +70,8 @@ def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -
                 )
             time.sleep(LOOK_S)
         with suppress(OSError):  # on a full disk it cannot be said, and is locked all the same
-            file.truncate(0)
+            file.seek(0)
+            file.truncate()
             since = datetime.now(UTC).isoformat(" ", "seconds")
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
             file.flush()
@@ -85,16 +92,11 @@ def write_json(path: Path, content: Any, indent: int = 2) -> Path:
     Raises `RingError` where the disk does not take it, and ValueError for numbers that JSON does not have.
     """
     text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
-    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
+        return write_file(path, text)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise not_written(path, error, len(text)) from error
-    return path
 
 
 def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingError:

@@ -42,7 +42,7 @@ class RankProcesses:
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start one rank. Rank 0 prints to this process's standard output."""
         output = self._folder / f"output-{rank}.txt"
-        with output.open("wb") as printed, (self._folder / f"errors-{rank}.txt").open("wb") as errors:
+        with output.open("xb") as printed, (self._folder / f"errors-{rank}.txt").open("xb") as errors:
             process = subprocess.Popen(
                 command,
                 env=environment,

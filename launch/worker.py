@@ -16,6 +16,7 @@ from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.parent import LAUNCHER, end_with_parent
+from ringattn.observe.files import write_file
 
 
 def main(job: Path) -> int:
@@ -35,17 +36,10 @@ def main(job: Path) -> int:
             "refused": isinstance(error, InputError),
             "traceback": traceback.format_exc(),
         }
-        _write(folder / f"failure-{rank}.json", failure)
+        write_file(folder / f"failure-{rank}.json", json.dumps(failure))
         return 1
-    _write(folder / f"answer-{rank}.json", answer)
+    write_file(folder / f"answer-{rank}.json", json.dumps(answer))
     return 0
-
-
-def _write(path: Path, content: Any) -> None:
-    """All of it or nothing: a rank that is killed while it writes leaves no half file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.rename(path)
 
 
 if __name__ == "__main__":

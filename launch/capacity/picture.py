@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from ringattn.launch.outputs import save_picture
+
 INK, LIMIT = "#22303c", "#c0392b"
 GIB = 2**30
 VISIBLE = 1 / 1000
@@ -49,5 +51,5 @@ def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
     figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
     figure.legend(loc="lower center", ncols=min(len(names), 5), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.05 + 0.08 * (len(names) > 5), 1, 0.98))
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, 120)
     plt.close(figure)

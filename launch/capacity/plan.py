@@ -35,6 +35,7 @@ from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.schedules import schedule_option
+from ringattn.observe.files import write_file
 
 PURPOSE = """\
 Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(config, machine, found))
     if config.json:
         with writing("json", config.json):
-            Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_file(Path(config.json), json.dumps(found, indent=1) + "\n")
         print(f"written into {config.json}")
     if config.picture:
         from ringattn.launch.capacity.picture import draw_capacity

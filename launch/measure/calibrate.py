@@ -16,6 +16,7 @@ from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.spelling import load_plain
+from ringattn.observe.files import write_file
 from ringattn.planner.cluster import UNITS, Cluster
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, JOB_TIMEOUT_S, 1)
     described = description(by_rank, spec)
     with writing("out", out):
-        out.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        write_file(out, json.dumps(described, indent=1) + "\n")
     _show(described)
     processors = len(os.sched_getaffinity(0))
     if not nccl and described["constants"]["cores"] < processors:

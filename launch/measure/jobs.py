@@ -27,6 +27,7 @@ from ringattn.launch.measure.run import run_here
 from ringattn.launch.measure.run_config import RunConfig, from_spec, spec_of, words_of
 from ringattn.launch.measure.submitted import meeting
 from ringattn.launch.options import option
+from ringattn.observe.files import write_file
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -105,9 +106,7 @@ def _asked(folder: Path, point: str) -> Path:
 def leave(folder: Path, record: dict[str, Any]) -> None:
     """Put a record where `arrived` finds it, all of it or nothing."""
     (folder / ARRIVALS).mkdir(exist_ok=True)
-    partial = folder / ARRIVALS / f"{record['hash']}.partial"
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    partial.rename(partial.with_suffix(".json"))
+    write_file(folder / ARRIVALS / f"{record['hash']}.json", json.dumps(record))
 
 
 def arrived(folder: Path) -> Iterator[dict[str, Any]]:
@@ -184,7 +183,7 @@ class Jobs:
         (self.folder / ARRIVALS).mkdir(exist_ok=True)
         asked = {hash_of(config): config for config in batch}
         for name, config in asked.items():
-            _asked(self.folder, name).write_text(json.dumps(spec_of(config)), encoding="utf-8")
+            write_file(_asked(self.folder, name), json.dumps(spec_of(config)))
         run_application(["--multirun", *self._overrides(batch, list(asked))], JobConfig, JobConfig.__name__, run_job)
         for name in asked:
             _asked(self.folder, name).unlink()

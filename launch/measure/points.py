@@ -112,7 +112,7 @@ class Folder:
             return
         if _ends_within_a_line(self.path / POINTS):
             line = "\n" + line
-        file = os.open(self.path / POINTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(self.path / POINTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             os.write(file, line.encode())  # one call, so that no reader sees half a line
             os.fsync(file)

@@ -14,6 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ringattn.launch.outputs import save_picture
+
 INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
 ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
 
@@ -107,5 +109,5 @@ def _finish(figure: Figure, all_axes: Sequence[Axes], path: str | Path) -> None:
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(colors=INK, labelcolor=INK)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path, 150)
     plt.close(figure)

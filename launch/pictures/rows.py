@@ -22,6 +22,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles
 from ringattn.errors import InputError
 from ringattn.explain import Explanation
+from ringattn.launch.outputs import save_picture
 
 INK, NOTHING = "#22303c", "#f4f6f7"
 DPI = 120
@@ -113,5 +114,5 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     figure.legend(handles=owners, loc="lower center", ncols=len(owners), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.04, 1, 0.99))
     _whole_pixels(figure, list(axes[:, 0]), bins)
-    figure.savefig(path, dpi=DPI)
+    save_picture(figure, path, DPI)
     plt.close(figure)

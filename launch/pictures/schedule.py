@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 from ringattn.explain import Explanation
+from ringattn.launch.outputs import save_picture
 from ringattn.schedule.ops import Kind, Merge, Schedule, Work
 from ringattn.schedule.passes import is_on_received
 from ringattn.schedule.text import busy_steps, idle_steps, spans
@@ -34,7 +35,7 @@ FONT, LEAST_FONT, LETTERS = 9.0, 5.5, 11
 def draw_schedule(explanation: Explanation, path: str | Path) -> None:
     """Write a PNG of the forward and, where explained, the backward schedule."""
     figure = figure_of(explanation)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path, 150)
     plt.close(figure)
 
 

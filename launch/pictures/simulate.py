@@ -19,6 +19,7 @@ from ringattn.errors import InputError
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.spelling import load_plain
+from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.planner.durations import duration
 from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(wrap(f"constants: {cluster.source or 'of no stated source'}", 120, subsequent_indent="  ")))
     if config.json:
         with writing("json", config.json):
-            Path(config.json).write_text(json.dumps(record(config, cluster, curves), indent=1) + "\n", encoding="utf-8")
+            write_file(Path(config.json), json.dumps(record(config, cluster, curves), indent=1) + "\n")
         print(f"written into {config.json}")
     if config.picture:
         from ringattn.launch.pictures.simulated import draw_curves, draw_point

@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ringattn.core.span import COMPUTE, Span
 from ringattn.launch.measure.simulation import PASSES, Simulated
+from ringattn.launch.outputs import save_picture
 
 INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
 COLORS = {"strong": "#0072B2", "weak": "#D55E00"}
@@ -66,7 +67,7 @@ def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], wor
     grid[0][0].legend(frameon=False)
     figure.suptitle(words, color=INK)
     figure.supxlabel("filled: simulated by classes of ranks; hollow: by the plan of each rank", fontsize=8, color=QUIET)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, 120)
     plt.close(figure)
 
 
@@ -97,7 +98,7 @@ def draw_point(path: str | Path, point: Simulated, words: str) -> None:
                Patch(color=WAITING, label="waiting for messages")]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"{words}: {point.tokens:,} tokens on {point.ranks:,} ranks", color=INK)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, 120)
     plt.close(figure)
 
 

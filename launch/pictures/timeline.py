@@ -19,6 +19,7 @@ from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.schedules import schedule_option
+from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     if config.trace:
         trace = chrome_trace(tracks, predicted, words)
         with writing("trace", config.trace):
-            Path(config.trace).write_text(json.dumps(trace), encoding="utf-8")
+            write_file(Path(config.trace), json.dumps(trace))
         print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
     if config.picture:
         from ringattn.launch.pictures.timeline_picture import draw_timeline
@@ -167,7 +168,7 @@ def write_tracks(folder: Path, tracks: Sequence[Track]) -> None:
     """Leave one `recording-<rank>.json` a rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for track in tracks:
-        (folder / f"recording-{track.rank}.json").write_text(json.dumps(track.as_dict()), encoding="utf-8")
+        write_file(folder / f"recording-{track.rank}.json", json.dumps(track.as_dict()))
 
 
 def read_tracks(folder: Path) -> list[Track]:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ringattn.core.span import COMM, COMPUTE, Span, exposed
+from ringattn.launch.outputs import save_picture
 from ringattn.launch.pictures.trace import ByRank, Track
 
 INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
@@ -55,7 +56,7 @@ def draw_timeline(path: str | Path, tracks: Sequence[Track], predicted: Sequence
         _finish(ax, passes[number].name, max(ends) / 1e3, ranks)
     axes[0][0].set_yticks(range(ranks), [f"rank {track.rank}" for track in tracks])
     _describe(figure, tracks, bool(predicted), words)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path, 150)
     plt.close(figure)
 
 

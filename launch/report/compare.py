@@ -23,6 +23,7 @@ from ringattn.launch.report.points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report.report import terminal_table
 from ringattn.launch.report.tables import UNKNOWN, Table, figure
 from ringattn.launch.words import no_option
+from ringattn.observe.files import write_file
 
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
 TIMES, BYTES = ("forward_ms", "backward_ms"), ("peak_bytes", "bytes_sent")
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     _show(before, after, found, config)
     if config.json:
         with writing("json", config.json):
-            Path(config.json).write_text(json.dumps(_as_data(before, after, found, config), indent=1) + "\n", "utf-8")
+            write_file(Path(config.json), json.dumps(_as_data(before, after, found, config), indent=1) + "\n")
         print(f"written: {config.json}")
     return 1 if found.count(WORSE) else 0
 

@@ -21,6 +21,7 @@ from ringattn.launch.outputs import writing
 from ringattn.launch.report.points import Sweep, differing, read_sweep
 from ringattn.launch.report.series import series_of
 from ringattn.launch.report.tables import Table, commands, environments_of, facts_of, tables_of
+from ringattn.observe.files import write_file
 
 HELP = """usage: ringattn report DIR
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         page = page_of(sweep, title_of(sweep), summary_of(sweep), say)
     for name, text in (("report.md", markdown_of(sweep)), ("report.html", page)):
         with writing("report", sweep.folder / name):
-            (sweep.folder / name).write_text(text, encoding="utf-8")
+            write_file(sweep.folder / name, text)
         print(f"written: {sweep.folder / name}")
     return 0
 

@@ -52,7 +52,7 @@ def described(path: Path) -> tuple[int, str]:
 def write_run(folder: Path, content: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
     """Write `run.json`, which makes a checkpoint of what is in `folder`: facts of the run, and all other files."""
     content = {**content, "files": files}
-    with (folder / RUN).open("w", encoding="utf-8") as run:
+    with (folder / RUN).open("x", encoding="utf-8") as run:
         json.dump({**content, "digest": _digest(content)}, run, allow_nan=False)
         run.flush()
         os.fsync(run.fileno())

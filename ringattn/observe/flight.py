@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringattn.observe.files import write_file
+
 CAPACITY = 2048
 LAUNCHING, POSTED, RUNNING, DONE, FAILED, CAPTURED = "launching", "posted", "running", "done", "failed", "captured"
 """LAUNCHING: inside the library's call, so peers cannot meet it; CAPTURED: in a CUDA graph, where nobody watches it."""
@@ -112,9 +114,6 @@ class FlightRecord:
             ],
             "flights": [flight.as_dict() for flight in self.entries()],
         }
-        path = folder / f"flight-{self.rank}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        partial.rename(path)
+        path = write_file(folder / f"flight-{self.rank}.json", json.dumps(content))
         self.over = True
         return path

@@ -95,14 +95,14 @@ def test_a_disk_that_fills_meanwhile_is_one_line(
     def full(self: Path, *_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "rename", full)
     assert main(["plan", "ranks=8", "recommended=true", f"json={tmp_path / 'a.json'}"]) == 2
     line = f"ringattn plan: json={tmp_path / 'a.json'}: cannot be written (No space left on device)"
     assert line in capsys.readouterr().err
     for name, points in (("a", strong()), ("b", strong())):
         monkeypatch.undo()
         folder(tmp_path / name, points)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "rename", full)
     assert main(["report", str(tmp_path / "a")]) == 2
     assert "report.md: cannot be written (No space left on device)" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), f"json={tmp_path / 'c.json'}"]) == 2

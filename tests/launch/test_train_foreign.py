@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ringattn.errors import InputError
 from ringattn.launch.train import checkpoints, loop
-from ringattn.launch.train.checkpoint_files import described, latest, read_run, write_run
+from ringattn.launch.train.checkpoint_files import RUN, described, latest, read_run, write_run
 from ringattn.launch.train.checkpoint_reader import INSTANCES, MetadataUnpickler
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.model import ModelConfig
@@ -62,7 +62,8 @@ def sealed(path: Path) -> TrainConfig:
     """A run that resumes from the checkpoint, after its digests were made those of its files."""
     content = read_run(path)
     del content["files"]
-    write_run(path, content, {file.name: described(file) for file in path.iterdir() if file.name != "run.json"})
+    (path / RUN).unlink()
+    write_run(path, content, {file.name: described(file) for file in path.iterdir()})
     return replace(TINY, steps=5, out_dir=str(path.parents[2] / "mine"), resume=str(path))
 
 

@@ -1,0 +1,45 @@
+"""Writes whole files, through no symbolic link.
+
+A record or a result has a predictable name. Where others may write to its folder, a link planted under that name would
+make this process overwrite a file of its user. So a file is created exclusively under another name and then renamed,
+which replaces a link and leaves its target alone.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
+"""Folders whose entries are devices and open files, as /dev/stdout: written to as they are, and never replaced."""
+
+
+def write_file(path: Path, content: str | bytes) -> Path:
+    """Write `content` to `path`: all of it or nothing, whenever this process is killed. Returns `path`.
+
+    Raises `OSError`; nothing of the file is left then.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if is_stream(path):
+        path.write_bytes(data)
+        return path
+    partial = path.with_name(f"{path.name}.partial")
+    with suppress(FileNotFoundError):
+        partial.unlink()  # of a process that was killed, or a link: its target stays
+    with os.fdopen(os.open(partial, CREATE, 0o666), "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            partial.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+    return path
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` names a device or an open file of the system."""
+    return str(path.absolute().parent) in STREAMS
