@@ -5,9 +5,11 @@ Owns the transport, the pool and the cached plans; everything closes with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,7 @@ from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.rendezvous import TransportName, open_transport
+from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
 
 
 class Ring(Runtime):
@@ -91,26 +93,35 @@ class Ring(Runtime):
         Raises:
             InputError: An argument is not known or does not fit the group.
             UnsupportedError: The transport does not work with this machine or build.
-            RingError: WORLD_SIZE is set and RANK is not.
+            InputError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or wrong, or the port is in use.
             DeadlineError: A rank did not open the ring in time.
-            DisagreementError: The ranks were given different NCCL options or libraries.
+            PeerLostError: Another rank's arguments were refused, or rank 0 ended while it hosted the store.
+            DisagreementError: The ranks were given different NCCL options or libraries, or belong to two jobs.
         """
-        if isinstance(engine, str) and engine not in ENGINES:
-            raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
-        if cluster == "auto":
-            known: Cluster | Literal["auto"] | None = "auto"
-        else:
-            known = cluster_named(cluster) if isinstance(cluster, str) else cluster
-        if not timeout_s > 0:
-            raise InputError(f"timeout_s must be positive, got {timeout_s}")
-        wires = {
-            "dkv_wire_dtype": wire_name("dkv_wire_dtype", dkv_wire_dtype, FLOATS),
-            "kv_wire_dtype": wire_name("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT),
-            "out_wire_dtype": wire_name("out_wire_dtype", out_wire_dtype, FLOATS),
-        }
-        if isinstance(transport, str):
-            transport = open_transport(group, transport, timeout_s, nccl, calibrated=known == "auto")
-        super().__init__(transport, engine=engine, poison=poison, cluster=known, **wires)
+        # Ranks whose arguments are right learn what is wrong with another's.
+        with refusals_published(group) if isinstance(transport, str) else nullcontext():
+            if isinstance(engine, str) and engine not in ENGINES:
+                raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
+            if cluster == "auto":
+                known: Cluster | Literal["auto"] | None = "auto"
+            else:
+                known = cluster_named(cluster) if isinstance(cluster, str) else cluster
+            if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
+                raise InputError(f"timeout_s must be a positive, finite number, got {timeout_s!r}")
+            wires = {
+                "dkv_wire_dtype": wire_name("dkv_wire_dtype", dkv_wire_dtype, FLOATS),
+                "kv_wire_dtype": wire_name("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT),
+                "out_wire_dtype": wire_name("out_wire_dtype", out_wire_dtype, FLOATS),
+            }
+        if not isinstance(transport, str):
+            super().__init__(transport, engine=engine, poison=poison, cluster=known, **wires)
+            return
+        opened = open_transport(group, transport, timeout_s, nccl, calibrated=known == "auto")
+        try:
+            super().__init__(opened, engine=engine, poison=poison, cluster=known, **wires)
+        except BaseException as error:
+            opened.abort(error)  # the others have opened their ends
+            raise
 
     def sequence(
         self,

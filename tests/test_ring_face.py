@@ -233,8 +233,10 @@ def test_a_barrier_beside_another_call() -> None:
     ("options", "message"),
     [
         ({"engine": "magic"}, r"engine='magic' is not known; choose one of auto, aten, plain"),
-        ({"timeout_s": 0}, r"timeout_s must be positive, got 0"),
-        ({"timeout_s": float("nan")}, r"timeout_s must be positive, got nan"),
+        ({"timeout_s": 0}, r"timeout_s must be a positive, finite number, got 0"),
+        ({"timeout_s": float("nan")}, r"timeout_s must be a positive, finite number, got nan"),
+        ({"timeout_s": float("inf")}, r"timeout_s must be a positive, finite number, got inf"),
+        ({"timeout_s": "60"}, r"timeout_s must be a positive, finite number, got '60'"),
         ({"dkv_wire_dtype": torch.int8}, r"dkv_wire_dtype=torch\.int8 is not supported; use one of float64"),
         ({"transport": "pigeon"}, r"transport='pigeon' is not known; choose one of auto, local, shm, gloo, nccl, peer"),
         ({"transport": "nccl"}, r"needs a CUDA device, and torch finds none"),

@@ -223,17 +223,22 @@ def bounded(make: Callable[[], T], deadline: Deadline, late: str) -> T:
     return request.result()
 
 
+hosts: dict[tuple[str, int], str] = {}
+"""Who hosts the store at an address and port, where that is known."""
+
+
 def host_of(store: dist.Store) -> str:
     """Who serves a store, in words."""
-    where = ""
+    who, where = "rank 0 of the job, or torchrun's agent", ""
     try:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):
+            who = hosts.get((store.host, store.port), who)
             where = f", at {store.host}:{store.port}"
     except RuntimeError:
         pass  # the address is not known
-    return f"the store's host (rank 0 of the job, or torchrun's agent{where})"
+    return f"the store's host ({who}{where})"
 
 
 def _values(store: dist.Store, keys: list[str]) -> list[bytes]:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import itertools
 import re
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from hashlib import sha256
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ringattn.errors import DeadlineError, InputError, RingError
+from ringattn.errors import DeadlineError, InputError, PeerLostError, RingError
 from ringattn.transport.bounded_store import BoundedStore, bounded, host_of
 from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 
@@ -30,11 +30,19 @@ GRACE_S = 1.0
 """What a call that decides a deadline has after it: one that began just before it must not count as unanswered."""
 NAPS_PER_RANK_S = 4e-5, 5e-4
 """The first and the longest nap between two looks of `gather`, for each rank: all together ask 2,000 times a second."""
-RESTATED = re.compile(r"rank \d+ failed first: .*", re.DOTALL)
+CAUSE_PER_RANK_S = 1e-3
+CAUSE_S = 0.5
+"""How often a rank that waits for the others looks whether one of them has failed; many ranks look less often."""
+LOST = dist.DistNetworkError, dist.DistStoreError
+"""What torch raises if the process that hosts the store is gone."""
+RESTATED = re.compile(r"(?:rank \d+ failed first|the ring of \d+ ranks cannot (?:open|go on)): .*", re.DOTALL)
 
 
 def first_cause(rank: int, cause: BaseException) -> str:
-    """How all other ranks re-state the failure of `rank`. What only re-states another's is handed on as it is."""
+    """How all other ranks re-state the failure of `rank`.
+
+    What re-states another's, or says something of the whole ring, is handed on as it is.
+    """
     handed_on = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
     return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
 
@@ -96,7 +104,8 @@ class ControlStore:
     ) -> list[bytes]:
         """Every rank's payload, by rank, by O(ranks) requests. A name is used once in a ring.
 
-        `watch` is called while it waits and may raise. Raises `DeadlineError` that names the ranks which are missing.
+        `watch` is called while it waits and may raise; None: raises `PeerLostError` once a rank has published a cause.
+        Raises `DeadlineError` that names the ranks which are missing.
         """
         return _split(self.combine(name, payload, _joined, deadline, watch))
 
@@ -113,11 +122,17 @@ class ControlStore:
         control.write(f"{name}/{self.rank}", payload)
         keys = [f"{name}/{rank}" for rank in self.everyone()]
         # The last to arrive knows that all have, and reads for the others.
-        if control.add(f"{name}/count") == self.world_size:
+        arrived = control.add(f"{name}/count")
+        if arrived > self.world_size:
+            raise InputError(
+                f"rank {self.rank}: the ring of {self.world_size} ranks cannot open: {arrived} processes arrived at "
+                f"'{name}'; two jobs use one store, or a rank was started twice"
+            )
+        if arrived == self.world_size:
             made = combined(control.read_many(keys))
             control.write(entry, made)
             return made
-        if control.appears(entry, deadline, watch):
+        if control.appears(entry, deadline, watch or control.cause_watch()):
             return control.read(entry)
         if missing := control.missing(name):
             raise DeadlineError(
@@ -132,6 +147,20 @@ class ControlStore:
         """
         return wait_until(lambda: self.holds(key), deadline, watch, self.naps_s)
 
+    def cause_watch(self) -> Callable[[], None]:
+        """Return a function for waits that raises `PeerLostError` once a rank has published why the ring fails."""
+        every_s = max(CAUSE_S, CAUSE_PER_RANK_S * self.world_size)
+        looked_s = time.monotonic()
+
+        def watch() -> None:
+            nonlocal looked_s
+            if time.monotonic() > looked_s + every_s:
+                looked_s = time.monotonic()
+                if cause := self.cause():
+                    raise PeerLostError(f"rank {self.rank}: {cause}")
+
+        return watch
+
     @property
     def naps_s(self) -> tuple[float, float]:
         """The first nap and the longest of a rank that looks for what all wait for."""
@@ -143,6 +172,10 @@ class ControlStore:
         common = [f"{name}/count", f"{name}/all"] if not self.rank else []
         for key in (f"{name}/{self.rank}", *common):
             self.store.delete_key(key)
+
+    def put_first(self, key: str, value: str) -> str:
+        """Put one entry up unless it is up already; return what it is then."""
+        return self.store.compare_set(key, "", value).decode()
 
     def make_cause(self) -> None:
         """Let `CAUSE` be up from now on, empty as long as nothing has failed: it can be read without a question."""
@@ -189,32 +222,6 @@ def _split(entry: bytes) -> list[bytes]:
 
 # The n-th ring that a process opens must meet the n-th of every other process, so openings are counted per origin.
 _openings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-# The process that hosts the store must go on hosting it for the other rings when one closes.
-_met: dict[tuple[int, int], dist.Store] = {}
-
-
-def rendezvous_store(
-    rank: int, world_size: int, timeout_s: float, *, run_id: str = "", restart_count: str = ""
-) -> dist.Store:
-    """A store for one more ring over all processes that MASTER_ADDR and MASTER_PORT bring together.
-
-    `run_id` and `restart_count` are torchrun's. Every process must open its rings in the same order. Raises
-    `DeadlineError` when the store's host does not answer.
-    """
-    origin, deadline = f"ringattn/{run_id}/{restart_count}", Deadline(timeout_s)
-    if (rank, world_size) not in _met:
-        late = f"rank {rank}: no store at MASTER_ADDR within {timeout_s} s"
-        try:
-            _met[rank, world_size] = bounded(
-                lambda: next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0],
-                deadline.plus(GRACE_S),
-                f"{late}: its host takes the connection and does not answer",
-            )
-        except DeadlineError:
-            raise
-        except RuntimeError as error:
-            raise DeadlineError(f"{late}: {error}") from error
-    return _prefixed(origin, _met[rank, world_size], rank, deadline.plus(GRACE_S))
 
 
 def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_S) -> tuple[dist.Store, int, int]:
@@ -232,14 +239,15 @@ def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_
     # A digest of the members: listed, they would make each key of a ring of 1,024 ranks 4 KB long.
     origin = f"ringattn/group/{sha256(repr((name, members)).encode()).hexdigest()[:16]}"
     rank = members.index(dist.get_rank())
-    return _prefixed(origin, _get_default_store(), rank, Deadline(timeout_s)), rank, len(members)
+    return ring_store(origin, _get_default_store(), rank, Deadline(timeout_s)), rank, len(members)
 
 
-def _prefixed(origin: str, store: dist.Store, rank: int, deadline: Deadline) -> dist.Store:
-    """One more ring's own keys, over a connection of its own: a client that waits blocks all its other users."""
+def ring_store(origin: str, store: dist.Store, rank: int, deadline: Deadline) -> dist.Store:
+    """Return the keys of one more ring of `origin`, over a connection of its own, which a waiting client blocks."""
+    number = next(_openings[origin])  # also if the next line fails: other ranks have counted this ring
     own = bounded(
         lambda: store.clone(),  # type: ignore[attr-defined]
         deadline,
         f"rank {rank}: {host_of(store)} takes a connection and does not answer",
     )
-    return dist.PrefixStore(f"{origin}/{next(_openings[origin])}", own)
+    return dist.PrefixStore(f"{origin}/{number}", own)

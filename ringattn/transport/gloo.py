@@ -161,7 +161,7 @@ class GlooTransport(ProcessTransport):
             )
             # Before connecting, which waits for all: so an error can tell who is missing.
             addresses = [Address.parse(text) for text in control.gather("arrived", mine.text(), deadline)]
-        except RuntimeError as error:
+        except DeadlineError as error:
             said = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
             raise DeadlineError(opened + said) from error
         if troubles := [f"rank {other}: {one.trouble}" for other, one in enumerate(addresses) if one.trouble]:
@@ -188,7 +188,7 @@ class GlooTransport(ProcessTransport):
         try:
             # A rank that went on and closed would take connections away from one that still makes its own.
             control.combine("connected", b"", lambda every: b"", deadline)
-        except RuntimeError as error:
+        except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
         return cls(group, control, timeout_s, flight_dir, job_size, record)
 

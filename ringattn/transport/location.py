@@ -165,11 +165,13 @@ def _number(text: str) -> float | None:
         return None
 
 
-def gather_locations(
-    control: ControlStore, mine: Location, deadline: Deadline, watch: Callable[[], None] | None = None
-) -> tuple[Location, ...]:
-    """Every rank's location, by rank; a ring's first meeting. Raises `DeadlineError` that names who did not arrive."""
-    gathered = control.combine("opening", mine.text().encode(), _packed, deadline, watch)
+def gather_locations(control: ControlStore, mine: Location, deadline: Deadline) -> tuple[Location, ...]:
+    """Every rank's location, by rank; a ring's first meeting.
+
+    Raises `DeadlineError` that names the ranks which are missing, and `PeerLostError` with the cause of a rank that
+    failed.
+    """
+    gathered = control.combine("opening", mine.text().encode(), _packed, deadline)
     return tuple(map(Location.parse, zlib.decompress(gathered).splitlines()))
 
 

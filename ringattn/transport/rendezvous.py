@@ -6,8 +6,9 @@ The only module that reads environment variables.
 from __future__ import annotations
 
 import os
-import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn.errors import InputError, PeerLostError, RingError, UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Transport
-from ringattn.transport.control_store import GRACE_S, ControlStore, group_store, rendezvous_store
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import CudaDevice, Device
-from ringattn.transport.gloo import PUBLISH_S, GlooTransport
+from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, one_machine, order_advice
+from ringattn.transport.meeting import Meeting, publish_refusal
 from ringattn.transport.nccl.library import mismatch
 from ringattn.transport.nccl.options import (
     LateGroups,
@@ -43,8 +45,8 @@ from ringattn.transport.recognition import VARIABLE, own_calibration
 from ringattn.transport.shm.transport import ShmTransport, obstacle
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
-CAUSES_EVERY_S = 0.5
-"""How often a rank that waits for the others looks whether one of them has failed."""
+REFUSED_S = 5.0
+"""How long a rank whose arguments are refused tries to tell the others, before it raises."""
 TransportName = Literal["auto", "local", "shm", "gloo", "nccl", "peer"]
 
 
@@ -56,44 +58,26 @@ def open_transport(
     For auto nccl where there is a CUDA device; else shm where the ranks are known to be one user's on one machine, and
     gloo where they are not; local when alone. What auto has chosen is not changed where it cannot be opened.
     """
-    if transport not in TRANSPORTS:
-        raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
-    if nccl is not None and transport not in ("auto", "nccl", "peer"):
-        raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
-    if isinstance(group, dist.DeviceMesh):
-        group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank, store = 0, None
-    if group is not None or (dist.is_available() and dist.is_initialized()):
-        store, rank, world_size = group_store(group, timeout_s)
-    elif world_size > 1:
-        try:
-            rank = int(os.environ["RANK"])
-        except KeyError:
-            raise RingError("WORLD_SIZE is set and RANK is not: start the ranks with torchrun") from None
-        store = rendezvous_store(
-            rank,
-            world_size,
-            timeout_s,
-            run_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            restart_count=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-        )
+    with refusals_published(group):
+        _check_names(transport, nccl)
+    meeting = Meeting.of(group, timeout_s, os.environ)
+    store, rank, world_size = meeting.store, meeting.rank, meeting.world_size
     if world_size == 1 and transport != "nccl":
         return LocalWorld(1, timeout_s).transport(0)
-    if transport == "local":
-        raise InputError(
-            f"transport='local' joins threads of one process, and there are {world_size} processes; "
-            "use shm or gloo, or ringattn.testing.run_ranks for threads"
-        )
     folder = os.environ.get("RINGATTN_FLIGHT_DIR")
     flight_dir = Path(folder) if folder else None
     # A rank without a GPU tells the others so when peer opens.
     on_gpu = transport == "nccl" or (transport in ("auto", "peer") and torch.cuda.is_available())
-    store = store or dist.HashStore()
     try:
+        meeting.claim()
+        if transport == "local":
+            raise InputError(
+                f"transport='local' joins threads of one process, and there are {world_size} processes; "
+                "use shm or gloo, or ringattn.testing.run_ranks for threads"
+            )
         gpu = _gpu_index(rank) if on_gpu else None
         own = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
-        locations = _located(ControlStore(store, rank, world_size, timeout_s).clone(), gpu, timeout_s, own)
+        locations = _located(meeting.control, gpu, timeout_s, own)
         if transport == "peer":
             control = ControlStore(store, rank, world_size, timeout_s)
             return _open_peer(control, store, timeout_s, nccl, flight_dir, gpu, locations)
@@ -109,29 +93,38 @@ def open_transport(
             shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations)
             shared.locations = locations
             return shared
+        opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, job_size(world_size))
+        opened.locations = locations
+        return opened
     except Exception as error:  # the others wait for this rank already
-        ControlStore(store, rank, world_size).until(Deadline(PUBLISH_S)).publish_cause(error)
+        failure = meeting.fail(error)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+@contextmanager
+def refusals_published(group: Any) -> Iterator[None]:
+    """Tell the other ranks of the ring that is to be opened why this rank's arguments are refused inside."""
+    try:
+        yield
+    except Exception as error:
+        publish_refusal(group, error, REFUSED_S, os.environ)
         raise
-    opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, job_size(world_size))
-    opened.locations = locations
-    return opened
+
+
+def _check_names(transport: str, nccl: NcclOptions | None) -> None:
+    """Raise `InputError` if there is no such transport, or if it takes no options of NCCL."""
+    if transport not in TRANSPORTS:
+        raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
+    if nccl is not None and transport not in ("auto", "nccl", "peer"):
+        raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
 
 
 def _located(control: ControlStore, gpu: int | None, timeout_s: float, calibration: str | None) -> tuple[Location, ...]:
     """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
-    heard_s, deadline = time.monotonic(), Deadline(timeout_s)
-    bounded = control.until(deadline.plus(GRACE_S))
-
-    def watch() -> None:
-        """Whether a rank that cannot open has said why."""
-        nonlocal heard_s
-        if time.monotonic() > heard_s + CAUSES_EVERY_S:
-            heard_s = time.monotonic()
-            if cause := bounded.cause():
-                raise PeerLostError(f"rank {control.rank}: {cause}")
-
     mine = replace(my_location(gpu), calibration=calibration)
-    locations = gather_locations(control, mine, deadline, watch)
+    locations = gather_locations(control, mine, Deadline(timeout_s))
     if control.rank == 0 and (advice := order_advice(locations)):
         warnings.warn(f"rank 0: {advice}", stacklevel=4)
     return locations
@@ -224,7 +217,8 @@ def _open_peer(
 def job_size(world_size: int) -> int:
     """How many ranks share the store of a ring of `world_size`: those of the whole job."""
     group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return max(world_size, group, int(os.environ.get("WORLD_SIZE", "1")))
+    said = os.environ.get("WORLD_SIZE", "")
+    return max(world_size, group, int(said) if said.isdecimal() else 1)
 
 
 def _gpu_index(rank: int) -> int:
@@ -239,6 +233,6 @@ def _gpu_index(rank: int) -> int:
     count, current, local = torch.cuda.device_count(), torch.cuda.current_device(), os.environ.get("LOCAL_RANK")
     if current != 0 or local is None or count == 1:
         return current
-    if int(local) >= count:
+    if not local.isdecimal() or int(local) >= count:
         raise InputError(f"rank {rank}: LOCAL_RANK is {local}, but this host shows {count} GPUs; start one rank a GPU")
     return int(local)

@@ -26,9 +26,9 @@ from ringattn.observe.flight import (
     MessageRecord,
 )
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.shm.transport import ShmTransport
+from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 
 

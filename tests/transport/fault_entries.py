@@ -24,7 +24,7 @@ POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "
 def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
     """The first life opens a ring, leaves poison under its keys and fails; the second says what it found."""
     raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    stems = [f"ringattn/{os.environ['TORCHELASTIC_RUN_ID']}/{n}/0/" for n in (0, 1)]
+    stems = [f"ringattn/{n}/0/" for n in (0, 1)]
     with ringattn.Ring(transport="gloo", timeout_s=60.0) as ring:
         open_gate(ring)
         transport = ring.transport

@@ -16,10 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from ringattn.errors import DeadlineError
-from ringattn.transport import control_store
+from ringattn.transport import control_store, job
 from ringattn.transport.bounded_store import BoundedStore, bounded
-from ringattn.transport.control_store import ControlStore, group_store, rendezvous_store
+from ringattn.transport.control_store import ControlStore, group_store
 from ringattn.transport.deadline import Deadline
+from tests.contract.meeting import rendezvous_store
 from tests.transport.store_hosts import StoreHost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,12 +116,15 @@ def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: py
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(host.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(control_store, "GRACE_S", 0.1)
-    monkeypatch.setattr(control_store, "_met", {(1, 3): host.client()})
+    monkeypatch.setattr(job, "GRACE_S", 0.1)
+    connected = host.client()
     host.stop()
-    assert "takes a connection and does not answer" in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
-    told = refused_in_time(lambda: rendezvous_store(1, 2, CALL_S))
-    assert told.startswith(f"rank 1: no store at MASTER_ADDR within {CALL_S} s")
+    for stores, words in (
+        ({("127.0.0.1", host.port): connected}, "takes a connection and does not answer"),
+        ({}, f"rank 1: torchrun's agent takes the connection at 127.0.0.1:{host.port} and does not answer"),
+    ):
+        monkeypatch.setattr(job, "_stores", stores)
+        assert words in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
 
 
 def test_what_is_made_too_late_is_dropped() -> None:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
 from ringattn.transport import control_store, gloo
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import group_store, rendezvous_store
+from ringattn.transport.control_store import group_store
 from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import store_of
+from tests.contract.meeting import rendezvous_store, store_of
 from tests.contract.processes import Processes
 
 
@@ -166,16 +166,15 @@ def test_no_default_group_is_said(processes: Processes) -> None:
 
 
 def lives_apart(rank: int, world_size: int) -> None:
-    def opened(run_id: str, restart_count: str) -> dist.Store:
+    def opened(restart_count: str) -> dist.Store:
         control_store._openings.clear()  # as in a new process
-        return rendezvous_store(rank, world_size, 20.0, run_id=run_id, restart_count=restart_count)
+        return rendezvous_store(rank, world_size, 20.0, TORCHELASTIC_RESTART_COUNT=restart_count)
 
     counts = dict(control_store._openings)
     try:
-        opened("job", "0").set("cause", "of the former life")
-        assert opened("job", "0").check(["cause"])
-        assert not opened("job", "1").check(["cause"])
-        assert not opened("other", "0").check(["cause"])
+        opened("0").set("cause", "of the former life")
+        assert opened("0").check(["cause"])
+        assert not opened("1").check(["cause"])
     finally:
         control_store._openings.update(counts)
 

@@ -18,10 +18,11 @@ from torch.distributed import HashStore
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import ControlStore, rendezvous_store
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.diagnosis import CAUSE_S, SILENCE_S, Diagnosis, Wait
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.heartbeat import ENDED, Heartbeat, HeartbeatThread, LastHeartbeat
+from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,14 +24,13 @@ from ringattn.explain import explain
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import rendezvous_store
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nodes import HostNodesTransport, NodesTransport, open_shm_and_gloo
 from ringattn.transport.rendezvous import _open_peer
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import store_of
+from tests.contract.meeting import rendezvous_store, store_of
 from tests.contract.processes import Processes
 from tests.transport.attribution import named_at_fault
 

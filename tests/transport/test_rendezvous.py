@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ringattn
 from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
 from ringattn.planner.cluster import Cluster
-from ringattn.transport import recognition
+from ringattn.transport import meeting, recognition
 from ringattn.transport import rendezvous as opening
 from ringattn.transport.location import Location, links_of, my_location
 from ringattn.transport.nccl import options as nccl_options
@@ -97,7 +97,7 @@ def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytes
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 1))
+    monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 1))
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with pytest.warns(UserWarning, match="rank 0: .*NCCL_LAUNCH_ORDER_IMPLICIT=1"):
         Ring(transport="nccl").close()
@@ -130,7 +130,7 @@ def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
 
 def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(opening, "rendezvous_store", lambda *facts, **more: dist.HashStore())
+    monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 2))
     here = replace(my_location(), host="one", machine="boot/1", uid=7)
     places = [here, here]
     monkeypatch.setattr(opening, "_located", lambda *_: tuple(places))
@@ -138,13 +138,11 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
     monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: (asked.append("gloo"), SimpleNamespace())[1])
     shm = opening.ShmTransport.open
     monkeypatch.setattr(opening.ShmTransport, "open", lambda *facts: (asked.append("shm"), SimpleNamespace())[1])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    opening.open_transport(None, "auto", 1.0)
-    opening.open_transport(None, "gloo", 1.0)
-    opening.open_transport(None, "shm", 1.0)
+    opening.open_transport(0, "auto", 1.0)
+    opening.open_transport(0, "gloo", 1.0)
+    opening.open_transport(0, "shm", 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    opening.open_transport(None, "auto", 1.0)
+    opening.open_transport(0, "auto", 1.0)
     assert asked == ["nccl", "gloo", "shm", "shm"]
     # What is known beforehand to prevent shared memory: auto takes gloo, and shm by name is refused on every rank.
     monkeypatch.setattr(opening.ShmTransport, "open", shm)
@@ -155,10 +153,10 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
     ):
         places[1] = other
         asked.clear()
-        opening.open_transport(None, "auto", 1.0)
+        opening.open_transport(0, "auto", 1.0)
         assert asked == ["gloo"]
         with pytest.raises(UnsupportedError, match=f"{words}.*use gloo"):
-            opening.open_transport(None, "shm", 1.0)
+            opening.open_transport(0, "shm", 1.0)
 
 
 def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +167,7 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
     monkeypatch.setattr("ringattn.transport.shared.group.Segment.create", missing)
     here, store = my_location(), dist.HashStore()
     monkeypatch.setattr(opening, "_located", lambda *_: (here, here))
-    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (store, group, 2))
+    monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store, group, 2))
     errors = []
 
     def live(rank: int) -> None:
@@ -228,7 +226,7 @@ def opened_on(
             results[rank] = error  # type: ignore[call-overload]
 
     monkeypatch.setattr(opening, "my_location", here)
-    monkeypatch.setattr(opening, "group_store", lambda group, timeout_s: (store.clone(), group, len(nodes)))
+    monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store.clone(), group, len(nodes)))
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(nodes))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -278,7 +276,9 @@ def test_ranks_that_do_not_arrive_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(opening.ControlStore, "publish_cause", lambda control, error: None)
     results, _ = opened_on("aaa", monkeypatch, {1: InputError("unheard")}, timeout_s=0.3)
     assert isinstance(results[0], DeadlineError)
-    assert "rank 0: ranks [1] did not arrive at 'opening' within 0.3 s" in str(results[0])
+    assert "rank 0: the ring of 3 ranks cannot open: ranks [1] did not arrive at 'opening' within 0.3 s" in str(
+        results[0]
+    )
 
 
 def test_the_job_is_larger_than_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
