@@ -146,7 +146,6 @@ SAFE = {
     "launch/report/charts.py": "a picture into memory",
     "ringattn/observe/files.py": "the one place",
     "ringattn/observe/process_memory.py": "/proc",
-    "ringattn/observe/memory.py": "not yet",
 }
 
 

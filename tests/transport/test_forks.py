@@ -15,7 +15,7 @@ import gc, os, signal, sys
 import torch, ringattn
 from ringattn.errors import ClosedError
 from ringattn.transport.base import Message
-from ringattn.transport.control_store import rendezvous_store
+from tests.contract.meeting import rendezvous_store
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
 
