@@ -173,13 +173,18 @@ class _Attempt:
             except OSError as error:
                 self._blame(f"{job.host} is not reached at {job} ({error.strerror or error})")
             except dist.DistError:
-                self._blame(f"{job.host} takes the connection at {job} and does not answer as a store does")
+                self._blame(self._unanswered)
             if self.deadline.passed:
                 raise self.error()
             time.sleep(NAP_S)
 
     def _blame(self, reason: str, kind: type[DeadlineError] | type[InputError] = DeadlineError) -> None:
         self._reason, self._kind = reason, kind
+
+    @property
+    def _unanswered(self) -> str:
+        what = f"{self.job.host} is stopped, or another program has the port"
+        return f"{self.job} takes the connection and does not answer: {what}"
 
     def _warn(self) -> None:
         if not self._warned and self.deadline.timeout_s - self.deadline.left_s > WARN_S:
@@ -194,7 +199,7 @@ class _Attempt:
             if probe.getsockname() == probe.getpeername():  # the system gave this end the port itself
                 raise ConnectionRefusedError
         self._reached = True
-        self._blame(f"{job.host} takes the connection at {job} and does not answer (stopped, or out of reach)")
+        self._blame(self._unanswered)
         limit = timedelta(seconds=max(min(self.deadline.left_s, CONNECT_S), 0.1))
         store = dist.TCPStore(job.address, job.port, is_master=False, timeout=limit, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=self.deadline.timeout_s))
@@ -206,7 +211,7 @@ class _Attempt:
         self._blame(f"rank 0 listens at port {job.port}, and {job} does not lead to it: correct MASTER_ADDR")
         words: dict[str, int] = {}
         if address := loopback_of(job.address, family):
-            listener = _listener(address, job.port, family)
+            listener = _bound_socket(address, job.port, family)
             words["master_listen_fd"] = listener.fileno()
         try:
             store = dist.TCPStore(
@@ -251,14 +256,18 @@ def loopback_of(name: str, family: int) -> str | None:
         return None
 
 
-def _listener(address: str, port: int, family: int) -> socket.socket:
-    """Return a socket that listens at `address`, at `port` if it is free and else at any port.
+def _bound_socket(address: str, port: int, family: int) -> socket.socket:
+    """Return a socket that is bound to `address`, at `port` if it is free and else at any port.
 
-    Torch takes the second kind only if this process has a store open at `port`, and then does not use it.
+    Torch refuses the second kind, unless this process has a store open at `port`, which it then uses instead.
     """
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
     try:
-        return socket.create_server((address, port), family=family)
+        bound.bind((address, port))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
+            bound.close()
             raise InputError(f"rank 0 cannot listen at {address}:{port}: {error.strerror}") from None
-        return socket.create_server((address, 0), family=family)
+        bound.bind((address, 0))
+    return bound

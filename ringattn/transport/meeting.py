@@ -22,7 +22,7 @@ from ringattn.transport.control_store import GRACE_S, LOST, RESTATED, ControlSto
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.job import Job, PortInUseError, connect, job_of, job_store
 
-PUBLISH_S = 0.5
+PUBLISH_S = 0.2
 """How long a rank that cannot open tries to publish why."""
 CONTEST_S = 1.0
 """How long a rank 0 whose port is in use looks for another job's ring there."""

@@ -24,7 +24,7 @@ def _host(pipe: Connection) -> None:
         pipe.recv()
 
 
-def _stands_still(pid: int) -> bool:
+def stands_still(pid: int) -> bool:
     """Whether every thread of a process is stopped."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T" for file in threads)
@@ -39,7 +39,7 @@ class StoreHost:
         theirs.close()
         self.port: int = self._pipe.recv()
         assert self._process.pid is not None
-        self._pid = self._process.pid
+        self.pid = self._process.pid
 
     def client(self) -> TCPStore:
         """A connection whose own timeout is far longer than any test."""
@@ -47,13 +47,13 @@ class StoreHost:
 
     def stop(self) -> None:
         """It answers no more and its connections stay up. Returns when all its threads stand still."""
-        os.kill(self._pid, signal.SIGSTOP)
-        while not _stands_still(self._pid):
+        os.kill(self.pid, signal.SIGSTOP)
+        while not stands_still(self.pid):
             time.sleep(0.001)
 
     def resume(self) -> None:
         """It answers again, also what was asked meanwhile."""
-        os.kill(self._pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
         """All its connections are reset."""

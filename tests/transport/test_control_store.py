@@ -121,7 +121,7 @@ def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: py
     host.stop()
     for stores, words in (
         ({("127.0.0.1", host.port): connected}, "takes a connection and does not answer"),
-        ({}, f"rank 1: torchrun's agent takes the connection at 127.0.0.1:{host.port} and does not answer"),
+        ({}, f"rank 1: 127.0.0.1:{host.port} takes the connection and does not answer: torchrun's agent is stopped"),
     ):
         monkeypatch.setattr(job, "_stores", stores)
         assert words in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
