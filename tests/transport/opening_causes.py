@@ -198,11 +198,19 @@ def _live(pipe: Connection, variables: dict[str, str], arguments: dict[str, Any]
     pipe.recv()
     began_s = time.monotonic()
     try:
-        ringattn.Ring(**arguments)
-        pipe.send(Answer("opened", "", time.monotonic() - began_s))
+        ring = ringattn.Ring(**arguments)
+        if fault == SHOWS:
+            wait_until(lambda: _controls[0].cause() is not None, Deadline(arguments["timeout_s"]))
+        pipe.send(Answer("opened", str(_controls and _controls[0].cause()), time.monotonic() - began_s))
+        ring.close()
     except Exception as error:
         pipe.send(Answer(type(error).__name__, str(error), time.monotonic() - began_s))
     pipe.poll(None)  # who hosts the store stays
+
+
+_controls: list[ControlStore] = []
+SHOWS = "shows the cause"
+"""Not a fault: the process answers with the cause that another publishes in the store of its open ring."""
 
 
 def _plant(fault: str) -> None:
@@ -222,10 +230,18 @@ def _plant(fault: str) -> None:
         suffer(control)
         return answer or original(control, *more)
 
-    if fault == "stopped early":
-        Meeting.claim = lambda meeting: os.kill(os.getpid(), number)  # type: ignore[method-assign]
+    claim = Meeting.claim
+
+    def claimed(meeting: Meeting) -> None:
+        claim(meeting)
+        _controls.append(meeting.control)
+
+    if fault == SHOWS:
+        Meeting.claim = claimed  # type: ignore[method-assign, assignment]
+    elif fault == "stopped early":
+        Meeting.claim = lambda meeting: os.kill(os.getpid(), number)  # type: ignore[method-assign, assignment]
     else:
-        rendezvous._located = located
+        rendezvous._located = located  # type: ignore[assignment]
 
 
 def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:

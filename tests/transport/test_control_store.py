@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ringattn.errors import DeadlineError
+from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport import control_store, job
 from ringattn.transport.bounded_store import BoundedStore, bounded
 from ringattn.transport.control_store import ControlStore, group_store
@@ -249,6 +249,20 @@ def test_gather_looks_at_the_watch_while_it_waits() -> None:
 
     with pytest.raises(ValueError, match="the ring has failed"):
         ControlStore(dist.HashStore(), 0, 2).gather("facts", b"", Deadline(20.0), watch)
+
+
+def test_gather_refuses_more_processes_than_ranks() -> None:
+    shared = dist.HashStore()
+    gathered([shared, shared], lambda rank: b"x")
+    with pytest.raises(InputError, match=r"rank 1: the ring of 2 ranks cannot open: 3 processes arrived at 'facts'"):
+        ControlStore(shared, 1, 2).gather("facts", b"x", Deadline(20.0))
+
+
+def test_a_wait_ends_with_the_cause_of_another_rank() -> None:
+    shared = dist.HashStore()
+    ControlStore(shared, 1, 2).publish_cause(InputError("no heads"))
+    with pytest.raises(PeerLostError, match=r"^rank 0: rank 1 failed first: InputError: no heads$"):
+        ControlStore(shared, 0, 2).gather("facts", b"x", Deadline(20.0))
 
 
 def test_missing_asks_little() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from ringattn.errors import InputError
-from ringattn.transport.job import Job, job_of, loopback_of
-from tests.transport.opening_causes import CAUSES, TRANSPORTS, complaints, suffer
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.job import Job, connect, job_of, loopback_of
+from tests.contract.ports import free_port
+from tests.transport.opening_causes import CAUSES, PROCESS, SHOWS, TRANSPORTS, Rank, complaints, suffer
 
 SLACK_S = 4.0
 """What other tests that run next to these may add to a deadline."""
@@ -26,3 +35,134 @@ CELLS = [
 def test_every_rank_says_why_a_ring_does_not_open(name: str, transport: str) -> None:
     cause = CAUSES[name]
     assert complaints(cause, suffer(cause, transport), SLACK_S) == []
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_an_environment() -> None:
+    assert (
+        job_of({}) is None and job_of({"WORLD_SIZE": "1"}) is None and job_of({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    )
+    assert job_of(INSIDE) == Job(1, 2, "node0", 29500)
+    facts = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert job_of(INSIDE | facts | {"SLURM_JOB_ID": "7"}) == Job(1, 2, "node0", 29500, True, "run", "3")
+    assert job_of(INSIDE | {"SLURM_JOB_ID": "7"}) == Job(1, 2, "node0", 29500, run_id="7")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", None, "RANK is not set; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
+        ("RANK", "x", "RANK is 'x'; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
+        ("RANK", "2", "RANK is '2'; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
+        ("RANK", "-1", "RANK is '-1'; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
+        ("RANK", "1.0", "RANK is '1.0'; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
+        ("WORLD_SIZE", None, "WORLD_SIZE is not set; it must be an integer of at least 1"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0'; it must be an integer of at least 1"),
+        ("WORLD_SIZE", "", "WORLD_SIZE is ''; it must be an integer of at least 1"),
+        ("WORLD_SIZE", "1", "RANK is '1'; it must be an integer from 0 to 0, since WORLD_SIZE=1"),
+        ("MASTER_ADDR", None, "rank 1: MASTER_ADDR is not set; it must be the host name or address of rank 0"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set; it must be an integer from 1 to 65535"),
+        ("MASTER_PORT", "0", "MASTER_PORT is '0'; it must be an integer from 1 to 65535"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is '65536'; it must be an integer from 1 to 65535"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str | None, words: str) -> None:
+    environment = {key: text for key, text in (INSIDE | {name: value}).items() if text is not None}
+    with pytest.raises(InputError) as caught:
+        job_of(environment)
+    assert str(caught.value).startswith(f"{words}; start the ranks with torchrun")
+
+
+# --- where the store listens -----------------------------------------------------------------------------------------
+
+
+def listening_at(port: int) -> set[str]:
+    """The addresses at which this machine listens at a port, as the kernel writes them."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, number in local if int(number, 16) == port}
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_a_store_at_a_loopback_address_listens_there_alone(name: str) -> None:
+    port = free_port()
+    store = connect(Job(0, 2, name, port), Deadline(20.0))
+    assert listening_at(port) == {"0100007F"}
+    again = connect(Job(0, 2, name, port), Deadline(20.0))  # this process has one open
+    store.set("key", "value")
+    assert again.get("key") == b"value" and listening_at(port) == {"0100007F"}
+    client = connect(Job(1, 2, name, port), Deadline(20.0))
+    assert client.get("key") == b"value"
+
+
+def test_only_loopback_names_stand_for_loopback() -> None:
+    v4, v6 = socket.AF_INET, socket.AF_INET6
+    assert [loopback_of(name, v4) for name in ("127.0.0.1", "127.8.0.1", "localhost")] == [
+        "127.0.0.1", "127.8.0.1", "127.0.0.1"
+    ]  # fmt: skip
+    assert [loopback_of(name, v6) for name in ("::1", "localhost")] == ["::1", "::1"]
+    # Debian maps a host's own name to 127.0.1.1, and other hosts reach it at another address.
+    assert [loopback_of(name, v4) for name in (socket.gethostname(), "10.0.0.1", "node0")] == [None, None, None]
+
+
+# --- the host of the store ends --------------------------------------------------------------------------------------
+
+REFUSED = "import ringattn; ringattn.Ring(transport='foo')"
+
+
+def test_rank_0_does_not_end_before_the_others_know_why() -> None:
+    port = free_port()
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank_1 = Rank(variables | {"RANK": "1"}, {"transport": "gloo", "timeout_s": 20.0}, "", "")
+    rank_0 = subprocess.Popen([sys.executable, "-c", REFUSED], env=os.environ | variables, stderr=subprocess.PIPE)
+    try:
+        rank_1.ready()
+        assert rank_0.stderr is not None
+        while b"transport='foo' is not known" not in rank_0.stderr.readline():  # it has raised, and is about to end
+            assert rank_0.poll() is None
+        rank_1.go()
+        answer = rank_1.answer(20.0)
+        assert answer is not None and answer.message.startswith(
+            "rank 1: rank 0 failed first: InputError: transport='foo'"
+        )
+        assert rank_0.wait(20.0) == 1
+    finally:
+        rank_0.kill()
+        rank_0.wait()
+        rank_1.end()
+
+
+# --- two jobs at one port --------------------------------------------------------------------------------------------
+
+ORDERS = [order for order in permutations(("A0", "A1", "B0", "B1")) if order[0][0] == "A"]
+"""The others are these with the names of the jobs exchanged."""
+GAP_S = 0.15
+"""Between two starts: less than an opening takes, and more than a claim."""
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_two_jobs_at_one_port_never_form_a_ring_unnoticed(order: tuple[str, ...]) -> None:
+    port, processes = free_port(), {}
+    try:
+        for name in order:
+            variables = {"RANK": name[1], "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            processes[name] = Rank(variables, {"transport": "auto", "timeout_s": 20.0}, SHOWS, "")
+        for process in processes.values():
+            process.ready()
+        for process in processes.values():
+            process.go()
+            time.sleep(GAP_S)
+        answers = {name: process.answer(20.0) for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.end()
+    for name, answer in answers.items():
+        assert answer is not None, (name, answers)
+        claimed = re.search(
+            rf"the ring of 2 ranks cannot go on: two processes claim rank [01], {PROCESS} and", answer.message
+        )
+        assert claimed, (name, answers)
+    # Each pair of processes with one number has one that is refused; a mixed ring has read the cause in its store.
+    assert sum(answer.kind == "InputError" for answer in answers.values() if answer) >= 1, answers

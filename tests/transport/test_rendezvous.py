@@ -20,6 +20,7 @@ from ringattn import DeadlineError, InputError, PeerLostError, Ring, Unsupported
 from ringattn.planner.cluster import Cluster
 from ringattn.transport import meeting, recognition
 from ringattn.transport import rendezvous as opening
+from ringattn.transport.local import LocalTransport
 from ringattn.transport.location import Location, links_of, my_location
 from ringattn.transport.nccl import options as nccl_options
 from ringattn.transport.nccl.options import NcclOptions
@@ -197,6 +198,24 @@ def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], words: s
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(kind, match=words):
         ringattn.Ring(**options)
+
+
+def test_a_ring_that_fails_after_it_has_opened_ends_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(LocalTransport):
+        ended: BaseException | None = None
+
+        @property
+        def locations(self) -> Any:  # type: ignore[override]
+            raise InputError("no such machines")
+
+        def abort(self, cause: BaseException) -> None:
+            type(self).ended = cause
+
+    transport = object.__new__(Opened)
+    monkeypatch.setattr("ringattn.ring.open_transport", lambda *facts, **more: transport)
+    with pytest.raises(InputError, match="no such machines") as caught:
+        Ring()
+    assert Opened.ended is caught.value
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
