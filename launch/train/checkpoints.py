@@ -153,13 +153,19 @@ class Checkpoints:
         self._keep_good_ones(path)
 
     def _on_all_ranks(self, partial: Path, needed_bytes: int, work: Callable[[], Any] | None) -> list[Any]:
-        """What `work` comes to, by rank; where it fails on one, nothing of the save is left and all ranks raise."""
+        """What `work` comes to, by rank; where it fails on one, nothing of the save is left and all ranks raise.
+
+        A signal handler that raises in `work` abandons the save: its own error is raised.
+        """
         answer, failure = None, None
         try:
             answer = work() if work else None
         except RingError as error:
             failure = str(error)
         except (OSError, CheckpointException) as error:
+            if (interrupt := _interrupt(error, self.everyone.rank)) is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise interrupt from None
             failure = str(not_written(partial.with_suffix(""), first_failure(error), needed_bytes))
         told = [json.loads(words) for words in self.everyone.all_gather_text(json.dumps([answer, failure]))]
         failed = [(rank, failure) for rank, (_, failure) in enumerate(told) if failure]
@@ -278,6 +284,14 @@ class Checkpoints:
 
 def _newest(paths: Sequence[str]) -> str:
     return paths[0] if paths else "none"
+
+
+def _interrupt(error: BaseException, rank: int) -> BaseException | None:
+    """What a signal handler raised on this rank. Torch wraps KeyboardInterrupt and SystemExit in its own error."""
+    if not isinstance(error, CheckpointException) or rank not in error.failures:
+        return None
+    of_rank = error.failures[rank][0]
+    return None if isinstance(of_rank, Exception) else of_rank
 
 
 def _is_of_this_job(own: Sequence[Path]) -> bool:

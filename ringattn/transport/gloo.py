@@ -2,7 +2,8 @@
 
 Guarantees: the user's process groups are never touched, whether they exist before or after; several rings may be open
 at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the
-heartbeats of the others are read; a rank that fails publishes its cause in the store before it drops its connections,
+heartbeats of the others are read; a wait ends at once when a signal handler raises; a rank that fails publishes its
+cause in the store before it drops its connections,
 and every other rank re-states that first cause; a rank that is stopped or killed publishes none, and is named because
 its heartbeat stops; where the store's host does not answer, that is said and no other rank is blamed. Ranks reach each
 other at their addresses on the route to the store's host, unless the user names an interface. A transport that has
@@ -31,6 +32,7 @@ from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
 from ringattn.transport.heartbeat import END_S, Heartbeat, HeartbeatThread
+from ringattn.transport.interruptible import InterruptibleCalls
 from ringattn.transport.process import never_destroy
 
 PUBLISH_S = 0.2
@@ -123,6 +125,7 @@ class GlooTransport(ProcessTransport):
         self._all_gathers = 0
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
+        self._calls = InterruptibleCalls()
         self._sender: HeartbeatThread | None = None
         self._wait: Wait | None = None
         # A ring of one has nobody who would read its heartbeat.
@@ -288,11 +291,21 @@ class GlooTransport(ProcessTransport):
         deadline = until if until is not None else time.monotonic() + self._timeout_s
         if until is None:
             self.begin_wait()
-        for operation in handle.operations:
-            try:
+
+        waited: list[_Operation] = []
+
+        def wait() -> None:
+            for operation in handle.operations:
+                waited.append(operation)
                 operation.wait(deadline)
-            except RuntimeError as error:
-                raise self._failure(operation, handle, error, deadline) from error
+
+        try:
+            self._calls.run(wait, lambda: any(map(_unfinished, handle.operations)))
+        except RuntimeError as error:
+            raise self._failure(waited[-1], handle, error, deadline) from error
+        except BaseException as error:  # a signal handler has raised, for example KeyboardInterrupt
+            self.abort(error)
+            raise
         self.end_wait()
         # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
         self._in_flight.difference_update(handle.operations)

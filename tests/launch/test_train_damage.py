@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ringattn.errors import InputError, RingError
@@ -162,6 +163,25 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
             run(saved)
     assert "MiB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
     assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    assert run(saved)["first_step"] == 4
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_in_a_save_is_not_a_full_disk(
+    saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    try:
+        with pytest.raises(error):
+            loop.train_rank({"runs": [asdict(saved)]})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    monkeypatch.undo()
     assert run(saved)["first_step"] == 4
 
 
