@@ -7,7 +7,6 @@ ranks share. Where ranks wait for each other, at opening and at a deadline, each
 from __future__ import annotations
 
 import heapq
-import json
 import random
 import threading
 import time
@@ -22,12 +21,12 @@ from ringattn.errors import DeadlineError
 from ringattn.transport.bounded_store import BoundedStore
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.heartbeat import Heartbeat, HeartbeatMonitor
+from ringattn.transport.health.health import PUBLISH_S, Health
+from ringattn.transport.health.place import Place, Waits
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.attribution import Attribution, CallHistory, Waits, told_place
 from ringattn.transport.nccl.bootstrap import Arrival, all_ready, meet, share_unique_id
+from ringattn.transport.nccl.calls import CallHistory
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nccl.supervisor import TELLING_S
 
 PREFIX = "ringattn/0123456789abcdef/0"
 CONNECTIONS = 8
@@ -100,23 +99,21 @@ class SimRank:
     def __init__(
         self, store: BoundedStore, rank: int, ranks: int, calls: CallHistory, locations: Sequence[Location]
     ) -> None:
-        self.rank, self.ranks, self._calls, self._locations = rank, ranks, calls, locations
+        self.rank, self.ranks, self._locations = rank, ranks, locations
         self.control = ControlStore(store, rank, ranks)
-        self.monitor = HeartbeatMonitor(self.control, self.status, ranks)
-        self.attribution = Attribution(self.control, self.status, self.monitor)
-        self._heartbeat = Heartbeat(self.control.store, rank)
-        self.interval_s = self.monitor.interval_s
-
-    def status(self) -> str:
-        """Waits for its neighbors."""
-        peers = {(self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks}
-        self.monitor.wanted = peers
-        return json.dumps({**told_place("forward step 1", Waits.PEERS, peers), **self._calls.told()})
+        self.health = Health(self.control)
+        self.health.calls = calls.told
+        neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
+        # Without a thread: the rounds of all ranks run in turn.
+        self.health._users[self] = (
+            lambda: Place.make("forward step 1", CALLS, Waits.PEERS, neighbours),
+            lambda cause: None,
+        )
+        self.interval_s = self.health.store.interval_s
 
     def round(self) -> None:
-        """What the heartbeat thread does once in an interval."""
-        self._heartbeat.send(self.status())
-        self.monitor.read()
+        """What the health thread does once in an interval."""
+        self.health.round(time.monotonic())
 
     def open(self) -> None:
         """From the store to the point where communicators are made, and from there until all are ready."""
@@ -129,10 +126,9 @@ class SimRank:
     def attributed(self) -> str:
         """What a rank does at its deadline, until it knows who is at fault."""
         start_s = time.monotonic()
-        words = self.attribution.words({(self.rank + 1) % self.ranks})
-        self.control.publish_cause(DeadlineError(f"no answer{words}"))
-        # Later than this the caller has been told without.
-        return words if time.monotonic() - start_s < self.attribution.limit_s + TELLING_S else ""
+        words = self.health.explain({(self.rank + 1) % self.ranks})
+        self.health.publish(DeadlineError(f"no answer; {words}"))
+        return words if time.monotonic() - start_s < self.health.limit_s + PUBLISH_S else ""
 
 
 def live(port: int, mine: Sequence[int], ranks: int, told: Connection) -> None:

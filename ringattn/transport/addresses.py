@@ -6,14 +6,17 @@ reach. Here a rank takes its address on the route to the meeting point, the stor
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
+import struct
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+SIOCGIFADDR = 0x8915
 ADVICE = "set GLOO_SOCKET_IFNAME on every rank to the network interface through which the others reach it"
 
 
@@ -89,6 +92,16 @@ def devices(own: str, interface: str) -> list[dist.ProcessGroupGloo.Device]:
     if interface:
         return [make.create_device(interface=name) for name in interface.split(",")]
     return [make.create_default_device()]
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface, or of the first of several with commas between; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", name.partition(",")[0].encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return ""
 
 
 def _is_loopback(address: str) -> bool:

@@ -34,7 +34,7 @@ EXIT_S = 1.0
 """How long the end of the process waits for calls that other threads are in."""
 
 
-class _Request(Generic[T]):
+class Request(Generic[T]):
     """One call, its answer, and the lock that is released when the answer is there."""
 
     def __init__(self, run: Callable[[], T]) -> None:
@@ -51,6 +51,17 @@ class _Request(Generic[T]):
         except BaseException as error:
             self._error = error
         self.answered.release()
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return not self.answered.locked()
+
+    def wait_shortly(self, timeout_s: float) -> bool:
+        """Whether the answer is there after at most `timeout_s`."""
+        if self.answered.acquire(timeout=timeout_s):
+            self.answered.release()
+        return self.done
 
     def wait(self, deadline: Deadline, ended: Callable[[], bool] = lambda: False) -> bool:
         """Whether the answer arrived in time, and before `ended()`."""
@@ -78,24 +89,29 @@ class _Connection:
         self.store = store
         self.lost = ""
         self._pid = os.getpid()
-        self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Request[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         # The thread holds the queue and not this object, so an unused connection ends its thread.
         weakref.finalize(self, self._requests.put, None).atexit = False
 
-    def ask(self, run: Callable[[], T], deadline: Deadline) -> T:
-        """`run()`, answered by `deadline`. Raises `DeadlineError`, and what `run` raises."""
+    def begin(self, run: Callable[[], T]) -> Request[T]:
+        """Ask for `run()` and return at once. Raises `DeadlineError` if the connection was given up."""
         if self.lost:
             raise DeadlineError(self.lost)
         if os.getpid() != self._pid:
             raise RingError("a forked process cannot use the store of its parent; open the ring after the fork")
-        if deadline.passed:  # nothing was asked, so nothing is known of the host
-            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s:g} s has passed")
         if self._thread is None:
             self._start()
-        request = _Request(run)
+        request = Request(run)
         self._requests.put(request)
+        return request
+
+    def ask(self, run: Callable[[], T], deadline: Deadline) -> T:
+        """`run()`, answered by `deadline`. Raises `DeadlineError`, and what `run` raises."""
+        if not self.lost and deadline.passed:  # nothing was asked, so nothing is known of the host
+            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s:g} s has passed")
+        request = self.begin(run)
         if not request.wait(deadline, lambda: bool(self.lost)):
             self.lost = self.lost or (
                 f"{host_of(self.store)} did not answer within {deadline.timeout_s:g} s (stopped, or out of reach)"
@@ -121,7 +137,7 @@ class _Connection:
         self._thread.join(max(until - time.monotonic(), 0.0))
 
 
-def _serve(requests: queue.SimpleQueue[_Request[Any] | None]) -> None:
+def _serve(requests: queue.SimpleQueue[Request[Any] | None]) -> None:
     while (request := requests.get()) is not None:
         request.serve()
         del request  # an idle thread keeps no store alive
@@ -189,7 +205,7 @@ class BoundedStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are known to be up."""
-        return self._ask(lambda store: _values(store, list(keys)))
+        return self._ask(lambda store: read_many(store, keys))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See `dist.Store.compare_set`."""
@@ -198,6 +214,14 @@ class BoundedStore:
     def delete_key(self, key: str) -> bool:
         """See `dist.Store.delete_key`."""
         return self._ask(lambda store: store.delete_key(key))
+
+    def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
+        """Run `run(store)` on the thread of the connection; return at once. Raises `DeadlineError` if it was given up.
+
+        The request has no deadline: the caller looks whether it is done.
+        """
+        store = self._connection.store
+        return self._connection.begin(lambda: run(store))
 
     def clone(self) -> BoundedStore:
         """The same store over a connection of its own."""
@@ -216,7 +240,7 @@ def bounded(make: Callable[[], T], deadline: Deadline, late: str) -> T:
 
     After `deadline` a `DeadlineError` of `late` is raised, and what is made later is dropped.
     """
-    request = _Request(make)
+    request = Request(make)
     threading.Thread(target=request.serve, name="ringattn-bounded", daemon=True).start()
     if not request.wait(deadline):
         raise DeadlineError(late)
@@ -241,8 +265,8 @@ def host_of(store: dist.Store) -> str:
     return f"the store's host ({who}{where})"
 
 
-def _values(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """One request for all where the store can; a `FileStore` cannot."""
+def read_many(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
+    """Entries that are known to exist: one request for all if the store can; a `FileStore` cannot."""
     if store.has_extended_api():  # type: ignore[attr-defined]
-        return store.multi_get(keys)
+        return store.multi_get(list(keys))
     return [store.get(key) for key in keys]

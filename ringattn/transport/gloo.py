@@ -3,11 +3,11 @@
 Guarantees: the user's process groups are never touched, whether they exist before or after; several rings may be open
 at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the
 heartbeats of the others are read; a wait ends at once when a signal handler raises; a rank that fails publishes its
-cause in the store before it drops its connections,
-and every other rank re-states that first cause; a rank that is stopped or killed publishes none, and is named because
-its heartbeat stops; where the store's host does not answer, that is said and no other rank is blamed. Ranks reach each
-other at their addresses on the route to the store's host, unless the user names an interface. A transport that has
-raised a failure is dead. A message whose ends differ in bytes never meets its partner, so both ranks reach the
+cause in the store before it drops its connections, and every other rank re-states that first cause within about a
+second, also in the middle of a wait; a rank that is stopped or killed publishes none, and is named because its
+heartbeat stops; if the store's host does not answer, the error says so and the neighbours name a rank that hangs. Ranks
+reach each other at their addresses on the route to the store's host, unless the user names an interface. A transport
+that has raised a failure is dead. A message whose ends differ in bytes never meets its partner, so both ranks reach the
 deadline. A rank that dies while a large message to it is half written is noticed at the deadline only; gloo does not
 say it earlier.
 """
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,15 +31,14 @@ from ringattn.transport.base import Message, Operation, ProcessTransport, listed
 from ringattn.transport.bounded_store import bounded, host_of
 from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.diagnosis import Diagnosis, Wait, heartbeat_s
-from ringattn.transport.heartbeat import END_S, Heartbeat, HeartbeatThread
+from ringattn.transport.health.health import END_S, Health
+from ringattn.transport.health.place import Place, Waits
 from ringattn.transport.interruptible import InterruptibleCalls
 from ringattn.transport.process import never_destroy
 
 PUBLISH_S = 0.2
 """How long a rank that fails tries to publish why."""
-HALVED_FROM_S = 2.0
-"""From which deadline on only a rank that was silent for half of it is called so. Shorter ones have few heartbeats."""
+INTERRUPT = timedelta(milliseconds=1)
 STOP_S = 0.2
 """How long a rank that fails waits for its heartbeat to end."""
 PROBE_S = 0.5
@@ -48,6 +48,7 @@ DATA_LANE = 0
 # length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
 CONTROL_TAG = 0
 LENGTH_TAGS = 2**31 - 2
+INTERRUPT_TAG = 2**31 - 1  # no message has it
 HEAD_BYTES = 256
 LENGTH_BYTES = 8
 
@@ -112,28 +113,22 @@ class GlooTransport(ProcessTransport):
         flight_dir: Path | None = None,
         job_size: int | None = None,
         record: FlightRecord | None = None,
+        interface: str = "",
+        health: Health | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         super().__init__(record or FlightRecord(self.rank, self.world_size, self.name), flight_dir)
         self._group: dist.ProcessGroupGloo | None = group
         self._control = control
-        self._diagnosis = Diagnosis(self._control, job_size)
-        self.beside: Callable[[], str] = lambda: ""
-        """What another transport of this rank knows of silent ranks without the store, said before the diagnosis."""
         self._timeout_s = timeout_s
         self._all_gathers = 0
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
         self._calls = InterruptibleCalls()
-        self._sender: HeartbeatThread | None = None
-        self._wait: Wait | None = None
-        # A ring of one has nobody who would read its heartbeat.
-        if self.world_size > 1:
-            self._beating = control.clone().store
-            self._reader = Heartbeat(self._beating, self.rank)
-            every_s = heartbeat_s(job_size or self.world_size)
-            self._sender = HeartbeatThread(self._beating, self.rank, every_s, self._flights.where, self._look)
+        self._waiting: GlooWorkHandle | None = None
+        self.health = health or Health(control, job_size=job_size, interface=interface)
+        self.health.attach(self, self._place, self._interrupt)
 
     @classmethod
     def open(
@@ -146,13 +141,15 @@ class GlooTransport(ProcessTransport):
         interface: str = "",
         job_size: int | None = None,
         record: FlightRecord | None = None,
+        health: Health | None = None,
     ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
         has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. `job_size` ranks share
-        the store; None: those of this ring do. `record`: one that another transport of this rank writes, too. Raises
-        `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be reached.
+        the store; None: those of this ring do. `record` and `health`: those that another transport of this rank uses,
+        too. Raises `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be
+        reached.
         """
         deadline, opened = Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
         control = ControlStore(store, rank, world_size, timeout_s)
@@ -193,7 +190,7 @@ class GlooTransport(ProcessTransport):
             control.combine("connected", b"", lambda every: b"", deadline)
         except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
-        return cls(group, control, timeout_s, flight_dir, job_size, record)
+        return cls(group, control, timeout_s, flight_dir, job_size, record, interface, health)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -236,6 +233,7 @@ class GlooTransport(ProcessTransport):
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
             # Before the connections fall, so that a peer that still waits finds who closed.
+            self.health.closed = True
             self._control.leave()
             self._flights.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
@@ -256,6 +254,7 @@ class GlooTransport(ProcessTransport):
     def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooWorkHandle:
         """Hand operations to gloo, which keeps the order of each pair of ranks and direction."""
         self._check_open()
+        self._check_cause(where)
         parts = tuple(operation.record() for operation in posted)
         # What sends and receives nothing is no exchange, and is not recorded.
         flight = self._flights.begin(lane, parts, self.name) if parts else Flight(0, lane, parts)
@@ -272,26 +271,18 @@ class GlooTransport(ProcessTransport):
         flight.state, flight.started_s = RUNNING, time.time()
         return handle
 
-    def begin_wait(self) -> None:
-        """A wait of this rank begins. Halfway to its deadline the heartbeats are read; see `diagnosis_of`."""
-        self._wait = Wait(self._timeout_s) if self._timeout_s >= HALVED_FROM_S else None
-
-    def end_wait(self) -> None:
-        """The wait has ended well."""
-        self._wait = None
-
-    def diagnosis_of(self, late: Sequence[int]) -> str:
-        """After a missed deadline of any transport of this rank for `late`: which rank of the ring is at fault."""
-        return self.beside() + self._diagnosis.of_deadline(late, self._wait)
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. The heartbeat says which call this rank makes."""
+        self.health.call = call
+        return super().announce(call, digest, words, gradients)
 
     def _finish(self, handle: GlooWorkHandle, until: float | None = None) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
         # One deadline for all operations of the exchange, not one for each.
         deadline = until if until is not None else time.monotonic() + self._timeout_s
-        if until is None:
-            self.begin_wait()
-
+        self._waiting = handle
+        self._check_cause(handle.where)  # a cause that is published after this interrupts the wait
         waited: list[_Operation] = []
 
         def wait() -> None:
@@ -306,10 +297,19 @@ class GlooTransport(ProcessTransport):
         except BaseException as error:  # a signal handler has raised, for example KeyboardInterrupt
             self.abort(error)
             raise
-        self.end_wait()
+        self._waiting = None
         # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
+
+    def _check_cause(self, where: str) -> None:
+        """End this transport if another rank has published a cause. Raises `PeerLostError`."""
+        if (cause := self.health.cause) is not None:
+            message = f"rank {self.rank} must stop{where}: {cause}"
+            left = self._recorded(f"PeerLostError: {message}")
+            failure = PeerLostError(f"{message}; {left}" if left else message)
+            self._fail(failure)
+            raise failure
 
     def _failure(
         self, failed: _Operation, handle: GlooWorkHandle, error: RuntimeError, deadline: float | None
@@ -324,23 +324,38 @@ class GlooTransport(ProcessTransport):
             late = sorted({operation.peer for operation in pending})
             message = (
                 f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self._timeout_s} s; "
-                f"pending: {listed(pending)}; {self.diagnosis_of(late)}"
+                f"pending: {listed(pending)}; {self.health.explain(late, waited_s=self._timeout_s)}"
             )
         else:
-            message = f"{failed}{handle.where}: {self.beside()}{self._diagnosis.of_loss(failed.peer, error)}"
+            said = self.health.explain([failed.peer], waited_s=self._timeout_s, lost=(failed.peer, str(error)))
+            message = f"{failed}{handle.where}: {said}"
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)
         self._fail(failure)
         return failure
 
-    def _look(self) -> None:
-        """Let a wait that lasts read the heartbeats of the others. On the heartbeat thread, over its connection."""
-        if (wait := self._wait) is not None:
-            wait.look(self._reader, [rank for rank in range(self.world_size) if rank != self.rank])
+    def _place(self) -> Place:
+        """Where this rank is. Called from the health thread."""
+        at, waiting = self._flights.where(), self._waiting
+        if waiting is None:
+            return Place.make(at, self.health.call)
+        return Place.make(at, self.health.call, Waits.PEERS, {operation.peer for operation in waiting.operations})
+
+    def _interrupt(self, cause: str) -> None:
+        """End the wait of the thread that uses this transport, from the health thread: a rank has published a cause.
+
+        Gloo has no call for that. A wait that times out closes its connection, and that ends every wait on it.
+        """
+        if (waiting := self._waiting) is not None and (group := self._group) is not None:
+            for peer in {operation.peer for operation in waiting.operations}:
+                with suppress(RuntimeError):
+                    group.recv(  # type: ignore[attr-defined]
+                        [torch.empty(1, dtype=torch.uint8)], peer, INTERRUPT_TAG
+                    ).wait(INTERRUPT)
 
     def _fail(self, cause: BaseException) -> None:
         """Publish, then drop: a neighbor that wakes finds the cause."""
-        self._control.until(Deadline(PUBLISH_S)).publish_cause(cause)
+        self.health.publish(cause)
         self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
@@ -350,10 +365,7 @@ class GlooTransport(ProcessTransport):
         for operation in self._in_flight:
             operation.work = None
         self._group = None
-        if self._sender is not None:
-            if self._control.store.lost:
-                self._beating.abandon()  # a heartbeat under way would be waited for in vain
-            self._sender.stop(END_S if isinstance(end, ClosedError) else STOP_S)
+        self.health.detach(self, END_S if isinstance(end, ClosedError) else STOP_S)
 
 
 def _unfinished(operation: _Operation) -> bool:

@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ringattn.errors import ClosedError, DeadlineError, DisagreementError, TransportError, UnsupportedError
+from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Ending, Hop, Message, Transport, WorkHandle
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, node_of, sharing_obstacle
 from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
 from ringattn.transport.peer.transport import PeerTransport
-from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shm.transport import ShmTransport
 
 _open: weakref.WeakSet[DeviceNodesTransport] = weakref.WeakSet()
@@ -188,23 +189,17 @@ class HostNodesTransport(NodesTransport):
     between: GlooTransport
 
     def __init__(self, inside: ShmTransport, between: GlooTransport) -> None:
-        """See `NodesTransport`."""
+        """See `NodesTransport`. Both have the same `Health`."""
         super().__init__(inside, between, inside.group.ranks)
-        # When a rank of this machine is late, the fault may be one of another machine's. Whichever transport finds it,
-        # shared memory tells who of this machine is silent, also where the store is lost with that rank.
-        between.beside = lambda: _silent(inside.group)
-        inside.group.diagnosis = between.diagnosis_of
 
     def await_both(self, handle: NodesWorkHandle) -> None:
         """See `NodesTransport.await_both`. What gloo has started moves meanwhile; inside, a wait moves the bytes."""
         until = time.monotonic() + self.inside.group.timeout_s
-        self.between.begin_wait()
         if handle.inside is not None:
             handle.inside.wait(until)  # type: ignore[call-arg]
         if handle.between is not None:
             with self._copying():
                 handle.between.wait(until)  # type: ignore[call-arg]
-        self.between.end_wait()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `NodesTransport.all_gather_bytes`."""
@@ -236,12 +231,12 @@ class DeviceNodesTransport(NodesTransport):
     between: NcclTransport
 
     def __init__(self, inside: PeerTransport, between: NcclTransport) -> None:
-        """See `NodesTransport`. From here on the supervisor of NCCL finds who is at fault, for both."""
+        """See `NodesTransport`. Both have the same `Health`; the supervisor of NCCL ends both."""
         super().__init__(inside, between, inside.group.ranks)
         supervisor, watch = between.supervisor, inside.watch
-        # Without a pause: the supervisor asks about all ranks.
-        inside.group.diagnosis = lambda late: _silent(inside.group) + "waited for copy engines"
-        watch.report = lambda error: supervisor.fail(error, attribute=isinstance(error, DeadlineError))
+        watch.report = supervisor.fail
+        # The supervisor reads the first cause, with the exchange that is pending; shared pages need not tell it.
+        inside.group.health.attach(inside.group, watch.place)
         watch.before_paint = lambda: supervisor.ended.wait(BEFORE_PAINT_S)
         supervisor.beside = watch
         self.linger_s: float | None = None
@@ -255,11 +250,6 @@ class DeviceNodesTransport(NodesTransport):
     def close_between(self) -> None:
         """See `NodesTransport.close_between`."""
         self.between.close(self.linger_s)
-
-
-def _silent(group: SharedGroup) -> str:
-    """The ranks of this node that are silent, which is known without the store. In words before others."""
-    return "".join(f"rank {rank} is silent (stopped, stuck or gone); " for rank in group.monitor.silent())
 
 
 def open_shm_and_gloo(
@@ -281,9 +271,10 @@ def open_shm_and_gloo(
         raise UnsupportedError(f"rank {rank}: transport='shm' cannot join these ranks: {why}; use gloo")
     size, node = len(locations), node_of(rank, locations)
     record = FlightRecord(rank, size, f"{ShmTransport.name}+{GlooTransport.name}")
-    inside = ShmTransport.open(store, rank, size, timeout_s, flight_dir, members=node, record=record)
+    health = Health(ControlStore(store, rank, size, timeout_s), job_size=job_size, interface=interface)
+    inside = ShmTransport.open(store, rank, size, timeout_s, flight_dir, members=node, record=record, health=health)
     try:
-        between = GlooTransport.open(store, rank, size, timeout_s, flight_dir, interface, job_size, record)
+        between = GlooTransport.open(store, rank, size, timeout_s, flight_dir, interface, job_size, record, health)
     except BaseException as error:
         inside.abort(error)
         raise

@@ -23,6 +23,8 @@ from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.health.health import Health
+from ringattn.transport.health.ras import ras_address
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location, gather_locations, my_location, one_machine, order_advice
 from ringattn.transport.meeting import Meeting, publish_refusal
@@ -139,6 +141,7 @@ def _open_nccl(
     gpu: int,
     locations: tuple[Location, ...],
     record: FlightRecord | None = None,
+    health: Health | None = None,
 ) -> NcclTransport:
     """NCCL on this process's GPU."""
     if unfit := mismatch(torch.version.cuda):
@@ -169,7 +172,10 @@ def _open_nccl(
         nccl_id=nccl_id,
         flight_dir=flight_dir,
         job_size=job_size(len(locations)),
+        interface=None if one_machine(locations) else os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        ras=ras_address(os.environ, binding.version),
         record=record,
+        health=health,
     )
     ring.look_around = late.look
     return ring
@@ -203,11 +209,13 @@ def _open_peer(
     if not spans:
         return open_peer(control, locations, make, timeout_s, flight_dir=flight_dir)
     record = FlightRecord(control.rank, len(locations), f"{PeerTransport.name}+{NcclTransport.name}")
-    inside = open_peer(control, locations, make, timeout_s, flight_dir=flight_dir, record=record)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    health = Health(control, job_size=job_size(len(locations)), interface=interface)
+    inside = open_peer(control, locations, make, timeout_s, flight_dir=flight_dir, record=record, health=health)
     assert gpu is not None  # of a rank without, all were refused
     try:
         options = options or NcclOptions()
-        between = _open_nccl(store, control.rank, timeout_s, options, flight_dir, gpu, locations, record)
+        between = _open_nccl(store, control.rank, timeout_s, options, flight_dir, gpu, locations, record, health)
     except BaseException as error:
         inside.abort(error)
         raise

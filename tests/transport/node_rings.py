@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport import nodes
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
 from ringattn.transport.nccl import transport as nccl_transport
 from ringattn.transport.nccl.options import NcclOptions
@@ -39,15 +40,17 @@ def open_on(
 ) -> DeviceNodesTransport:
     """The transport of one rank, with waits of 20 s."""
     locations, record = places(layout), FlightRecord(rank, len(layout), "peer+nccl")
+    control = ControlStore(store, rank, len(layout))
+    health = Health(control)
     inside = open_peer(
-        ControlStore(store, rank, len(layout)), locations, lambda: (gpu.driver, gpu), 20.0,
-        flight_dir=flight_dir, rounds=1, record=record,
+        control, locations, lambda: (gpu.driver, gpu), 20.0,
+        flight_dir=flight_dir, rounds=1, record=record, health=health,
     )  # fmt: skip
     try:
         between = NcclTransport.open(
             store, rank, len(layout), 20.0, binding=SimLibrary(world, rank, EVERYTHING), gpu=SimDevice(world, rank),
             options=NcclOptions(), locations=locations, nccl_id=f"{layout[rank]}", flight_dir=flight_dir,
-            leave=lambda why: world.script.check_alive(rank), record=record,
+            leave=lambda why: world.script.check_alive(rank), record=record, health=health,
         )  # fmt: skip
     except BaseException as error:
         inside.abort(error)
@@ -106,6 +109,7 @@ def lose(ring: DeviceNodesTransport, hangs_up: bool) -> None:
     world, inside = ring.between.gpu._world, ring.inside  # type: ignore[attr-defined]
     inside.watch._stopped.set()
     inside.group._left = True
+    inside.group.health._stopped.set()
     inside.group._service.wake()
     time.sleep(0.2)  # its threads have come to their ends
     with world.changed:

@@ -256,21 +256,23 @@ def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
     assert timedelta(0) < asked.timeout <= timedelta(seconds=max(timeout_s, 0.0) + 0.001)
 
 
-def deadline_after_a_failure(rank: int, world_size: int) -> None:
+def cause_in_a_wait(rank: int, world_size: int) -> None:
     ring = meet(rank, world_size, list(range(world_size)), 20.0)
     ring.all_gather_bytes(b"")
-    ring._timeout_s = 1.0
     if rank == 0:
-        with pytest.raises(DeadlineError, match=r"ranks \[1\].*rank 2 failed first: ValueError: no heads"):
+        start = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"recv from rank 1.*rank 2 failed first: ValueError: no heads"):
             contract.receive(ring, 1)
+        assert time.monotonic() - start < 4.0  # far below its deadline, far above what a busy machine needs
     elif rank == 1:
-        time.sleep(3.0)
+        time.sleep(5.0)
     else:
+        time.sleep(0.5)  # rank 0 waits for rank 1 already
         ring.abort(ValueError("no heads"))
 
 
-def test_a_deadline_tells_the_cause_that_came_before_it(processes: Processes) -> None:
-    processes.run(deadline_after_a_failure)
+def test_a_cause_ends_a_wait_for_another_rank(processes: Processes) -> None:
+    processes.run(cause_in_a_wait)
 
 
 # --- sudden ends -----------------------------------------------------------------------------------------------------
@@ -341,7 +343,8 @@ def loses_the_host(rank: int, world_size: int, members: list[int]) -> str:
 def lost_store_is_said(mortals: Processes) -> None:
     told = mortals.run(loses_the_host, mortals.ranks, exits=0)
     assert "rank 1 recv from rank 0 'kv 5' (64 bytes of torch.float32)" in told[1]
-    assert all("the store's host (rank 0) is gone" in text for text in told.values())
+    for text in told.values():
+        assert "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:" in text and "is gone" in text
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from ringattn.errors import DeadlineError, DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.attribution import KEPT, CallHistory
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import Arrival, all_ready, check_fit, meet, share_unique_id
+from ringattn.transport.nccl.calls import KEPT, CallHistory
 from ringattn.transport.nccl.options import (
     NcclOptions,
     check_environment,

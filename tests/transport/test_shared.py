@@ -132,8 +132,10 @@ def test_words_of_a_page_do_not_overlap() -> None:
                 page.log(sends, peer).write(number, Entry(number, peer, 2**40, 5, "torch.int8", "x" * 500).packed())
     assert [page.load(word, rank) for word, rank in names] == list(range(1, len(names) + 1))
     assert {page.index(word, rank) * 8 % 128 for word, rank in names} == {0}
-    page.beat(3, "ü" * 400)
-    assert page.status.startswith("üü") and page.cause[0] == 7 and page.cause[1].startswith("whywhy")
+    page.write_beat(3, "ü" * 500)
+    with pytest.raises(ValueError, match="no room"):
+        page.write_beat(4, "ü" * 512)
+    assert page.beat == "ü" * 500 and page.cause[0] == 7 and page.cause[1].startswith("whywhy")
     assert page.read_part(1, 16384) == b"\xff" * 16384 and page.read_part(0, 4) == bytes(4)
     assert page.log(True, 2).read(64) == Entry(64, 2, 2**40, 5, "torch.int8", "x" * 198)
 

@@ -15,7 +15,7 @@ from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, Rin
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.shared import group as group_module
 from ringattn.transport.shared.group import SharedGroup
-from ringattn.transport.shared.page import ARRIVAL, CLOSED, POISON
+from ringattn.transport.shared.page import ARRIVAL, CLOSED, POISON, VERSION
 from ringattn.transport.shared.segment import Segment
 from tests.transport.test_shared import descriptors, mappings
 
@@ -93,7 +93,7 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
         group_module,
         "_header",
         lambda rank, size, nonce: (
-            header(rank, size, nonce)._replace(version=2)
+            header(rank, size, nonce)._replace(version=VERSION + 1)
             if rank == 1 and threading.current_thread().name == "one"
             else header(rank, size, nonce)
         ),
@@ -213,14 +213,23 @@ def test_what_came_before_a_rank_closed_is_found() -> None:
     assert on_ranks(body) == {0: 2, 1: 0, 2: 0}
 
 
+def stop(group: SharedGroup) -> None:
+    """End all threads of this rank, as those of a process that is stopped."""
+    group._left = True
+    group._service.wake()
+    group.health._stopped.set()
+    for thread in (group._thread, group.health._thread):
+        assert thread is not None
+        thread.join()
+
+
 def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
     quiet = threading.Event()
 
     def body(group: SharedGroup) -> str:
         if group.rank == 1:
             gathered(group)
-            group._left = True  # its thread ends as that of a stopped process
-            group._service.wake()
+            stop(group)
             quiet.wait(20.0)
             return ""
         gathered(group)
@@ -236,8 +245,7 @@ def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
     results = on_ranks(body)
     for rank in (0, 2):
         assert f"no answer from ranks [{2 - rank}]" in results[rank]
-        assert f"rank {2 - rank} is alive in 'idle'" in results[rank]
-        assert "rank 1 is silent (stopped, stuck or gone), last heard in 'idle'" in results[rank]
+        assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'opening'" in results[rank]
         assert f"rank {2 - rank} is silent" not in results[rank]
 
 
@@ -247,10 +255,7 @@ def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
     def body(group: SharedGroup) -> str:
         gathered(group)
         if group.rank == 1:
-            group._left = True
-            group._service.wake()
-            assert group._thread is not None
-            group._thread.join()
+            stop(group)
             stopped.set()
             quiet.wait(20.0)
             return ""
@@ -263,7 +268,7 @@ def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
     stopped = threading.Event()
     told = on_ranks(body, world_size=2)[0]
     assert told.startswith("recv 'kv': no answer from ranks [1] within 10 s") and "gone (" not in told
-    assert "rank 1 is silent (stopped, stuck or gone), last heard in 'idle'" in told
+    assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'opening'" in told
 
 
 def test_groups_leave_no_descriptor_and_no_mapping() -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ringattn.errors import DeadlineError, PeerLostError, RingError
 from ringattn.transport import meeting, rendezvous
 from ringattn.transport.base import Message
-from ringattn.transport.diagnosis import ANSWER_S
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.health.store_feed import ANSWER_S
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes

@@ -26,10 +26,11 @@ from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import Device
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
-from ringattn.transport.nccl.attribution import CallHistory
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import Arrival, StoreAllGather, all_ready, meet, share_unique_id
+from ringattn.transport.nccl.calls import CallHistory
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall
 from ringattn.transport.nccl.hop import HopTransport, NcclHop, Replay
 from ringattn.transport.nccl.memory import RingMemory, say
@@ -62,7 +63,8 @@ class NcclTransport(HopTransport):
         timeout_s: float,
         flight_dir: Path | None,
         leave: Callable[[str], None],
-        job_size: int,
+        health: Health,
+        ras: str | None = None,
         record: FlightRecord | None = None,
     ) -> None:
         """Not connected yet; see `open`."""
@@ -75,7 +77,7 @@ class NcclTransport(HopTransport):
         self._communicators: list[Communicator] = []
         self._calls = CallHistory()
         self.supervisor = Supervisor(
-            control, self._communicators, gpu, record, self._calls, timeout_s, flight_dir, leave, job_size
+            control, self._communicators, gpu, record, self._calls, timeout_s, flight_dir, leave, health, ras
         )
         self._memory = RingMemory(binding, gpu, self._communicators, self.can_register, self.rank)
         self.order = self._memory.order
@@ -98,18 +100,23 @@ class NcclTransport(HopTransport):
         flight_dir: Path | None = None,
         leave: Callable[[str], None] | None = None,
         job_size: int | None = None,
+        interface: str | None = None,
+        ras: str | None = None,
         record: FlightRecord | None = None,
+        health: Health | None = None,
     ) -> NcclTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         `locations`: of all ranks; `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an
-        abort is stuck. `job_size` ranks share the store; None: those of this ring do. `record`: one that another
-        transport of this rank writes, too. Raises `DeadlineError` that names the ranks which did not arrive,
+        abort is stuck. `job_size`, `interface`: see `Health`; `ras`: the address of NCCL's RAS, None where it has none.
+        `record` and `health`: those that another transport of this rank uses, too.
+        Raises `DeadlineError` that names the ranks which did not arrive,
         `InputError` when the ranks do not fit together, `NcclError`.
         """
         gpu.activate()
         control, leave = ControlStore(store, rank, world_size, timeout_s), leave or end_process
-        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, job_size or world_size, record)
+        health = health or Health(control, job_size=job_size, interface=interface)
+        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, health, ras, record)
         ring.locations = tuple(locations)
         try:
             # Before the ranks meet: a stuck open must be seen, too.

@@ -208,9 +208,10 @@ class Lane:
                 if entry is None and not began and here.query():
                     began = time.monotonic()
                 if entry is None and began and time.monotonic() - began >= self._timeout_s:
+                    said = group.health.explain([send.peer], waited_s=self._timeout_s)
                     raise DeadlineError(
                         f"rank {group.rank}: no answer from ranks [{send.peer}] within {self._timeout_s:g} s, which "
-                        f"has not started to receive; pending: {send}; {group.diagnosis([send.peer])}"
+                        f"has not started to receive; pending: {send}; {said}"
                     )
                 return entry is not None
 

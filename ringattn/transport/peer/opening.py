@@ -22,6 +22,7 @@ from ringattn.transport.base import Message
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
 from ringattn.transport.peer.arena import Place
 from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
@@ -115,12 +116,13 @@ def open_peer(
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
     record: FlightRecord | None = None,
+    health: Health | None = None,
 ) -> PeerTransport:
     """This rank's end, for messages to the ranks of its node. Every later wait ends within `timeout_s`, too.
 
     All ranks of `control`, which are at `locations`, call it at once. `make` gives this rank's driver and device, or
-    raises why there is none. `rounds`: exchanges of the self-test. `record`: one that another transport of this rank
-    writes, too.
+    raises why there is none. `rounds`: exchanges of the self-test. `record` and `health`: those that another transport
+    of this rank uses, too.
     Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
     """
     mine, made = facts_of(make)
@@ -131,12 +133,8 @@ def open_peer(
     driver, gpu = made
     record = record or FlightRecord(control.rank, control.world_size, PeerTransport.name)
     ring: PeerTransport | None = None
-
-    def where() -> str:
-        return ring.watch.where() if ring is not None else "opening"
-
     node = node_of(control.rank, locations)
-    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, where=where, members=node)
+    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, health, members=node)
     try:
         problem = ""
         try:

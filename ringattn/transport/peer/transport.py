@@ -65,6 +65,7 @@ class PeerTransport(HopTransport):
         self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
         self.staging = Staging(self)
         self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or end_process)
+        group.place = self.watch.place
         self.watch.start()
         _open.add(self)
 
@@ -92,6 +93,7 @@ class PeerTransport(HopTransport):
 
     def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
         """See `Transport.announce`: each call is compared in the pages, which costs microseconds."""
+        self.group.health.call = call
         return False
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

@@ -18,6 +18,7 @@ from ringattn.errors import DeadlineError, RingError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Operation, listed
 from ringattn.transport.device import Device, Event
+from ringattn.transport.health.place import STUCK_S, Place, Waits
 from ringattn.transport.peer.hop import PeerWorkHandle
 from ringattn.transport.peer.lane import ABORT_S, Lane
 from ringattn.transport.shared.group import SharedGroup
@@ -68,16 +69,16 @@ class Watch(StreamWatch[PeerWorkHandle]):
         self._write_record(self.failure)
         self._told.set()
 
-    def awaited(self) -> set[int]:
-        """The ranks that this one waits for; none where it is only computing."""
-        oldest = self.oldest
-        return _peers(oldest.pending()) if oldest is not None and oldest.started_at else set(self._lane.awaited)
-
-    def where(self) -> str:
-        """Where this rank is, for its heartbeat."""
-        if (oldest := self.oldest) is None:
-            return self._record.where()
-        return oldest.flight.label if oldest.started_at else f"computing before {oldest.flight.label}"
+    def place(self) -> Place:
+        """Where this rank is, for its heartbeats."""
+        oldest, call = self.oldest, self._group.health.call
+        if oldest is None:
+            waits = Waits.PEERS if self._lane.awaited else Waits.HOST
+            return Place.make(self._record.where(), call, waits, self._lane.awaited)
+        if oldest.started_at:
+            return Place.make(oldest.flight.label, call, Waits.PEERS, _peers(oldest.pending()))
+        waits = Waits.COMPUTE if time.time() - oldest.flight.posted_s >= STUCK_S else Waits.PEERS
+        return Place.make(f"computing before {oldest.flight.label}", call, waits)
 
     def _may_reuse(self, done: Event) -> bool:
         """The newest event says whether the lane is empty: it is not recorded anew before another is newest."""
@@ -113,7 +114,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
             peers = sorted(_peers(late))
             raise DeadlineError(
                 f"{self._said(handle, late)}: no answer from ranks {peers} within {self._timeout_s:g} s; "
-                f"{self._group.diagnosis(peers)}"
+                f"{self._group.health.explain(peers, waited_s=self._timeout_s)}"
             )
 
     def _said(self, handle: PeerWorkHandle | None, late: list[Operation]) -> str:

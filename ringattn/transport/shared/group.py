@@ -3,9 +3,9 @@
 Ranks have the numbers of the whole ring, some of whose ranks may be on other machines and in other groups.
 
 Guarantees: opening succeeds on all ranks or is refused on all with the same words, which name the step that failed;
-after it nothing needs the control store; every wait has a deadline; the first cause of a failure is what every rank
-tells, and it is in every page before the rank that failed gives its buffers back; a rank that is stopped or gone is
-named and no other.
+every wait has a deadline; the first cause of a failure is what every rank
+tells, and it is in every page before the rank that failed gives its buffers back. After opening the store is only read
+for a first cause from elsewhere, so a ring goes on without it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, UnsupportedError
 from ringattn.transport.control_store import ControlStore, first_cause
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.shared.monitor import BEAT_S, BeatMonitor
+from ringattn.transport.health.health import Health
+from ringattn.transport.health.place import ENDED, Beat, Place
 from ringattn.transport.shared.page import (
     ALARM,
+    BEAT,
     BELL,
     CLOSED,
     GATHER_BYTES,
@@ -39,6 +41,8 @@ from ringattn.transport.shared.service import PAGE_ARENA, Descriptor, Service
 from ringattn.transport.shared.words import pause, wake
 
 END_S = 2.0
+ROUND_S = 0.1
+"""How often the thread that hands out descriptors looks whether the group has ended."""
 LENGTH_BYTES = 8
 
 
@@ -52,21 +56,23 @@ class SharedGroup:
         pages: dict[int, Page],
         service: Service,
         timeout_s: float,
-        where: Callable[[], str],
+        health: Health,
     ) -> None:
         """`pages`: by the ranks of the group, in their order; may still be filled in."""
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.ranks, self.own, self.pages = tuple(pages), pages[rank], pages
         own = self.own
         self.facts: list[dict[str, Any]] = []
-        self.monitor = BeatMonitor(rank, own, pages)
-        self.diagnosis: Callable[[Sequence[int]], str] = self.monitor.diagnosis
-        """What can be said of the others after a missed deadline for some of them."""
-        self._service, self._where = service, where
+        self.health = health
+        self.place: Callable[[], Place] = lambda: Place("opening")
+        """Where this rank is, for its heartbeats."""
+        self.gone: set[int] = set()
+        """Ranks whose process has ended without closing the ring."""
+        self._service = service
         self._mine = [own.index(word, rank) for word in range(GATHERED + 1)]
         self._alarm = own.index(ALARM)
         self._bell = own.index(BELL)
-        self._rings, self._beats = itertools.count(1), itertools.count(1)
+        self._rings = itertools.count(1)
         self._turn = 0
         self._lock = threading.Lock()
         self._failed = self._left = False
@@ -80,19 +86,21 @@ class SharedGroup:
         rank: int,
         world_size: int,
         timeout_s: float,
-        where: Callable[[], str] = lambda: "idle",
+        health: Health | None = None,
         facts: dict[str, Any] | None = None,
         members: Sequence[int] | None = None,
     ) -> SharedGroup:
         """Meet all ranks; `facts` of every rank are in `SharedGroup.facts` afterwards. The group is of `members`.
 
-        `members`: the ranks of this machine, None: all. Every rank of the ring opens a group at once, its own.
+        `health`: this rank's, if it has other transports; None: a new one. `members`: the ranks of this machine, None:
+        all. Every rank of the ring opens a group at once, its own.
         Raises `UnsupportedError` on all ranks of the ring where one cannot, `DeadlineError` that names the ranks which
         are missing.
         """
         ranks = tuple(range(world_size)) if members is None else tuple(members)
         deadline = Deadline(timeout_s)
         service, own, problem = None, None, ""
+        health = health or Health(control)
         try:
             segment = Segment.create(f"page-{rank}", Page.size(len(ranks)))
             own = Page(segment, ranks)
@@ -107,7 +115,7 @@ class SharedGroup:
                 "name": service.name if service else "", "nonce": service.nonce.hex() if service else "",
             })  # fmt: skip
             assert own is not None and service is not None
-            return cls._connected(control, ranks, rank, own, service, offers, deadline, where)
+            return cls._connected(control, ranks, rank, own, service, offers, deadline, health)
         except BaseException:
             if service is not None:
                 service.close()
@@ -123,11 +131,11 @@ class SharedGroup:
         service: Service,
         offers: list[dict[str, Any]],
         deadline: Deadline,
-        where: Callable[[], str],
+        health: Health,
     ) -> SharedGroup:
         """Map every page, and agree that everybody has: a word that is stored before is lost for its reader."""
         until = time.monotonic() + deadline.left_s
-        group = cls(rank, len(offers), dict.fromkeys(ranks, own), service, deadline.timeout_s, where)
+        group = cls(rank, len(offers), dict.fromkeys(ranks, own), service, deadline.timeout_s, health)
         group.facts = [{**offer["facts"], "uid": offer["uid"], "pid": offer["pid"]} for offer in offers]
         group._start()
         try:
@@ -168,7 +176,7 @@ class SharedGroup:
 
         Raises what `check` raises for the ranks `awaited()`, and `DeadlineError` at `until`, on the monotonic clock.
         """
-        words = self.own.words
+        words, began_s = self.own.words, time.monotonic()
         while True:
             # Before asking: what is rung after this ends the pause.
             seen = words.load(self._bell)
@@ -183,11 +191,11 @@ class SharedGroup:
                         return
                     raise
             if time.monotonic() >= until:
-                raise self._late(what(), sorted(set(awaited())))
+                raise self._late(what(), sorted(set(awaited())), began_s)
             pause(words, self._bell, self.own.bell_address, seen, until)
 
-    def _late(self, where: str, ranks: list[int]) -> DeadlineError:
-        said = self.diagnosis(ranks)
+    def _late(self, where: str, ranks: list[int], began_s: float) -> DeadlineError:
+        said = self.health.explain(ranks, waited_s=time.monotonic() - began_s)
         return DeadlineError(f"{where}: no answer from ranks {ranks} within {self.timeout_s:g} s; {said}")
 
     def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
@@ -207,7 +215,7 @@ class SharedGroup:
         if origins:
             return min(self.pages[origin].cause for origin in origins)[1]
         awaited = set(awaited)
-        if lost := sorted(awaited & self.monitor.gone):
+        if lost := sorted(awaited & self.gone):
             return "; ".join(f"rank {rank} is gone (its process has ended)" for rank in lost)
         closed = [rank for rank in sorted(awaited) if self.own.load(CLOSED, rank)]
         return "; ".join(f"rank {rank} closed its ring" for rank in closed) or None
@@ -276,11 +284,11 @@ class SharedGroup:
 
     def pull(self, rank: int, arena: int, until: float, what: Callable[[], str] | None = None) -> int:
         """Another rank's descriptor, the caller's from here on. Raises what `hold` raises."""
-        where = what() if what else f"rank {self.rank}"
+        where, began_s = what() if what else f"rank {self.rank}", time.monotonic()
         try:
             return self._service.pull(rank, arena, until, lambda: self.check([rank], what))
         except DeadlineError:  # an OSError too, for it is a TimeoutError
-            raise self._late(where, [rank]) from None
+            raise self._late(where, [rank], began_s) from None
         except OSError as error:
             # Noticed before the group's thread has.
             self._lose({rank})
@@ -291,13 +299,17 @@ class SharedGroup:
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank why this one fails, unless another has told first. Idempotent, never raises."""
+        self.poison(first_cause(self.rank, error))
+
+    def poison(self, cause: str) -> None:
+        """Tell every rank of the group the first cause of a failure, unless another rank has. Idempotent."""
         with self._lock:
             if self._failed or self._left or os.getpid() != self.pid:
                 return
             self._failed = True
             origins = {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
             if not origins:
-                self.own.write_cause(time.time_ns(), first_cause(self.rank, error))
+                self.own.write_cause(time.time_ns(), cause)
             origin = min(origins, key=lambda one: self.pages[one].cause) if origins else self.rank
             self._tell_all(POISON, 1 + origin)
 
@@ -306,6 +318,7 @@ class SharedGroup:
         with self._lock:
             told, self._left = self._failed or self._left or os.getpid() != self.pid, True
         if not told:
+            self.health.closed = True
             self._tell_all(CLOSED, 1)
         self.drop()
 
@@ -314,6 +327,7 @@ class SharedGroup:
         if os.getpid() != self.pid:
             return  # the descriptors of a forked process are closed already, and the thread is the parent's
         self._left = True
+        self.health.detach(self)
         if self._thread is not None:
             self._service.wake()
             self._thread.join(END_S)
@@ -326,25 +340,39 @@ class SharedGroup:
             page.words.store(self._alarm, 1)
             self.ring(rank)
 
+    def exchange(self, beat: Beat) -> dict[int, Beat]:
+        """See `Pages.exchange`."""
+        self.own.write_beat(beat.count, beat.text())
+        beats = {}
+        for rank, page in self.pages.items():
+            if rank != self.rank and page.load(BEAT):
+                if self._ended(rank):
+                    beats[rank] = Beat(ENDED, closed=bool(self.own.load(CLOSED, rank)))
+                elif (newest := Beat.parse_or_none(page.beat)) is not None:  # not overwritten while it was read
+                    beats[rank] = newest
+        return beats
+
     def _start(self) -> None:
-        self.own.beat(next(self._beats), self._where())
         name = f"ringattn-shared-{self.rank}"
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._thread.start()
+        self.health.pages = self
+        self.health.attach(self, lambda: self.place(), self.poison)
 
     def _live(self) -> None:
-        """Hand out descriptors, beat, and watch the others until the group ends."""
+        """Hand out descriptors, and notice who hangs up, until the group ends."""
         while not self._left:
-            lost = self._service.round(BEAT_S)
-            self.own.beat(next(self._beats), self._where())
-            self.monitor.update()
-            self._lose(lost)
+            self._lose(self._service.round(ROUND_S))
 
     def _lose(self, ranks: set[int]) -> None:
-        """These ranks have hung up."""
-        if self.monitor.lose(ranks):
+        """These ranks have hung up. One that has neither closed nor failed is gone."""
+        if gone := {rank for rank in ranks if not self._ended(rank)}:
+            self.gone |= gone
             self.own.words.store(self._alarm, 1)
             self.ring(self.rank)
+
+    def _ended(self, rank: int) -> bool:
+        return bool(self.own.load(CLOSED, rank) or self.own.load(POISON, rank))
 
     def _page_of(self, peer: int, nonce: bytes, until: float) -> Page:
         """Another rank's page, mapped. Raises `OSError`, `RingError`."""

@@ -14,7 +14,7 @@ from ringattn.transport.shared.segment import PAGE_BYTES, Segment
 from ringattn.transport.shared.words import WORD_BYTES, words_of
 
 LINE_BYTES = 128  # two cache lines, for processors fetch them in pairs
-MAGIC, VERSION = 0x676E69722D6E7461, 1
+MAGIC, VERSION = 0x676E69722D6E7461, 2
 HEADER = struct.Struct("<QQQQQQQ16s")  # magic, version, rank, world size, uid, pid, inode of the pid namespace; nonce
 
 # One word a page, written by the page's rank; others also write BELL and ALARM.
@@ -24,7 +24,7 @@ SINGLE_WORDS = 5  # with the header's line
 ARRIVAL, CREDIT, POISON, CLOSED, GATHERED = range(5, 10)
 RANK_WORDS = 5
 
-STATUS_BYTES = 256
+STATUS_BYTES = 1024
 CAUSE_BYTES = 8192
 GATHER_BYTES = 16384
 LOG_ENTRIES = 64
@@ -149,16 +149,18 @@ class Page:
         """Once, before anybody else maps the page."""
         HEADER.pack_into(self.bytes, 0, *header)
 
-    def beat(self, count: int, status: str) -> None:
-        """Say that the page's rank is alive, and where it is."""
-        text = status.encode()[: STATUS_BYTES - 2]
+    def write_beat(self, count: int, text: str) -> None:
+        """Show heartbeat number `count` of the page's rank. Raises `ValueError` if it has no room."""
+        encoded = text.encode()
+        if len(encoded) > STATUS_BYTES - 2:
+            raise ValueError(f"a heartbeat of {len(encoded)} bytes has no room in a shared page: {text}")
         at = _status_at(self.count) + count % 2 * STATUS_BYTES
-        self.bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+        self.bytes[at : at + 2 + len(encoded)] = len(encoded).to_bytes(2, "little") + encoded
         self.store(BEAT, count)
 
     @property
-    def status(self) -> str:
-        """Where the page's rank was at its last beat."""
+    def beat(self) -> str:
+        """The newest heartbeat of the page's rank."""
         at = _status_at(self.count) + self.load(BEAT) % 2 * STATUS_BYTES
         return _text(self.bytes, at + 2, int.from_bytes(self.bytes[at : at + 2], "little"))
 

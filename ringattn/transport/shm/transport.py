@@ -24,6 +24,8 @@ from ringattn.errors import ClosedError, DisagreementError, TransportError, Unsu
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
 from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.health.health import Health
+from ringattn.transport.health.place import Place, Waits
 from ringattn.transport.location import Location
 from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shared.page import ARRIVAL, CREDIT, GATHER_BYTES, LOG_ENTRIES, Entry, subject
@@ -113,7 +115,9 @@ class ShmTransport(ProcessTransport):
         self.rank, self.world_size = group.rank, group.world_size
         super().__init__(flights, flight_dir)
         self._group = group
+        group.place = self._place
         self._all_gathers = 0
+        self._awaited: Callable[[], Iterable[int]] | None = None
         self._arenas, self._imports = Arenas(group), Imports(group)
         ranks = group.ranks
         self._sent, self._received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
@@ -139,19 +143,21 @@ class ShmTransport(ProcessTransport):
         *,
         members: Sequence[int] | None = None,
         record: FlightRecord | None = None,
+        health: Health | None = None,
     ) -> ShmTransport:
         """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be; `locations` of all ranks
-        are checked first. `members`: the only ranks that it exchanges with, None: all; `record`: one that another
-        transport of this rank writes, too. Raises `UnsupportedError` on all ranks where one cannot share memory,
-        `DeadlineError` that names the ranks which did not arrive.
+        are checked first. `members`: the only ranks that it exchanges with, None: all; `record` and `health`: those
+        that another transport of this rank uses, too.
+        Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that names the ranks
+        which did not arrive.
         """
         if why := obstacle(locations):
             raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
         control = ControlStore(store, rank, world_size)
         flights = record or FlightRecord(rank, world_size, cls.name)
-        group = SharedGroup.open(control, rank, world_size, timeout_s, flights.where, members=members)
+        group = SharedGroup.open(control, rank, world_size, timeout_s, health, members=members)
         return cls(group, flights, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -177,13 +183,21 @@ class ShmTransport(ProcessTransport):
         parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in others)
         flight = self._flights.begin(CONTROL_LANE, parts, self.name)
         self._all_gathers += 1
+        self._awaited = lambda: others
         try:
             answers = self._group.all_gather(payload, lambda: self._progress(until), lambda: where, until)
         except (TransportError, DisagreementError) as error:
             flight.state = FAILED
             raise self._failed(error) from error.__cause__
+        finally:
+            self._awaited = None
         flight.state, flight.done_s = DONE, time.time()
         return answers
+
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. The heartbeat says which call this rank makes."""
+        self._group.health.call = call
+        return super().announce(call, digest, words, gradients)
 
     @property
     def group(self) -> SharedGroup:
@@ -303,13 +317,21 @@ class ShmTransport(ProcessTransport):
             return not handle.pending
 
         def awaited() -> Iterable[int]:
-            return {started.operation.peer for started in handle.pending}
+            return {started.operation.peer for started in list(handle.pending)}
 
+        self._awaited = awaited
         try:
             self._group.hold(ready, awaited, lambda: listed([each.operation for each in handle.pending]), until)
         except (TransportError, DisagreementError) as error:
             handle.flight.state = FAILED
             raise self._failed(error) from error.__cause__
+        finally:
+            self._awaited = None
+
+    def _place(self) -> Place:
+        """Where this rank is. Called from the health thread."""
+        at, call, awaited = self._flights.where(), self._group.health.call, self._awaited
+        return Place.make(at, call) if awaited is None else Place.make(at, call, Waits.PEERS, awaited())
 
     def _failed(self, error: TransportError | DisagreementError) -> TransportError | DisagreementError:
         """End this transport; the error, with where the flight record lies."""

@@ -1,0 +1,314 @@
+"""One rank's health: what it says of itself, what it observes of the others, and who is at fault after a failure.
+
+A thread runs a round every tenth of a second. It measures how late the round is, sends this rank's heartbeat, and reads
+what the feeds have: the store (first cause, neighbours, ranks that this one waits for), shared pages, and datagrams
+of the two neighbours.
+Guarantees: the thread waits for no store; a rank that stood still itself forgets what it observed before and names no
+other; in an open ring every rank reads the first cause in each round; after a failure one rank reads all heartbeats and
+the others wait for its cause, so the number of requests grows as the ranks; `explain` ends within `limit_s`, also
+if the store does not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
+
+from ringattn.transport.control_store import CAUSE, ControlStore, first_cause
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.health.heard import Feed
+from ringattn.transport.health.neighbours import Neighbours
+from ringattn.transport.health.place import ENDED, Beat, Place, Waits
+from ringattn.transport.health.store_feed import INTERVAL_S, StoreFeed, interval_s, silence_s
+from ringattn.transport.health.verdict import Evidence, explain
+
+END_S = 1.0
+"""How long ending may take: one heartbeat takes far less, unless the store's host hangs."""
+PUBLISH_S = 0.5
+"""How long a rank that fails waits until its cause is in the store."""
+SHARE_S = 0.6
+"""How long an explanation may take besides the silence."""
+SHORTEST_S = 1.6
+HELD_BACK_S = 5.0
+"""No link that loses packets holds heartbeats back for longer."""
+READ_AT_ONCE = 8
+"""Ranks whose heartbeats one round reads besides the neighbours'. If more are wanted, each round reads others."""
+LONG_ROUNDS = 10
+"""A wait of more rounds than this reads the heartbeats of all ranks in turn: any of them may be at fault."""
+
+
+class Pages(Protocol):
+    """Heartbeats in shared pages, of the ranks of this machine."""
+
+    gone: set[int]
+    """Ranks whose process has ended without closing the ring."""
+
+    def exchange(self, beat: Beat) -> dict[int, Beat]:
+        """Show this rank's heartbeat, and return the newest of each other rank. One that failed has `ENDED` its own."""
+        ...
+
+
+class Health:
+    """One per rank, for all its transports. `explain` is called by one thread at a time, the rest by any."""
+
+    def __init__(self, control: ControlStore, *, job_size: int | None = None, interface: str | None = None) -> None:
+        """`job_size` ranks share the store; None: those of this ring.
+
+        `interface`: exchange datagrams with the neighbours, over this network interface or, if empty, over the one that
+        routes to the store's host. None: no datagrams, because shared pages join the ranks.
+        """
+        self.rank, self.world_size = control.rank, control.world_size
+        self.call = 0
+        """The number of the call that this rank makes."""
+        self.calls: Callable[[], Any] = lambda: None
+        """What each heartbeat tells peers of this rank's calls."""
+        self.closed = False
+        """Whether this rank has closed its ring."""
+        self.pages: Pages | None = None
+        interval = interval_s(job_size or self.world_size)
+        self.silence_s = silence_s(interval)
+        self._neighbours = Neighbours(self.rank, self.world_size, interface, self.silence_s / 2)
+        # A ring of one rank has nobody to observe.
+        own = control.clone() if self.world_size > 1 else control
+        self.store = StoreFeed(own, interval, self._neighbours.meet)
+        self._page_feed = Feed[Beat](self.silence_s / 2)
+        self._users: dict[object, tuple[Callable[[], Place], Callable[[str], object]]] = {}
+        self._count = ENDED
+        self._here, self._rounds_here, self._turn = Place(), 0, 0
+        self._claims: dict[str, int] = {}
+        self._last_s = time.monotonic()
+        self._stops: deque[tuple[float, float]] = deque(maxlen=16)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def limit_s(self) -> float:
+        """How long `explain` may take."""
+        return max(self.silence_s + SHARE_S, SHORTEST_S)
+
+    @property
+    def cause(self) -> str | None:
+        """The first cause that any rank has published, as far as this rank has read."""
+        return self.store.cause
+
+    def attach(
+        self, user: object, place: Callable[[], Place], on_cause: Callable[[str], object] = lambda cause: None
+    ) -> None:
+        """Observe for one more transport of this rank. `place`: where the rank is in it, as far as it knows.
+
+        `on_cause` is called once from the thread when a rank has published a cause.
+        """
+        self._users[user] = place, on_cause
+        if self.world_size > 1 and self._thread is None and not self._stopped.is_set():
+            self._last_s = time.monotonic()
+            self._thread = threading.Thread(target=self._live, name=f"ringattn-health-{self.rank}", daemon=True)
+            self._thread.start()
+
+    def detach(self, user: object, patience_s: float = END_S) -> None:
+        """End the heartbeats on purpose when the last transport has ended. Idempotent."""
+        last = Beat(ENDED, self.place(), self.closed)
+        if self._users.pop(user, None) is None or self._users:
+            return
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(patience_s)
+            self.store.end(last, patience_s)
+        self._neighbours.close(last)
+
+    def publish(self, error: BaseException) -> None:
+        """Publish why this rank fails unless another rank was first. Never raises, and never waits long."""
+        text = first_cause(self.rank, error)
+        self.store.ask(lambda store: store.compare_set(CAUSE, "", text), PUBLISH_S)
+
+    def place(self) -> Place:
+        """Where this rank is: in the first of its transports that waits for something."""
+        places = [place() for place, _ in list(self._users.values())] or [Place()]
+        return next((place for place in places if place.waits is not Waits.HOST), places[-1])
+
+    def beats(self) -> dict[int, Beat]:
+        """The newest heartbeat of each rank, from the feed that has read the most of it."""
+        newest: dict[int, Beat] = {}
+        feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
+        for feed in feeds:
+            for rank, heard in list(feed.heard.items()):
+                beat = heard.beat
+                if beat is not None and (rank not in newest or beat.left or beat.count > newest[rank].count):
+                    newest[rank] = beat
+        return newest
+
+    def left(self) -> set[int]:
+        """The ranks that have closed their ring or ended their heartbeats on purpose, of those that are read."""
+        feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
+        return {
+            rank
+            for feed in feeds
+            for rank, heard in list(feed.heard.items())
+            if heard.beat is not None and heard.beat.left
+        }
+
+    def silent(self, at_least_s: float = 0.0) -> set[int]:
+        """The ranks whose heartbeat has stopped for `at_least_s`, and never for less than `silence_s`."""
+        limit_s, now_s = max(self.silence_s, at_least_s), time.monotonic()
+        silent = self._page_feed.unchanged(limit_s, now_s - self.silence_s)
+        if not self.store.unanswered:
+            silent |= self.store.unchanged(limit_s, now_s - self.silence_s)
+        else:
+            silent |= self._neighbours.unchanged(limit_s, now_s - self.silence_s)
+            silent |= self._neighbours.reported("silent", now_s, self.silence_s)
+        return silent - self._alive(now_s - self.silence_s) - self.gone() - self.left() - {self.rank}
+
+    def gone(self) -> set[int]:
+        """The ranks whose process has ended, as pages of their machine tell."""
+        here = set(self.pages.gone) if self.pages is not None else set()
+        return here | self._neighbours.reported("gone", time.monotonic(), self.silence_s)
+
+    def stood_still_s(self, since_s: float) -> float:
+        """For how long this rank itself stood still, if that ended after `since_s`; 0 if for less than `silence_s`."""
+        now_s = time.monotonic()
+        stops = [*self._stops, *([(self._last_s, now_s)] if self._thread is not None else [])]
+        return max(
+            (end_s - start_s for start_s, end_s in stops if end_s - max(start_s, since_s) >= self.silence_s),
+            default=0.0,
+        )
+
+    def explain(
+        self,
+        waited_for: Iterable[int] = (),
+        *,
+        waited_s: float = 0.0,
+        missing: Collection[int] = (),
+        lost: tuple[int, str] | None = None,
+        at_deadline: bool = True,
+    ) -> str:
+        """Return which rank is at fault after a wait has failed, or where the awaited ranks are, as one line.
+
+        `waited_s`: how long this rank has waited. `missing`, `lost`, `at_deadline`: see `Evidence`.
+        """
+        awaited, began_s = frozenset(waited_for), time.monotonic()
+        deadline, rounds = Deadline(self.limit_s), self.store.rounds
+        while True:
+            seen = self._evidence(awaited, began_s, waited_s, missing, lost, at_deadline and lost is None)
+            # The others read the cause of the rank that investigates one round later.
+            late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
+            if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
+                return explain(seen)
+            self._claim("loss" if lost else "deadline")
+            time.sleep(INTERVAL_S / 2)
+
+    # --- on the thread -----------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        told = False
+        while True:
+            self.round(time.monotonic())
+            if self.cause is not None and not told:
+                told = True
+                for _, on_cause in list(self._users.values()):
+                    on_cause(self.cause)
+            if self._stopped.wait(INTERVAL_S):
+                return
+
+    def round(self, now_s: float) -> None:
+        """One round of the thread."""
+        if now_s - self._last_s >= self.silence_s / 2:
+            self._stops.append((self._last_s, now_s))
+        self._last_s = now_s
+        place = self.place()
+        self._rounds_here = self._rounds_here + 1 if place == self._here else 0
+        self._here, self._count = place, self._count + 1
+        beat = Beat(self._count, place, self.closed, self.calls())
+        self.store.advance(beat, self._wanted(place), now_s, often=1 in self._claims.values())
+        if self.pages is not None:
+            for rank, page_beat in self.pages.exchange(beat).items():
+                self._page_feed.note(rank, page_beat, now_s)
+        # Only what this rank observes itself: reports of others are passed on as they came.
+        recent_s = now_s - self.silence_s
+        silent = self._page_feed.unchanged(self.silence_s, recent_s)
+        silent |= self._neighbours.unchanged(self.silence_s, recent_s)
+        observed = dict.fromkeys(silent - self._alive(recent_s) - self.left(), "silent")
+        if self.pages is not None:
+            observed |= dict.fromkeys(self.pages.gone, "gone")
+        self._neighbours.exchange(Beat(self._count, place, self.closed), observed, now_s)
+
+    def _wanted(self, place: Place) -> list[int]:
+        """The neighbours, and as many of the ranks that this one waits for as a round reads."""
+        everyone = set(range(self.world_size)) - {self.rank}
+        investigates = 1 in self._claims.values()
+        waits = place.waits is not Waits.HOST
+        every = investigates or (waits and (place.peers is None or self._rounds_here >= LONG_ROUNDS))
+        wanted = everyone if every else self._neighbours.ranks | (place.peers or frozenset())
+        self.store.keep(wanted)
+        others = sorted(wanted - self._neighbours.ranks)
+        first = self._turn * READ_AT_ONCE % max(len(others), 1)
+        self._turn += 1
+        chosen = others if investigates else [*others, *others][first : first + min(READ_AT_ONCE, len(others))]
+        return [*sorted(self._neighbours.ranks), *chosen]
+
+    # --- after a failure ---------------------------------------------------------------------------------------------
+
+    def _claim(self, name: str) -> None:
+        """The first rank of the ring to claim a name reads all heartbeats; the others wait for the cause.
+
+        A rank at a deadline and one that lost a connection claim different names: the second waits for the first.
+        """
+        if name not in self._claims:
+            self._claims[name] = 0
+            self.store.ask(lambda store: self._claims.update({name: store.add(f"investigators/{name}", 1)}), 0.0)
+
+    def _evidence(
+        self,
+        waited_for: frozenset[int],
+        began_s: float,
+        waited_s: float,
+        missing: Collection[int],
+        lost: tuple[int, str] | None,
+        at_deadline: bool,
+    ) -> Evidence:
+        # A slow link holds heartbeats back. A rank that was heard shortly before the deadline has not been at fault.
+        quiet = self.silent()
+        late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if at_deadline else set()
+        late = {rank for rank in late if self._observed_since(rank) < began_s}
+        beats = self.beats()
+        return Evidence(
+            rank=self.rank,
+            stood_still_s=self.stood_still_s(began_s - waited_s),
+            cause=self.cause,
+            gone=self.gone(),
+            silent=quiet - late,
+            unheard=late,
+            closed={rank for rank, beat in beats.items() if beat.closed},
+            places={**{rank: beat.place for rank, beat in beats.items()}, self.rank: self.place()},
+            missing=missing,
+            waited_for=waited_for,
+            lost=lost,
+            at_deadline=at_deadline,
+            store=self.store.unanswered,
+        )
+
+    def _settled(self, seen: Evidence, began_s: float, rounds: int) -> bool:
+        """Whether waiting longer can tell nothing more."""
+        if seen.stood_still_s:
+            return bool(seen.store) or self.store.rounds > rounds + 1  # what was published meanwhile has been read
+        if seen.cause:
+            return True
+        at_fault = {*seen.gone, *seen.silent}
+        if seen.lost is not None:
+            # A rank publishes its cause just before its connections fall, unless it was killed.
+            return seen.lost[0] in at_fault or seen.lost[0] in seen.closed
+        if at_fault:
+            return True
+        others = set(range(self.world_size)) - {self.rank}
+        heard = self._alive(began_s) | self.left()
+        # One rank reads all heartbeats of the store; pages show those of the machine to every rank.
+        return others <= heard and (1 in self._claims.values() or others <= self._page_feed.heard.keys())
+
+    def _observed_since(self, rank: int) -> float:
+        heard = self.store.heard.get(rank) or self._page_feed.heard.get(rank)
+        return heard.first_s if heard is not None else time.monotonic()
+
+    def _alive(self, since_s: float) -> set[int]:
+        """The ranks that have sent a heartbeat in any feed since then."""
+        return self.store.new(since_s) | self._page_feed.new(since_s) | self._neighbours.new(since_s)

@@ -1,0 +1,145 @@
+"""Which rank is at fault, given everything that one rank knows after a wait has failed.
+
+Pure functions. Guarantee: a rank that only waits for another is never named as the one at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ringattn.transport.health.place import Place, Waits
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank knows. All numbers are ranks of the whole ring."""
+
+    rank: int
+    stood_still_s: float = 0.0
+    """For how long this rank itself was stopped or starved during the wait; 0 if it was not."""
+    cause: str | None = None
+    """The first cause that any rank has published."""
+    gone: Collection[int] = ()
+    """Ranks whose process has ended without closing the ring."""
+    silent: Collection[int] = ()
+    """Ranks whose heartbeat has stopped."""
+    unheard: Collection[int] = ()
+    """Ranks whose heartbeat is late, but not for long enough to call them silent."""
+    closed: Collection[int] = ()
+    """Ranks that have closed their ring."""
+    places: Mapping[int, Place] = field(default_factory=dict)
+    """Where ranks were in their last heartbeat, also this rank itself."""
+    missing: Collection[int] = ()
+    """Ranks that have not arrived at an all-gather, which the whole ring waits for."""
+    waited_for: Collection[int] = ()
+    lost: tuple[int, str] | None = None
+    """The rank whose connection broke, and what the connection reported."""
+    at_deadline: bool = True
+    """Whether a deadline has passed. Otherwise a rank that is behind may not be at fault."""
+    store: str = ""
+    """Why the store could not be read, with its host; empty if it answers."""
+
+
+def at_fault(evidence: Evidence) -> list[str]:
+    """Return the ranks at fault as phrases for an error; an empty list if nothing proves that a rank is.
+
+    Checked in this order, because each explains what follows: this rank itself stood still; the published first cause;
+    ranks that are gone; ranks that are silent; ranks that are behind; ranks stuck in a launch. The host of a store that
+    does not answer is named in addition to ranks, whose state it hides.
+    """
+    cause = [evidence.cause] if evidence.cause else []
+    if evidence.stood_still_s:
+        stopped = f"rank {evidence.rank} itself stood still for {evidence.stood_still_s:.1f} s (stopped, or starved)"
+        return [stopped, *(cause or ["so it names no other rank"])]
+    if cause:
+        return cause
+    phrases = _lost(evidence) + _gone_or_silent(evidence)
+    if not phrases and evidence.at_deadline and not evidence.store:
+        phrases = _behind(evidence) or _launches(evidence)
+    return phrases + ([evidence.store] if evidence.store else [])
+
+
+def explain(evidence: Evidence) -> str:
+    """Return who is at fault, or else where each awaited rank is, as one line for an error."""
+    phrases = at_fault(evidence)
+    lost = {evidence.lost[0]} if evidence.lost else set()
+    named = {*evidence.gone, *evidence.silent, *lost}
+    if phrases in ([], [evidence.store]) or (evidence.unheard and not evidence.cause and not evidence.stood_still_s):
+        phrases = [
+            *phrases,
+            *(_whereabouts(rank, evidence) for rank in sorted({*evidence.waited_for, *evidence.unheard} - named)),
+        ]
+    return "; ".join(phrase for phrase in phrases if phrase)
+
+
+def silence(rank: int, place: Place | None) -> str:
+    """Describe a silent rank. `place`: its last heartbeat, None if it never sent one."""
+    heard = "never heard" if place is None else f"last heard in {place}"
+    return f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}"
+
+
+def _lost(evidence: Evidence) -> list[str]:
+    """Describe a broken connection. The peer may be healthy: a rank that fails drops all its connections."""
+    if evidence.lost is None:
+        return []
+    peer, error = evidence.lost
+    if peer in evidence.closed:
+        return [f"rank {peer} closed its ring"]
+    if peer in evidence.silent or peer in evidence.gone:
+        return [f"rank {peer} is gone ({error})"]
+    if evidence.store:
+        return [f"the connection to rank {peer} was lost ({error}), and no first cause can be read"]
+    return [f"rank {peer} dropped its connection ({error})"]
+
+
+def _gone_or_silent(evidence: Evidence) -> list[str]:
+    gone = [f"rank {rank} is gone (its process has ended)" for rank in sorted(evidence.gone)]
+    silent = sorted({*evidence.silent} - {*evidence.gone})
+    return gone + [silence(rank, evidence.places.get(rank)) for rank in silent]
+
+
+def _behind(evidence: Evidence) -> list[str]:
+    """Describe ranks that have not reached the exchange: they run Python, or their own kernels."""
+    places, phrases = evidence.places, []
+    newest = max((place.call for place in places.values()), default=0)
+    for rank, place in sorted(places.items()):
+        if rank in evidence.closed:
+            continue
+        if place.waits is Waits.COMPUTE:
+            phrases.append(f"rank {rank} is still computing: its GPU has not reached an exchange; host in {place}")
+        elif place.waits is Waits.HOST and (place.call < newest or rank in evidence.missing):
+            others = f", others in call {newest}" if place.call < newest else ""
+            phrases.append(f"rank {rank} is behind, in {place}{others}")
+    return phrases
+
+
+def _launches(evidence: Evidence) -> list[str]:
+    """Describe ranks in a launch. One whose peers are in a launch too may only be connecting to the one that hangs."""
+    launching = {
+        rank: place
+        for rank, place in sorted(evidence.places.items())
+        if place.waits is Waits.LAUNCH and rank not in evidence.closed
+    }
+    connecting = [
+        rank
+        for rank, place in launching.items()
+        if (place.peers is None and len(launching) > 1) or (place.peers or frozenset()) & launching.keys() - {rank}
+    ]
+    stuck = [
+        f"rank {rank} is stuck in a launch, in {place}" for rank, place in launching.items() if rank not in connecting
+    ]
+    if stuck or not connecting:
+        return stuck
+    return [f"one of ranks {connecting} is stuck in a launch, and the others of them wait for it there"]
+
+
+def _whereabouts(rank: int, evidence: Evidence) -> str:
+    place = evidence.places.get(rank)
+    if rank in evidence.closed:
+        return f"rank {rank} has left its ring"
+    if place is None:
+        return f"rank {rank} was never heard"
+    if rank in evidence.unheard:
+        return f"rank {rank} is not heard at the moment, last in {place}"
+    return f"rank {rank} is alive in {place}"
